@@ -1,0 +1,23 @@
+"""The errors that reach a user."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: the message holds the value, the rule and the way out."""
+
+
+class EngineError(RuntimeError):
+    """The rollout engine failed; the message ends with the engine's own last log lines."""
+
+
+class RewardError(RuntimeError):
+    """Too large a share of rewards failed; the message ends with the first failure's traceback."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A sentence to end an error about an unknown name: the nearest choice, or all of them."""
+    known = sorted(choices)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean '{nearest[0]}'?" if nearest else f"Choose from: {', '.join(known)}."

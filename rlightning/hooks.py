@@ -1,0 +1,57 @@
+"""The RL hooks, and the one function that fires them.
+
+A training step fires them in this order; those in brackets only when there is something to send::
+
+    on_rollout_start  [on_weight_sync_start  on_weight_sync_end]  on_rollout_end
+    on_reward_start  on_reward_end
+    on_update_start  on_update_end
+
+Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+
+if TYPE_CHECKING:
+    from rlightning.types import Prompt, RolloutBatch
+
+
+class RLCallback(Callback):
+    """A Lightning callback with the RL hooks.
+
+    ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's; ``module`` is
+    the policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
+    """
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: "list[Prompt]") -> None:
+        """Called before completions are generated for ``prompts``."""
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+        """Called when all completions are there; ``batch`` has no rewards yet."""
+
+    def on_reward_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+        """Called before the rewards are computed."""
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+        """Called when ``batch.rewards`` is there; completions whose reward failed are gone from the batch."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+        """Called before the first optimizer step of a rollout; ``batch.advantages`` is there."""
+
+    def on_update_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+        """Called after the last optimizer step of a rollout."""
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Called before the actor's weights of ``weight_version`` are sent to the engine."""
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Called when the engine has the weights and, where it was due, has been verified."""
+
+
+def fire(trainer: Any, module: Any, hook: str, *args: Any) -> None:
+    """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
+    for callback in trainer.callbacks:
+        method = getattr(callback, hook, None)
+        if method is not None:
+            method(trainer, module, *args)

@@ -1,0 +1,236 @@
+"""What travels through a step: prompts in, completions out, and the packed batch that the update reads.
+
+Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt, ``C`` tokens of a completion.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a prompt set, ready for the engine.
+
+    Attributes:
+        index: the row's place in its set; stable over epochs and resumes.
+        text: what the model reads, after the chat template.
+        token_ids: [P], the tokens of ``text``; nothing is tokenised again later.
+        columns: the row as it was read; reward functions get these by name.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy wrote after a prompt.
+
+    Attributes:
+        text: the tokens decoded, without special tokens and without the stop string.
+        token_ids: [C] int64, as sampled (a final end-of-sequence token included).
+        logprobs: [C] float32, of each token under the distribution that it was sampled from.
+        weight_versions: [C] int32, the version of the weights that sampled each token.
+        finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
+    """
+
+    text: str
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    weight_versions: NDArray[np.int32]
+    finish_reason: Literal["stop", "length"]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the token limit cut it."""
+        return self.finish_reason == "length"
+
+
+class LossTotals(NamedTuple):
+    """The counts that a loss is divided by, over all micro-batches and all ranks of one optimizer step."""
+
+    tokens: float
+    sequences: float
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """Prompts with their completions, packed end to end; never padded.
+
+    Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of that
+    token given those before it in its sequence (0 for a sequence's first token, which nothing precedes).
+
+    Attributes:
+        token_ids: [T] int64.
+        position_ids: [T] int64, counted from 0 in each sequence.
+        cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
+        completion_mask: [T] bool, the tokens that the policy sampled.
+        rollout_logprobs: [T] float32, from the engine; 0 on prompts.
+        weight_versions: [T] int32, from the engine; -1 on prompts.
+        group_ids: [N] int64, equal for completions of one prompt.
+        prompts: N of them, one a sequence.
+        completions: N of them.
+        rewards: [N] float32.
+        reward_components: [N] float32 each, by the reward function's name, unweighted; NaN where it gave none.
+        advantages: [T] float32.
+        old_logprobs: [T] float32, of the policy before this rollout's first update.
+        ref_logprobs: [T] float32, of the reference model.
+        totals: set on micro-batches.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    completion_mask: Tensor
+    rollout_logprobs: Tensor
+    weight_versions: Tensor
+    group_ids: Tensor
+    prompts: list[Prompt]
+    completions: list[Completion]
+    rewards: Tensor | None = None
+    reward_components: dict[str, Tensor] = field(default_factory=dict)
+    advantages: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    totals: LossTotals | None = None
+
+    @classmethod
+    def pack(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], first_group: int = 0) -> Self:
+        """Lay every prompt with each of its completions end to end.
+
+        Args:
+            prompts: one a group.
+            completions: for each prompt its completions, in any number.
+            first_group: the first group's id; the others count up from it.
+
+        Returns:
+            A batch on the CPU, without rewards.
+        """
+        pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+        groups = [first_group + g for g, group in enumerate(completions) for _ in group]
+        prompt_lengths = [len(p.token_ids) for p, _ in pairs]
+        lengths = [n + len(c.token_ids) for n, (_, c) in zip(prompt_lengths, pairs, strict=True)]
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        total = int(cu_seqlens[-1])
+        token_ids = np.zeros(total, np.int64)
+        rollout_logprobs = np.zeros(total, np.float32)
+        weight_versions = np.full(total, -1, np.int32)
+        completion_mask = np.zeros(total, np.bool_)
+        for start, end, n, (prompt, completion) in zip(cu_seqlens, cu_seqlens[1:], prompt_lengths, pairs, strict=False):
+            middle = start + n
+            token_ids[start:middle] = prompt.token_ids
+            token_ids[middle:end] = completion.token_ids
+            rollout_logprobs[middle:end] = completion.logprobs
+            weight_versions[middle:end] = completion.weight_versions
+            completion_mask[middle:end] = True
+        position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
+        return cls(
+            token_ids=torch.from_numpy(token_ids),
+            position_ids=torch.from_numpy(position_ids.astype(np.int64)),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            completion_mask=torch.from_numpy(completion_mask),
+            rollout_logprobs=torch.from_numpy(rollout_logprobs),
+            weight_versions=torch.from_numpy(weight_versions),
+            group_ids=torch.tensor(groups, dtype=torch.int64),
+            prompts=[p for p, _ in pairs],
+            completions=[c for _, c in pairs],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``."""
+        return self.token_ids.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        """``N``."""
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] int64, tokens of prompt and completion."""
+        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        """[N] int64, completion tokens."""
+        return self.sum_by_sequence(self.completion_mask.long())
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64, the sequence that each token belongs to."""
+        sequences = torch.arange(self.num_sequences, device=self.token_ids.device)
+        return sequences.repeat_interleave(self.lengths, output_size=self.num_tokens)
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Repeat [N] values, one a sequence, over the tokens of each sequence: [T]."""
+        return values.repeat_interleave(self.lengths.to(values.device), output_size=self.num_tokens)
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """Sum [T] values over each sequence: [N]."""
+        return values.new_zeros(self.num_sequences).index_add_(0, self.sequence_ids, values)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on ``device``."""
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                moved[f.name] = value.to(device, non_blocking=True)
+        components = {name: value.to(device) for name, value in self.reward_components.items()}
+        return replace(self, **moved, reward_components=components)
+
+    def select(self, sequences: Sequence[int] | Tensor) -> Self:
+        """The batch of the given sequences, in the given order, packed anew.
+
+        Args:
+            sequences: indices in ``range(N)``.
+        """
+        index = torch.as_tensor(sequences, dtype=torch.int64, device=self.token_ids.device)
+        lengths = self.lengths[index]
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        starts = self.cu_seqlens[:-1].long()[index]
+        offsets = (starts - cu_seqlens[:-1]).repeat_interleave(lengths)
+        tokens = torch.arange(offsets.numel(), device=offsets.device) + offsets
+        chosen: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, Tensor) or f.name == "cu_seqlens":
+                continue
+            chosen[f.name] = value[index] if f.name in ("group_ids", "rewards") else value[tokens]
+        order: list[int] = index.tolist()
+        return replace(
+            self,
+            **chosen,
+            cu_seqlens=cu_seqlens.int(),
+            prompts=[self.prompts[i] for i in order],
+            completions=[self.completions[i] for i in order],
+            reward_components={name: value[index] for name, value in self.reward_components.items()},
+        )
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[Self]) -> Self:
+        """Lay several batches end to end. Optional tensors must be there in all of them or in none."""
+        merged: dict[str, Any] = {}
+        for f in fields(cls):
+            values = [getattr(b, f.name) for b in batches]
+            if isinstance(values[0], Tensor) and f.name != "cu_seqlens":
+                merged[f.name] = torch.cat(values)
+        lengths = torch.cat([b.lengths for b in batches])
+        names = batches[0].reward_components
+        return replace(
+            batches[0],
+            **merged,
+            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+            prompts=[p for b in batches for p in b.prompts],
+            completions=[c for b in batches for c in b.completions],
+            reward_components={n: torch.cat([b.reward_components[n] for b in batches]) for n in names},
+        )
