@@ -1,1 +1,49 @@
-""""""
+"""Pure tensor functions: advantages, policy losses, KL estimators, aggregation, off-policy corrections.
+
+Letters in shapes: ``T`` tokens of the batch, packed end to end; ``N`` sequences; sequence ``i`` is
+``cu_seqlens[i]:cu_seqlens[i+1]``. Everything is reduced in float32 or wider, whatever the inputs' precision.
+"""
+
+from rlightning.objectives.advantages import (
+    group_advantages,
+    has_signal,
+    leave_one_out,
+    overlong_penalty,
+    token_returns,
+    whiten,
+)
+from rlightning.objectives.aggregation import Aggregation, aggregate
+from rlightning.objectives.corrections import RolloutCorrection
+from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
+from rlightning.objectives.policy import (
+    capped_weight_loss,
+    clipped_loss,
+    reinforce_loss,
+    sequence_log_ratio,
+    soft_gate_loss,
+    token_log_ratio,
+)
+from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+
+__all__ = [
+    "Aggregation",
+    "KLEstimator",
+    "RolloutCorrection",
+    "aggregate",
+    "capped_weight_loss",
+    "clipped_loss",
+    "estimate_kl",
+    "group_advantages",
+    "has_signal",
+    "leave_one_out",
+    "overlong_penalty",
+    "reinforce_loss",
+    "sequence_log_ratio",
+    "soft_gate_loss",
+    "spread_to_tokens",
+    "subtract_kl",
+    "sum_by_sequence",
+    "token_log_ratio",
+    "token_returns",
+    "whiten",
+]

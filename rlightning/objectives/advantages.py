@@ -1,0 +1,145 @@
+"""Advantages from rewards: group baselines, whitening over the batch, returns; and DAPO's filter and shaping.
+
+Statistics are taken in float64: a mean of equal rewards is then exactly that reward, so that a group with no signal
+gives exact zeros rather than rounding errors divided by a tiny standard deviation.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """Centre each reward on its group's mean and, if asked, scale by its group's standard deviation.
+
+    ``A_i = (r_i - mean(r)) / std(r)`` (GRPO, arXiv:2402.03300, section 4.1.2); without the division that of Dr. GRPO
+    (arXiv:2503.20783, section 3.2). ``std`` is the sample standard deviation (over ``n - 1``), plus 1e-6.
+
+    Args:
+        rewards: [N], one a completion.
+        group_ids: [N], equal for completions of one prompt; groups may differ in size.
+        scale_by_std: whether to divide.
+
+    Returns:
+        [N] float32; zeros for a group whose rewards are all equal, and for a group of one.
+    """
+    rewards, groups, counts = _by_group(rewards, group_ids)
+    centred = rewards - (_sum_groups(rewards, groups, counts) / counts)[groups]
+    if scale_by_std:
+        variance = _sum_groups(centred**2, groups, counts) / (counts - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + EPSILON)[groups]
+    return centred.float()
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Compare each reward with the mean of the others in its group (RLOO, arXiv:2402.14740).
+
+    ``A_i = r_i - sum_{j != i} r_j / (n - 1)``, which is ``n / (n - 1) * (r_i - mean(r))``.
+
+    Args:
+        rewards: [N], one a completion.
+        group_ids: [N], equal for completions of one prompt; groups may differ in size.
+
+    Returns:
+        [N] float32; zero for a group of one, which has nothing to compare with.
+    """
+    rewards, groups, counts = _by_group(rewards, group_ids)
+    centred = rewards - (_sum_groups(rewards, groups, counts) / counts)[groups]
+    return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
+
+
+def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Give the tokens under ``mask`` mean 0 and standard deviation 1 over the whole batch and all ranks.
+
+    ``(A - mean(A)) / std(A)`` over every token of the global batch (REINFORCE++, arXiv:2501.03262, eq. 10). ``std`` is
+    that of the population, and never taken below 1e-4.
+
+    Args:
+        values: [T].
+        mask: [T] bool, the completion tokens.
+        all_sum: sums a tensor over the data-parallel ranks; None on one rank.
+
+    Returns:
+        [T] float32; zeros outside ``mask``, and everywhere if all values are equal.
+    """
+    add_ranks = all_sum or (lambda tensor: tensor)
+    wide = torch.where(mask, values, 0).double()
+    total, count = add_ranks(torch.stack([wide.sum(), mask.sum().double()])).unbind()
+    centred = torch.where(mask, wide - total / count.clamp(min=1), 0)
+    variance = add_ranks((centred**2).sum()) / count.clamp(min=1)
+    return (centred / variance.clamp(min=1e-8).sqrt()).float()
+
+
+def token_returns(token_rewards: Tensor, cu_seqlens: Tensor, *, discount: float = 1.0) -> Tensor:
+    """Sum what each token and those after it in its sequence were given: ``G_t = sum_{s >= t} discount^(s-t) r_s``.
+
+    Args:
+        token_rewards: [T]; a reward of the whole completion belongs on its last token.
+        cu_seqlens: [N+1], the sequences' bounds.
+        discount: in [0, 1]; language tasks use 1 (REINFORCE++, arXiv:2501.03262, eq. 8).
+
+    Returns:
+        [T] float32.
+    """
+    returns = token_rewards.double()
+    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    # Recursive doubling: after k rounds each token holds the sum of the next 2^k rewards, so that a sequence of L
+    # tokens takes log2(L) rounds, each over the whole batch, rather than L.
+    ends = (starts + lengths).repeat_interleave(lengths)
+    positions = torch.arange(returns.numel(), device=returns.device)
+    reach = 1
+    while lengths.numel() and reach < int(lengths.max()):
+        inside = positions + reach < ends
+        later = returns[(positions + reach).clamp(max=returns.numel() - 1)]
+        returns = returns + torch.where(inside, discount**reach * later, 0)
+        reach *= 2
+    return returns.float()
+
+
+def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON) -> Tensor:
+    """Which completions stand in a group whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
+
+    Args:
+        rewards: [N], one a completion.
+        group_ids: [N], equal for completions of one prompt.
+        tolerance: rewards that lie no further apart count as equal.
+
+    Returns:
+        [N] bool, equal within a group; False for a group of one.
+    """
+    ids, groups = torch.unique(group_ids, return_inverse=True)
+    rewards = rewards.float()
+    highest = rewards.new_zeros(ids.numel()).scatter_reduce(0, groups, rewards, "amax", include_self=False)
+    lowest = rewards.new_zeros(ids.numel()).scatter_reduce(0, groups, rewards, "amin", include_self=False)
+    return (highest - lowest > tolerance)[groups]
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Tensor:
+    """Punish completions that come near the token limit (DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13).
+
+    0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
+
+    Args:
+        lengths: [N], completion tokens.
+        max_tokens: the limit on completion tokens.
+        cache_tokens: the length of the slope, at least 1.
+
+    Returns:
+        [N] float32 in [-1, 0], to be added to the rewards.
+    """
+    free = max_tokens - cache_tokens
+    return ((free - lengths.float()) / cache_tokens).clamp(min=-1.0, max=0.0)
+
+
+def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards [N] in float64, each one's group [N] counted from 0, and the groups' sizes [G] in float64."""
+    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return rewards.double(), groups, counts.double()
+
+
+def _sum_groups(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
+    """Sums [G] of values [N]."""
+    return torch.zeros_like(counts).index_add_(0, groups, values)

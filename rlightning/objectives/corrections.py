@@ -1,0 +1,98 @@
+"""The gap between sampler and trainer: importance weights from the engine's log-probabilities to the trainer's.
+
+Even with equal weights the engine's kernels give other log-probabilities than the trainer's, and a sampler that runs
+behind gives yet others; both make the data off-policy without any ratio of the policy loss noticing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.objectives.policy import MAX_LOG_RATIO, token_log_ratio
+from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+
+_DEFAULT_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.0, 2.0), "icepop": (0.5, 5.0)}
+_LEVELS = ("token", "sequence_sum", "sequence_mean")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCorrection:
+    """How to weigh the policy loss by ``r = pi_trainer(token) / pi_sampler(token)``.
+
+    kind:
+        - truncate: ``clip(r, lower, upper)`` (truncated importance sampling; bounds 0 and 2).
+        - mask: ``r`` up to ``upper``, 0 beyond (masked importance sampling; bounds 0 and 2).
+        - icepop: ``r`` within ``[lower, upper]``, 0 outside on either side (IcePop, arXiv:2510.18855; 0.5 and 5).
+
+    level, what ``r`` is a ratio of:
+        - token: each token; little variance, some bias.
+        - sequence_sum: the whole completion, the product of its tokens' ratios: unbiased, but its logarithm grows with
+          length, so that one pair of bounds does not fit short and long completions alike.
+        - sequence_mean: the geometric mean of the completion's token ratios; bounds mean the same at any length.
+
+    A weight of 0 takes a token's gradient away but not its place in the loss's denominator: the normalisers stay
+    those of the global batch, and the step is not scaled up when much is masked.
+
+    Attributes:
+        kind: as above.
+        level: as above.
+        lower: the lower bound, or None for the kind's.
+        upper: the upper bound, or None for the kind's.
+    """
+
+    kind: Literal["truncate", "mask", "icepop"] = "truncate"
+    level: Literal["token", "sequence_sum", "sequence_mean"] = "token"
+    lower: float | None = None
+    upper: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name, value, choices in (("kind", self.kind, _DEFAULT_BOUNDS), ("level", self.level, _LEVELS)):
+            if value not in choices:
+                raise ConfigError(f"rollout_correction.{name}='{value}' is unknown. {did_you_mean(value, choices)}")
+        lower, upper = self.bounds
+        if self.kind == "mask" and lower != 0:
+            raise ConfigError(f"rollout_correction.lower={lower}: kind 'mask' has no lower bound. Use kind 'icepop'.")
+        if not 0 <= lower <= 1 <= upper:
+            raise ConfigError(
+                f"rollout_correction bounds [{lower}, {upper}] leave out a ratio of 1, at which sampler and trainer "
+                "agree. Use lower <= 1 <= upper, such as lower 0.5 and upper 2.0."
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound, with the kind's in place of None."""
+        lower, upper = _DEFAULT_BOUNDS[self.kind]
+        return (lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
+
+    def weigh(
+        self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights to multiply the policy loss by, a token.
+
+        Args:
+            logprobs: [T], the trainer's, of the policy before the rollout's first update (``batch.old_logprobs``).
+            rollout_logprobs: [T], the engine's.
+            mask: [T] bool, the completion tokens.
+            cu_seqlens: [N+1], whole sequences.
+
+        Returns:
+            [T] float32 weights without gradient, 1 outside ``mask``; and for the metrics, [T] each,
+            ``correction_weight`` and ``correction_out_of_bounds`` (1 where the ratio was).
+        """
+        log_ratio = torch.where(mask, token_log_ratio(logprobs.detach(), rollout_logprobs.detach()), 0)
+        if self.level != "token":
+            sums = sum_by_sequence(log_ratio, cu_seqlens)
+            if self.level == "sequence_mean":
+                sums = sums / sum_by_sequence(mask.float(), cu_seqlens).clamp(min=1)
+            sums = sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            log_ratio = spread_to_tokens(sums, cu_seqlens, mask.numel())
+        ratio = log_ratio.exp()
+        lower, upper = self.bounds
+        outside = (ratio < lower) | (ratio > upper)
+        weights = ratio.clamp(lower, upper) if self.kind == "truncate" else torch.where(outside, 0, ratio)
+        weights = torch.where(mask, weights, 1)
+        return weights, {"correction_weight": weights, "correction_out_of_bounds": outside.float()}

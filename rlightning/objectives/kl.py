@@ -1,0 +1,56 @@
+"""Estimators of the KL divergence from the reference model, a token at a time."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlightning.objectives.segments import sum_by_sequence
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate KL(policy || reference) from each sampled token (http://joschu.net/blog/kl-approx.html).
+
+    With ``d = logprobs - ref_logprobs``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) + d - 1``. In expectation over
+    the policy's own samples k1 and k3 are the divergence itself; k3 is never negative and varies less; k2 is biased.
+
+    What holds for the value does not hold for the gradient (arXiv:2512.21852). In the reward, where nothing
+    is differentiated, k1 is unbiased. In the loss the gradient of k1 is zero in expectation, so that it is noise and no
+    penalty; k2 has the gradient of KL(policy || reference); k3, GRPO's choice (arXiv:2402.03300, eq. 4), that of
+    KL(reference || policy), close to it only near the reference. All of that is for samples of the current policy.
+
+    Args:
+        logprobs: [T], of the sampled tokens under the policy; the gradient flows through these.
+        ref_logprobs: [T], under the reference model.
+        estimator: which.
+
+    Returns:
+        [T] float32.
+    """
+    difference = logprobs.float() - ref_logprobs.float()
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference**2
+        case "k3":
+            # Beyond e^20 only the token's weight in a diverged run is at stake, and infinity would end the run.
+            return torch.exp((-difference).clamp(max=20.0)) + difference - 1
+
+
+def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, cu_seqlens: Tensor, coefficient: float) -> Tensor:
+    """Charge each completion for its divergence: ``R = r - coefficient * sum_t kl_t`` (RLOO, arXiv:2402.14740).
+
+    Args:
+        rewards: [N].
+        kl: [T], an estimate a token.
+        mask: [T] bool, the completion tokens.
+        cu_seqlens: [N+1], the sequences' bounds.
+        coefficient: the penalty's weight.
+
+    Returns:
+        [N] float32.
+    """
+    return rewards.float() - coefficient * sum_by_sequence(torch.where(mask, kl.float(), 0), cu_seqlens)

@@ -1,0 +1,135 @@
+"""Policy losses, a token at a time; nothing here is masked or aggregated.
+
+The ratio's level is a choice of its own: make a log-ratio with :func:`token_log_ratio` or :func:`sequence_log_ratio`
+and give it to the loss. Besides the loss each function returns quantities a token for the metrics, detached.
+"""
+
+import torch
+from torch import Tensor
+
+from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
+
+# e^20 is far beyond every clip, and finite: infinity times an advantage of zero would be NaN.
+MAX_LOG_RATIO = 20.0
+
+
+def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Log of ``pi(token) / pi_old(token)``: [T] float32, from two [T]."""
+    return (logprobs.float() - old_logprobs.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Log of the geometric mean of a completion's token ratios, on each of its tokens (GSPO, arXiv:2507.18071, eq. 7).
+
+    ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)``. The value is the sequence's, the gradient the token's own,
+    ``s_i * grad log pi_t`` (GSPO-token, eq. 14): averaged over a sequence with one advantage that is the gradient of
+    ``s_i`` itself (eq. 10), and it stays right where tokens of a sequence have weights or advantages of their own.
+
+    Args:
+        logprobs: [T], under the policy.
+        old_logprobs: [T], under the policy before the rollout's first update.
+        mask: [T] bool, the completion tokens; prompts are left out of the mean.
+        cu_seqlens: [N+1], whole sequences.
+
+    Returns:
+        [T] float32, equal within a sequence.
+    """
+    logprobs = logprobs.float()
+    difference = torch.where(mask, logprobs.detach() - old_logprobs.float(), 0)
+    lengths = sum_by_sequence(mask.float(), cu_seqlens).clamp(min=1)
+    mean = spread_to_tokens(sum_by_sequence(difference, cu_seqlens) / lengths, cu_seqlens, mask.numel())
+    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + (logprobs - logprobs.detach())
+
+
+def clipped_loss(
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> TokenLoss:
+    """The clipped surrogate, ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, its bounds apart.
+
+    PPO (arXiv:1707.06347, eq. 7) has equal bounds, DAPO (arXiv:2503.14476, eq. 8) a higher upper one. With
+    ``dual_clip`` = c > 1 the objective of a token with a negative advantage is never below ``c A``, so that a ratio
+    which grew large where the policy should shrink it cannot dominate a batch (dual-clip PPO, arXiv:1912.09729).
+
+    Args:
+        log_ratio: [T], of tokens or of their sequence.
+        advantages: [T].
+        clip_low: how far below 1 the ratio may count.
+        clip_high: how far above 1 the ratio may count.
+        dual_clip: c, or None.
+
+    Returns:
+        [T] float32 loss, and ``clip_low`` and ``clip_high``: 1 where that bound took the gradient away.
+    """
+    advantages = advantages.float()
+    ratio = log_ratio.float().exp()
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    ratio = ratio.detach()
+    below = (ratio < 1 - clip_low) & (advantages < 0)
+    above = (ratio > 1 + clip_high) & (advantages > 0)
+    return loss, {"clip_low": below.float(), "clip_high": above.float()}
+
+
+def capped_weight_loss(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, *, max_ratio: float, min_ratio: float = 0.0
+) -> TokenLoss:
+    """REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
+
+    ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: no token ever loses its gradient, only its weight is bounded.
+
+    Both bounds are absolute values of the ratio. The paper writes the upper one as ``1 + eps_high``, ScaleRL
+    (arXiv:2510.13786) as an absolute cap, and code bases call either "epsilon": ``max_ratio`` = 5 here is an
+    ``eps_high`` of 4 there. ``min_ratio`` = 0 is the paper's "no lower bound".
+
+    Args:
+        logprobs: [T]; the gradient flows through these.
+        log_ratio: [T].
+        advantages: [T].
+        max_ratio: the largest weight.
+        min_ratio: the smallest weight.
+
+    Returns:
+        [T] float32 loss, and ``clip_high`` (and ``clip_low``): 1 where that bound holds the weight.
+    """
+    ratio = log_ratio.detach().float().exp()
+    loss = -ratio.clamp(min_ratio, max_ratio) * advantages.float() * logprobs.float()
+    return loss, {"clip_low": (ratio < min_ratio).float(), "clip_high": (ratio > max_ratio).float()}
+
+
+def soft_gate_loss(
+    log_ratio: Tensor, advantages: Tensor, *, temperature_positive: float, temperature_negative: float
+) -> TokenLoss:
+    """A sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
+
+    ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight
+    is ``4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and fading smoothly on both sides.
+
+    Args:
+        log_ratio: [T].
+        advantages: [T].
+        temperature_positive: tau where the advantage is positive.
+        temperature_negative: tau elsewhere; larger fades faster.
+
+    Returns:
+        [T] float32 loss, and ``gate``: that ``4 p (1 - p)``.
+    """
+    advantages = advantages.float()
+    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    gate = torch.sigmoid(temperature * (log_ratio.float().exp() - 1))
+    return -4 / temperature * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
+
+
+def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+    """``-A log pi``: the plain policy gradient, right only for samples of the very policy that is updated.
+
+    Args:
+        logprobs: [T].
+        advantages: [T].
+
+    Returns:
+        [T] float32 loss, and no metrics.
+    """
+    return -advantages.float() * logprobs.float(), {}

@@ -1,0 +1,35 @@
+"""Sums over the sequences of a packed tensor, and the way back."""
+
+import torch
+from torch import Tensor
+
+
+def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum [T] values over each sequence.
+
+    Args:
+        values: [T]; half precision is summed in float32.
+        cu_seqlens: [N+1], the sequences' bounds.
+
+    Returns:
+        [N] sums.
+    """
+    if values.dtype in (torch.bfloat16, torch.float16):
+        values = values.float()
+    num_sequences = cu_seqlens.numel() - 1
+    sequences = spread_to_tokens(torch.arange(num_sequences, device=values.device), cu_seqlens, values.numel())
+    return values.new_zeros(num_sequences).index_add(0, sequences, values)
+
+
+def spread_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Repeat [N] values, one a sequence, over the tokens of each sequence.
+
+    Args:
+        values: [N].
+        cu_seqlens: [N+1], the sequences' bounds.
+        num_tokens: T, which a GPU would have to be waited for otherwise.
+
+    Returns:
+        [T] values.
+    """
+    return values.repeat_interleave((cu_seqlens[1:] - cu_seqlens[:-1]).long(), output_size=num_tokens)

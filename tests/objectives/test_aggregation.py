@@ -1,0 +1,64 @@
+import pytest
+import torch
+from torch import Tensor
+
+from rlightning.objectives import Aggregation, aggregate
+from rlightning.types import LossTotals
+
+
+def gradient(loss: Tensor, of: Tensor) -> Tensor:
+    return torch.autograd.grad(loss.sum(), of)[0]
+
+
+KINDS: list[Aggregation] = ["token_mean", "sequence_mean", "constant"]
+
+# Two sequences: a prompt token and completion losses 1, 2, 3; a prompt token and a completion loss of 8.
+VALUES = torch.tensor([50.0, 1.0, 2.0, 3.0, 60.0, 8.0])
+MASK = torch.tensor([False, True, True, True, False, True])
+CU_SEQLENS = torch.tensor([0, 4, 6], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", (1 + 2 + 3 + 8) / 4),
+        ("sequence_mean", ((1 + 2 + 3) / 3 + 8) / 2),
+        ("constant", (1 + 2 + 3 + 8) / (2 * 10)),
+    ],
+)
+def test_by_hand(kind: Aggregation, expected: float) -> None:
+    result = aggregate(VALUES, MASK, CU_SEQLENS, kind, LossTotals(4, 2), constant=10.0)
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_masked_counts_for_nothing(kind: Aggregation) -> None:
+    values = torch.where(MASK, VALUES, torch.nan).requires_grad_()
+    loss = aggregate(values, MASK, CU_SEQLENS, kind, LossTotals(4, 2), constant=10.0)
+    grad = gradient(loss, values)
+    assert torch.isfinite(loss)
+    assert torch.equal(grad[~MASK], torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_reduced_in_float32(kind: Aggregation) -> None:
+    values = torch.ones(4096, dtype=torch.bfloat16)
+    mask = torch.ones(4096, dtype=torch.bool)
+    loss = aggregate(values, mask, torch.tensor([0, 4000, 4096]), kind, LossTotals(4096, 2), constant=2048.0)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_without_completion_adds_nothing(kind: Aggregation) -> None:
+    mask = torch.tensor([False, False, False, False, False, True])
+    loss = aggregate(VALUES, mask, CU_SEQLENS, kind, LossTotals(1, 2), constant=8.0)
+    expected: dict[Aggregation, float] = {"token_mean": 8.0, "sequence_mean": 8.0 / 2, "constant": 8.0 / (2 * 8)}
+    torch.testing.assert_close(loss, torch.tensor(expected[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sequences_at_all_is_zero(kind: Aggregation) -> None:
+    nothing: Tensor = torch.zeros(0)
+    loss = aggregate(nothing, nothing.bool(), torch.tensor([0]), kind, LossTotals(0, 0), constant=8.0)
+    assert loss.item() == 0.0
