@@ -1,0 +1,258 @@
+"""The Lightning data module of prompt sets."""
+
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loops.progress import _ProcessedTracker
+
+from rlightning.data.formatting import PromptFormat, build_prompts
+from rlightning.data.loaders import PromptBatches, PromptLoader
+from rlightning.data.sources import read_rows
+from rlightning.data.stream import PromptStream
+from rlightning.errors import ConfigError
+from rlightning.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A prompt set that validation runs on.
+
+    Attributes:
+        path: as of ``PromptDataModule(train=...)``.
+        limit: use only this many rows, from the start.
+        samples_per_prompt: completions of each prompt; k of pass@k.
+        temperature: of these completions; None: 0 (greedy) for one completion a prompt, else 1.
+        prompt_column: None: the data module's.
+        prompt_template: None: the data module's.
+        name: in the metrics ``val/<name>/...``; the data module takes it from the key.
+    """
+
+    path: str
+    limit: int | None = None
+    samples_per_prompt: int = 1
+    temperature: float | None = None
+    prompt_column: str | None = None
+    prompt_template: str | None = None
+    name: str = ""
+
+    def resolve(self, name: str) -> "ValidationSet":
+        """The same set with its name and its temperature filled in."""
+        if self.samples_per_prompt < 1:
+            raise ConfigError(
+                f"Validation set '{name}': samples_per_prompt={self.samples_per_prompt} must be at least 1."
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(
+                f"Validation set '{name}': limit={self.limit} must be at least 1. Leave it out for all rows."
+            )
+        default = 0.0 if self.samples_per_prompt == 1 else 1.0
+        temperature = default if self.temperature is None else self.temperature
+        if temperature == 0 and self.samples_per_prompt > 1:
+            samples = f"samples_per_prompt={self.samples_per_prompt}"
+            raise ConfigError(
+                f"Validation set '{name}': {samples} at temperature=0 are all alike. Use a temperature above 0."
+            )
+        return replace(self, name=name, temperature=temperature)
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompt sets for training, validation and prediction.
+
+    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length``; calls its
+    ``check_columns(columns, source)``, where it has one, with the columns that the reward functions will get.
+    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
+    is part of every checkpoint.
+
+    Args:
+        train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
+            configuration and split, ``owner/name:config:split``.
+        validation: sets by name, or one path.
+        predict: the set of ``rlightning predict``.
+        prompt_column: the column that holds the prompt, a text or a list of chat messages.
+        prompt_template: a format string over the columns, used instead, such as ``"Q: {question}\\nA:"``.
+        system_prompt: the first message of every chat without one; before a plain text, with an empty line between.
+        chat_template: whether to apply the tokenizer's chat template; None: where it has one.
+        chat_template_arguments: passed to the chat template, such as ``enable_thinking: false``.
+        max_prompt_tokens: the limit on a prompt's tokens.
+        overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
+        shuffle: whether each epoch has its own order of the training prompts.
+        seed: of these orders.
+        validation_batch_size: prompts that all ranks together give the engine at once, in validation and prediction.
+    """
+
+    def __init__(
+        self,
+        train: str | None = None,
+        *,
+        validation: dict[str, ValidationSet] | str | None = None,
+        predict: str | None = None,
+        prompt_column: str = "prompt",
+        prompt_template: str | None = None,
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        chat_template_arguments: dict[str, Any] | None = None,
+        max_prompt_tokens: int = 1024,
+        overlong: Literal["drop", "truncate"] = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+        validation_batch_size: int = 256,
+    ) -> None:
+        super().__init__()
+        if isinstance(validation, str):
+            validation = {_name_of(validation): ValidationSet(validation)}
+        self.validation_sets = [chosen.resolve(name) for name, chosen in (validation or {}).items()]
+        self.train = train
+        self.predict = predict
+        self.format = PromptFormat(
+            column=prompt_column,
+            template=prompt_template,
+            system=system_prompt,
+            chat_template=chat_template,
+            chat_template_arguments=chat_template_arguments or {},
+            max_tokens=max_prompt_tokens,
+            overlong=overlong,
+        )
+        self.shuffle = shuffle
+        self.seed = seed
+        self.validation_batch_size = validation_batch_size
+        self.stream: PromptStream | None = None
+        self.validation_prompts: list[list[Prompt]] | None = None
+        self.predict_prompts: list[Prompt] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Read, check and tokenise the sets that ``stage`` needs."""
+        self._check_lengths()
+        if stage == "fit":
+            self._setup_train()
+        if stage in ("fit", "validate", "test") and self.validation_prompts is None:
+            if stage != "fit" and not self.validation_sets:
+                raise ConfigError(f"data.validation is not set, and '{stage}' needs it. Give a prompt set.")
+            self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
+        if stage == "predict" and self.predict_prompts is None:
+            if self.predict is None:
+                raise ConfigError("data.predict is not set, and 'predict' needs it. Give a prompt set.")
+            self.predict_prompts = self._load(self.predict, self.format)
+
+    def prepare_data(self) -> None:
+        """Fetch sets of the hub once a host, before the ranks of the host read them all at once."""
+        for path in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
+            if path is not None and not Path(path).expanduser().exists():
+                # An error must reach every rank, not this one alone: setup() meets it again.
+                with contextlib.suppress(ConfigError):
+                    read_rows(path, limit=1)
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Further training prompts for this rank, beyond the loader's; every rank must take as many."""
+        if self.stream is None:
+            raise ConfigError("There are no training prompts to take: take() works in fit, with data.train set.")
+        return self.stream.take(num_prompts)
+
+    def train_dataloader(self) -> PromptLoader:
+        """Yields this rank's share of ``prompts_per_step`` training prompts, a list each."""
+        assert self.stream is not None
+        return PromptLoader(self.stream, self._module.prompts_per_step // self.stream.num_ranks)
+
+    def val_dataloader(self) -> list[PromptBatches]:
+        """One loader a validation set, in the order of ``validation_sets``."""
+        return [self._batches(prompts) for prompts in self.validation_prompts or []]
+
+    def test_dataloader(self) -> list[PromptBatches]:
+        """The validation loaders: ``test`` runs on the same sets."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> PromptBatches:
+        """Yields the prompts of ``predict``."""
+        return self._batches(self.predict_prompts or [])
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Leave prompts as they are: Lightning would walk through every token id, and refuses frozen dataclasses."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training prompts; of a step that is not finished its start, as it will be repeated."""
+        if self.stream is None:
+            return {}
+        assert self.trainer is not None
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        assert isinstance(progress, _ProcessedTracker)
+        return self.stream.state_dict(at_step_start=progress.ready > progress.processed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's position; nothing to do where no training follows."""
+        if self.stream is not None:
+            self.stream.load_state_dict(state_dict)
+
+    @property
+    def _module(self) -> Any:
+        assert self.trainer is not None, "setup() needs the trainer that Lightning attaches"
+        return self.trainer.lightning_module
+
+    @property
+    def _rank_and_ranks(self) -> tuple[int, int]:
+        """This process's data-parallel rank and their number; tensor-parallel neighbours share a rank."""
+        assert self.trainer is not None
+        parallel = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return parallel["rank"], parallel["num_replicas"]
+
+    def _check_lengths(self) -> None:
+        limit, model_limit = self.format.max_tokens, self._module.max_model_length
+        if limit < 1:
+            raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
+        if limit >= model_limit:
+            raise ConfigError(
+                f"max_prompt_tokens={limit} leaves a model of {model_limit} positions no room for a completion. "
+                f"Use at most {model_limit - 1}, less what you want completions to have."
+            )
+
+    def _setup_train(self) -> None:
+        if self.train is None:
+            raise ConfigError("data.train is not set, and 'fit' needs it. Give a prompt set.")
+        rank, num_ranks = self._rank_and_ranks
+        prompts_per_step = self._module.prompts_per_step
+        if prompts_per_step % num_ranks:
+            below = prompts_per_step // num_ranks * num_ranks
+            raise ConfigError(
+                f"prompts_per_step={prompts_per_step} cannot be split over {num_ranks} data-parallel ranks. "
+                f"Use a multiple of {num_ranks}, such as {below or num_ranks}."
+            )
+        prompts = self._load(self.train, self.format, is_rewarded=True)
+        if len(prompts) < prompts_per_step:
+            raise ConfigError(
+                f"'{self.train}' has {len(prompts)} usable prompts, and one step takes "
+                f"prompts_per_step={prompts_per_step}. Use at most {len(prompts)} a step, or more data."
+            )
+        self.stream = PromptStream(prompts, shuffle=self.shuffle, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
+
+    def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
+        own = replace(
+            self.format,
+            column=chosen.prompt_column or self.format.column,
+            # A column of the set's own is not to be hidden by the data module's template.
+            template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
+        )
+        return self._load(chosen.path, own, limit=chosen.limit, is_rewarded=True)
+
+    def _load(
+        self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
+    ) -> list[Prompt]:
+        table = read_rows(path, limit)
+        check_columns = getattr(self._module, "check_columns", None)
+        if is_rewarded and check_columns is not None:
+            check_columns(table.columns, path)
+        return build_prompts(table, self._module.tokenizer, prompt_format)
+
+    def _batches(self, prompts: list[Prompt]) -> PromptBatches:
+        rank, num_ranks = self._rank_and_ranks
+        return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
+
+
+def _name_of(path: str) -> str:
+    """The name of a set given by its path alone: "test" of data/test.jsonl, "gsm8k" of openai/gsm8k:main:test."""
+    return Path(path.split(":")[0]).stem

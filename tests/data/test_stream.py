@@ -1,0 +1,69 @@
+"""The order of the prompts, its position, and the shares of the ranks."""
+
+import pytest
+
+from rlightning.data.stream import PromptStream
+from rlightning.errors import ConfigError
+from rlightning.types import Prompt
+
+
+def make_prompts(count: int, prefix: str = "p") -> list[Prompt]:
+    return [Prompt(i, f"{prefix}{i}", [i], {}) for i in range(count)]
+
+
+def indices(prompts: list[Prompt]) -> list[int]:
+    return [prompt.index for prompt in prompts]
+
+
+def test_every_epoch_holds_each_prompt_once_in_its_own_order() -> None:
+    stream = PromptStream(make_prompts(50), seed=3)
+    first, second = indices(stream.take(50)), indices(stream.take(50))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first == indices(PromptStream(make_prompts(50), seed=3).take(50))
+    assert first != indices(PromptStream(make_prompts(50), seed=4).take(50))
+
+
+def test_without_shuffle_the_order_is_the_files_and_a_take_crosses_the_end() -> None:
+    stream = PromptStream(make_prompts(5), shuffle=False)
+    assert indices(stream.take(3)) == [0, 1, 2]
+    assert indices(stream.take(4)) == [3, 4, 0, 1]
+
+
+def test_ranks_share_what_one_rank_would_take() -> None:
+    alone = indices(PromptStream(make_prompts(10), seed=1).take(8))
+    shares = [indices(PromptStream(make_prompts(10), seed=1, rank=r, num_ranks=2).take(4)) for r in range(2)]
+    assert shares[0] + shares[1] == alone
+
+
+def test_resume_goes_on_exactly_also_on_another_number_of_ranks() -> None:
+    stream = PromptStream(make_prompts(10), seed=1, rank=0, num_ranks=2)
+    stream.take(3)  # six over both ranks
+    resumed = PromptStream(make_prompts(10), seed=1)
+    resumed.load_state_dict(stream.state_dict())
+    whole = PromptStream(make_prompts(10), seed=1)
+    assert indices(whole.take(6)) + indices(resumed.take(9)) == indices(PromptStream(make_prompts(10), seed=1).take(15))
+
+
+def test_state_at_step_start_leaves_out_what_the_step_took() -> None:
+    stream = PromptStream(make_prompts(10), shuffle=False)
+    stream.take(2)
+    stream.begin_step()
+    stream.take(3)
+    assert stream.state_dict()["position"] == 5
+    assert stream.state_dict(at_step_start=True)["position"] == 2
+
+
+@pytest.mark.parametrize(
+    ("resumed", "message"),
+    [
+        (PromptStream(make_prompts(9)), "10 prompts, this run has 9"),
+        (PromptStream(make_prompts(10), seed=7), "0 as seed, this run has 7"),
+        (PromptStream(make_prompts(10), shuffle=False), "True as shuffle, this run has False"),
+        (PromptStream(make_prompts(10, "q")), "not those that the checkpoint was written with"),
+    ],
+)
+def test_resume_with_other_data_is_refused(resumed: PromptStream, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resumed.load_state_dict(PromptStream(make_prompts(10)).state_dict())
+    assert "\n" not in str(caught.value)
