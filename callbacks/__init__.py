@@ -1,4 +1,32 @@
 """Every callback, one a file. Import them as ``rlightning.callbacks``."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlightning.callbacks.completions_table import CompletionsTable
+    from rlightning.callbacks.predictions import JSONLPredictions
+    from rlightning.callbacks.progress_bar import RLProgressBar
+    from rlightning.callbacks.save_hf import SaveHF
+    from rlightning.callbacks.throughput import Throughput
+
+__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "SaveHF", "Throughput"]
+
+_FILES = {
+    "CompletionsTable": "completions_table",
+    "JSONLPredictions": "predictions",
+    "RLProgressBar": "progress_bar",
+    "SaveHF": "save_hf",
+    "Throughput": "throughput",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback when it is first asked for: each costs only those who use it."""
+    if name not in _FILES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+
+
 if __name__ != "rlightning.callbacks":
     raise ImportError(f"imported as '{__name__}': two copies of a class break isinstance. Import rlightning.callbacks.")

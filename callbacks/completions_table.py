@@ -1,0 +1,211 @@
+"""What the policy wrote, where people look: the console, the loggers, a Parquet file."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from rlightning.console import is_live_terminal
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+from rlightning.run_dir import run_dir, written_aside
+from rlightning.types import RolloutBatch
+
+logger = logging.getLogger("rlightning")
+
+
+class CompletionsTable(RLCallback):
+    """Shows prompts, completions and rewards: some on the console, more in the loggers, all in Parquet files.
+
+    The files are ``<run>/completions/step_000012.parquet``, a row a completion (:func:`completion_rows` has the
+    columns). A process of higher rank writes its share beside it, as ``step_000012.rank1.parquet``; reading the
+    folder reads them all. W&B gets a table, TensorBoard a text, CSV nothing.
+
+    From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch.
+    The loop's object may have ``default_root_dir`` (or give ``path``), ``global_step`` (finished steps; otherwise
+    batches are counted here), ``global_rank`` and ``loggers``.
+
+    Args:
+        every_n_steps: show and write each n-th rollout step, and the first.
+        num_console: completions on the console; 0 for none. They are the best and the worst first, then in between.
+        num_logged: completions in the loggers; 0 for none.
+        path: folder of the Parquet files; by default ``completions`` in the run's folder.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 10, *, num_console: int = 2, num_logged: int = 32, path: str | None = None
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigError(
+                f"every_n_steps={every_n_steps} must be at least 1. Use 1 for every step, or leave the callback out."
+            )
+        for name, value in (("num_console", num_console), ("num_logged", num_logged)):
+            if value < 0:
+                raise ConfigError(f"{name}={value} must not be negative. Use 0 for none.")
+        super().__init__()
+        self.every_n_steps = every_n_steps
+        self.num_console = num_console
+        self.num_logged = num_logged
+        self.path = path
+        self._num_steps = 0
+        self._pending: tuple[int, RolloutBatch] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps, for loops that do not count them."""
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._num_steps = state_dict["num_steps"]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a folder that cannot be written to before anything is generated."""
+        folder = self._folder(trainer)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"path='{folder}' is a file, completions go to a folder. Name another one.")
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Keep the batch until its advantages are there; a refill of the same step takes its place."""
+        step = self._count(trainer)
+        if self._pending is not None and self._pending[0] != step:
+            self._flush(trainer)
+        self._pending = (step, batch)
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Show the batch that is trained on."""
+        if batch.rewards is None:  # supervised fine-tuning: nothing was generated
+            return
+        step = self._count(trainer) if self._pending is None else self._pending[0]
+        self._pending = (step, batch)
+        self._flush(trainer)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show a batch that no update followed, because all its groups were without signal."""
+        self._flush(trainer)
+
+    def _count(self, trainer: Any) -> int:
+        """The step that is under way, counted from 1."""
+        self._num_steps = int(getattr(trainer, "global_step", self._num_steps)) + 1
+        return self._num_steps
+
+    def _flush(self, trainer: Any) -> None:
+        if self._pending is None:
+            return
+        (step, batch), self._pending = self._pending, None
+        if step != 1 and step % self.every_n_steps:
+            return
+        rows = completion_rows(batch, step)
+        rank = getattr(trainer, "global_rank", 0)
+        suffix = f".rank{rank}" if rank else ""
+        write_parquet(rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
+        if rank == 0 and rows:
+            self._log(getattr(trainer, "loggers", ()), spread_by_reward(rows, self.num_logged), step)
+            self._show(spread_by_reward(rows, self.num_console), step)
+
+    def _folder(self, trainer: Any) -> Path:
+        return Path(self.path) if self.path else run_dir(trainer) / "completions"
+
+    def _log(self, loggers: Any, rows: list[dict[str, Any]], step: int) -> None:
+        columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]
+        cells = [[row[name] for name in columns] for row in rows]
+        for log in loggers if rows else ():
+            if isinstance(log, WandbLogger):
+                log.log_table("completions", columns=columns, data=cells, step=step)
+            elif isinstance(log, TensorBoardLogger):
+                log.experiment.add_text("completions", _markdown_table(columns, cells), step)
+
+    def _show(self, rows: list[dict[str, Any]], step: int) -> None:
+        if not rows:
+            return
+        if not is_live_terminal():
+            for row in rows:
+                text = f"{shorten(row['prompt'], 100, keep_end=True)} -> {shorten(row['completion'], 160)}"
+                logger.info("step %d completion | reward %.3f | %s", step, row["reward"], text)
+            return
+        table = Table(title=f"Completions of step {step}", title_justify="left", expand=True)
+        table.add_column("prompt", ratio=2)
+        table.add_column("completion", ratio=3)
+        table.add_column("reward", justify="right")
+        for row in rows:
+            prompt, completion = shorten(row["prompt"], 240, keep_end=True), shorten(row["completion"], 360)
+            table.add_row(Text(prompt), Text(completion), f"{row['reward']:.3f}")
+        get_console().print(table)
+
+
+def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
+    """A dictionary a completion.
+
+    Its keys: step, group, prompt_index, prompt, completion, reward, ``reward/<function>`` for each reward function,
+    advantage (if it is there yet: that of the completion's first token), length in tokens, finish_reason.
+    """
+    num = batch.num_sequences
+    starts = (batch.cu_seqlens[:-1].tolist(), [len(p.token_ids) for p in batch.prompts])
+    groups = batch.group_ids.tolist()
+    rewards = _column(batch.rewards, num)
+    components = {f"reward/{name}": _column(values, num) for name, values in batch.reward_components.items()}
+    advantages = None if batch.advantages is None else batch.advantages.float().tolist()
+    rows = []
+    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
+        row: dict[str, Any] = {
+            "step": step,
+            "group": groups[i],
+            "prompt_index": prompt.index,
+            "prompt": prompt.text,
+            "completion": completion.text,
+            "reward": rewards[i],
+            **{name: values[i] for name, values in components.items()},
+        }
+        length = len(completion.token_ids)
+        if advantages is not None:
+            row["advantage"] = advantages[starts[0][i] + starts[1][i]] if length else 0.0
+        rows.append(row | {"length": length, "finish_reason": completion.finish_reason})
+    return rows
+
+
+def _column(values: Tensor | None, num: int) -> list[float]:
+    return [math.nan] * num if values is None else values.float().tolist()
+
+
+def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the rows so that a reader sees all of them or no file."""
+    # Half a second that only a written table should cost.
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    with written_aside(path) as aside:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+
+
+def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
+    """``num`` rows from the highest reward to the lowest, evenly spread: two of them are the best and the worst."""
+    ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
+    if num >= len(ranked):
+        return ranked
+    last = max(num - 1, 1)
+    return [ranked[i * (len(ranked) - 1) // last] for i in range(num)]
+
+
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+    """The text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    if keep_end:
+        half = limit // 2
+        return f"{line[: limit - half - 3]} … {line[-half:]}"
+    return f"{line[: limit - 2]} …"
+
+
+def _markdown_table(columns: list[str], cells: list[list[Any]]) -> str:
+    def escape(cell: Any) -> str:
+        text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+        return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+
+    head = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    return "\n".join(f"| {line} |" for line in [*head, *(" | ".join(map(escape, row)) for row in cells)])

@@ -1,0 +1,161 @@
+"""The progress bar of a run, and the line a step where there is no terminal."""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.console import RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from rlightning.console import is_live_terminal, show_log_lines
+from rlightning.errors import ConfigError
+from rlightning.phases import PHASES, PhaseTimer
+
+logger = logging.getLogger("rlightning")
+
+
+class RLProgressBar(RichProgressBar, PhaseTimer):
+    """Lightning's rich progress bar, counting rollout steps and showing what matters in RL.
+
+    It shows reward (or loss where there are no rewards), completion length, tokens per second, and the seconds of
+    each phase. Where standard output is no terminal, it logs a line a step instead, and in both cases a line for
+    every validation set::
+
+        step 12/200 | reward 0.412 | length 5.1 | 8,123 tokens/s | generate 0.6s reward 0.0s update 0.9s sync 0.0s
+        validation at step 50 | gsm8k | reward 0.431 | pass@1 0.431 | length 5.0 | truncated 0.0%
+
+    It is a Lightning progress bar and needs a Lightning ``Trainer``: a loop of your own has its own. There, use
+    ``Throughput``.
+
+    Args:
+        refresh_rate: redraws of the bar a second; 0 shows nothing, no lines either.
+        line_every_n_steps: where there is no terminal, log each n-th step (and the last one).
+        leave: keep the finished bar.
+    """
+
+    def __init__(self, *, refresh_rate: int = 10, line_every_n_steps: int = 1, leave: bool = True) -> None:
+        if line_every_n_steps < 1:
+            raise ConfigError(f"line_every_n_steps={line_every_n_steps} must be at least 1. Use 1 for a line a step.")
+        PhaseTimer.__init__(self)
+        RichProgressBar.__init__(self, refresh_rate=refresh_rate, leave=leave)
+        self._line_every_n_steps = line_every_n_steps
+        self._is_live = False
+        self._status = ""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether a bar is drawn; lines are logged where it is not."""
+        return self._is_live and super().is_enabled
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find out who is watching."""
+        super().setup(trainer, pl_module, stage)
+        self._is_live = is_live_terminal()
+        if self._enabled:
+            show_log_lines()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Draw the bar of the whole run, once: an epoch is nothing to look at."""
+        if self.is_enabled and self.train_progress_bar_id is None:
+            self._initialize_train_progress_bar_id()
+            self._update(self.train_progress_bar_id, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show the step that is over."""
+        PhaseTimer.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
+        if self.is_enabled:
+            if self.train_progress_bar_id is None:
+                self._initialize_train_progress_bar_id()
+            self._status = " · ".join(self._describe_step(trainer))
+            self._update(self.train_progress_bar_id, trainer.global_step, hard=True)
+            return
+        step, total = trainer.global_step, total_steps(trainer)
+        if self._is_talking and (step % self._line_every_n_steps == 0 or step == total):
+            logger.info(" | ".join([_progress(step, total), *self._describe_step(trainer)]))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log a line for each validation set."""
+        super().on_validation_end(trainer, pl_module)
+        if self._is_talking:
+            for line in validation_lines(trainer.global_step, trainer.callback_metrics):
+                logger.info(line)
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        """Nothing to the right of the bar: there is too little room, the metrics have the line below it."""
+        return {}
+
+    def _init_progress(self, trainer: Any) -> None:
+        super()._init_progress(trainer)
+        if self.progress is not None:
+            draw_bars = type(self.progress).get_renderables
+            progress = self.progress
+
+            def draw() -> Iterable[RenderableType]:
+                yield from draw_bars(progress)
+                if self._status:
+                    yield Text(self._status)
+
+            # Lightning names the class of its progress inside the method above: an instance is all there is to change.
+            progress.get_renderables = draw  # type: ignore[method-assign]
+
+    @property
+    def _is_talking(self) -> bool:
+        """Not on other ranks, where Lightning disables progress bars, nor where the user turned it off."""
+        return self._enabled and self.refresh_rate > 0
+
+    def _initialize_train_progress_bar_id(self) -> None:
+        total = total_steps(self.trainer)
+        self.train_progress_bar_id = self._add_task(math.inf if total is None else total, self.train_description)
+
+    def _describe_step(self, trainer: Any) -> list[str]:
+        metrics = trainer.callback_metrics
+        texts = []
+        if "reward/mean" in metrics:
+            texts.append(f"reward {float(metrics['reward/mean']):.3f}")
+        elif "policy/loss" in metrics:
+            texts.append(f"loss {float(metrics['policy/loss']):.3f}")
+        if "completion/length" in metrics:
+            texts.append(f"length {float(metrics['completion/length']):.1f}")
+        if self.num_tokens:
+            texts.append(f"{self.num_tokens / max(self.step_seconds, 1e-9):,.0f} tokens/s")
+        texts.append(" ".join(self._describe_seconds()))
+        return texts
+
+    def _describe_seconds(self) -> list[str]:
+        # A step without a rollout is one update; its phases would say the same number with zeros around it.
+        if "generate" not in self.phase_seconds:
+            return [f"{self.step_seconds:.1f}s"]
+        return [f"{phase} {self.phase_seconds.get(phase, 0.0):.1f}s" for phase in PHASES]
+
+
+def total_steps(trainer: Any) -> int | None:
+    """How many rollout steps the run will have; None if nothing says so."""
+    limits = []
+    if trainer.max_steps >= 0:
+        limits.append(trainer.max_steps)
+    if (trainer.max_epochs or -1) > 0 and math.isfinite(trainer.num_training_batches):
+        limits.append(trainer.max_epochs * int(trainer.num_training_batches))
+    return min(limits, default=None)
+
+
+def _progress(step: int, total: int | None) -> str:
+    return f"step {step}" if total is None else f"step {step}/{total}"
+
+
+def validation_lines(step: int, metrics: dict[str, Tensor]) -> list[str]:
+    """One line a validation set, from the metrics named ``val/<set>/<metric>``."""
+    by_set: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == "val":
+            by_set.setdefault(parts[1], []).append(_describe_validation(parts[2], float(value)))
+    return [f"validation at step {step} | {name} | {' | '.join(texts)}" for name, texts in by_set.items()]
+
+
+def _describe_validation(metric: str, value: float) -> str:
+    if metric == "truncated":
+        return f"truncated {value:.1%}"
+    return f"{metric} {value:.1f}" if metric == "length" else f"{metric} {value:.3f}"

@@ -1,0 +1,76 @@
+"""The policy as a Hugging Face folder."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+from rlightning.run_dir import run_dir
+
+logger = logging.getLogger("rlightning")
+
+
+class SaveHF(RLCallback):
+    """Saves the policy in Hugging Face's format at the end of a run, and on the way if asked to.
+
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
+
+    From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a
+    ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank. The module needs
+    ``save_hf(path)``.
+
+    Args:
+        path: the folder of the last state; by default ``hf`` in the run's folder. Those on the way stand beside it, as
+            ``hf_step_000100``.
+        every_n_steps: also save after each n-th rollout step; by default only at the end.
+    """
+
+    def __init__(self, path: str | None = None, *, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(
+                f"every_n_steps={every_n_steps} must be at least 1. Leave it out to save at the end of the run only."
+            )
+        super().__init__()
+        self.path = path
+        self.every_n_steps = every_n_steps
+        self._saved_step = -1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what could not be saved, or not there, before the run."""
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "save_hf"):
+            raise ConfigError(
+                f"{type(pl_module).__name__} has no save_hf(path). Derive it from RLModule, or drop SaveHF."
+            )
+        folder = self._folder(trainer)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"path='{folder}' is a file, a model is saved as a folder. Name another one.")
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Save after each n-th step in a loop without batches."""
+        self._save_on_the_way(trainer, module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save after each n-th step."""
+        self._save_on_the_way(trainer, module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Save the last state."""
+        self._save(module, self._folder(trainer))
+
+    def _save_on_the_way(self, trainer: Any, module: Any) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is None or step == 0 or step % self.every_n_steps or step == self._saved_step:
+            return
+        self._saved_step = step
+        folder = self._folder(trainer)
+        self._save(module, folder.with_name(f"{folder.name}_step_{step:06d}"))
+
+    def _save(self, module: Any, folder: Path) -> None:
+        module.save_hf(folder)
+        logger.info("saved the model to %s", folder)
+
+    def _folder(self, trainer: Any) -> Path:
+        return Path(self.path) if self.path else run_dir(trainer) / "hf"

@@ -1,0 +1,37 @@
+"""What reaches the user's terminal."""
+
+import logging
+import sys
+from typing import TextIO
+
+from rich import get_console
+
+
+def is_live_terminal() -> bool:
+    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook."""
+    console = get_console()
+    return console.is_jupyter or (sys.stdout.isatty() and not console.is_dumb_terminal)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to whatever ``sys.stderr`` is at that moment: lines appear above a live progress bar, not in it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def show_log_lines() -> None:
+    """Send the package's log lines from INFO on to standard error, as bare messages.
+
+    Does nothing to a program that has configured logging itself, except that INFO counts as wanted if no level was set.
+    """
+    logger = logging.getLogger("rlightning")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(_StandardError())

@@ -1,0 +1,127 @@
+"""Where a step's seconds go, told from the hooks alone."""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from rlightning.hooks import RLCallback
+from rlightning.types import Prompt, RolloutBatch
+
+PHASES = ("generate", "reward", "update", "sync")
+
+
+class PhaseTimer(RLCallback):
+    """Base of callbacks that need to know how long each phase of a step took.
+
+    A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``, in a loop without these from the first
+    ``on_rollout_start`` to ``on_update_end``. When it is over, :meth:`on_step_timed` is called.
+
+    A phase that comes twice in a step (a refill of the batch) counts with both times. Weight sync inside a rollout
+    is counted as sync, not as generation. The clock is the process's own: the device is not synchronised for it.
+
+    Attributes:
+        step_seconds: of the last step.
+        phase_seconds: of the last step, by phase; a phase that did not happen is not in it.
+        num_tokens: prompt and completion tokens of the last step, over all data-parallel ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_seconds = 0.0
+        self.phase_seconds: dict[str, float] = {}
+        self.num_tokens = 0
+        self._opened: float | None = None
+        self._is_batch_open = False
+        self._begun: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+        self._num_rollout_tokens = 0
+        self._num_update_tokens = 0
+
+    def on_step_timed(self, trainer: Any, module: Any) -> None:
+        """Called when a step is over and its times are there."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Open the step."""
+        self._open_step()
+        self._is_batch_open = True
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Close the step."""
+        self._close_step(trainer, module)
+        self._is_batch_open = False
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
+        """Begin to generate."""
+        if self._opened is None:
+            self._open_step()
+        self._begin("generate")
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """End of generating."""
+        self._end("generate")
+        self._num_rollout_tokens += batch.num_tokens
+
+    def on_reward_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Begin to reward."""
+        self._begin("reward")
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """End of rewarding."""
+        self._end("reward")
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Begin to update."""
+        if self._opened is None:
+            self._open_step()
+        self._begin("update")
+        self._num_update_tokens += batch.num_tokens
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """End of updating, and of the step in a loop that has no batches."""
+        self._end("update")
+        if not self._is_batch_open:
+            self._close_step(trainer, module)
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Begin to send weights."""
+        self._begin("sync")
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """End of sending weights; a rollout around it does not count these seconds."""
+        seconds = self._end("sync")
+        if "generate" in self._begun:
+            self._begun["generate"] += seconds
+
+    def _open_step(self) -> None:
+        self._opened = perf_counter()
+        self._begun.clear()
+        self._sums.clear()
+        self._num_rollout_tokens = self._num_update_tokens = 0
+
+    def _close_step(self, trainer: Any, module: Any) -> None:
+        if self._opened is None:
+            return
+        self.step_seconds = perf_counter() - self._opened
+        self._opened = None
+        self.phase_seconds = {phase: self._sums[phase] for phase in PHASES if phase in self._sums}
+        # A step without a rollout (supervised fine-tuning) is measured by what it updated on.
+        self.num_tokens = _sum_over_ranks(module, self._num_rollout_tokens or self._num_update_tokens)
+        self.on_step_timed(trainer, module)
+
+    def _begin(self, phase: str) -> None:
+        self._begun[phase] = perf_counter()
+
+    def _end(self, phase: str) -> float:
+        """Seconds since the phase began; none for one that was under way before this callback was there."""
+        begun = self._begun.pop(phase, None)
+        seconds = 0.0 if begun is None else perf_counter() - begun
+        self._sums[phase] = self._sums.get(phase, 0.0) + seconds
+        return seconds
+
+
+def _sum_over_ranks(module: Any, count: int) -> int:
+    all_sum = getattr(module, "all_sum", None)
+    if all_sum is None:
+        return count
+    return int(all_sum(torch.tensor(count, device=getattr(module, "device", "cpu"))))

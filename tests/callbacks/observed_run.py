@@ -1,0 +1,170 @@
+"""A run with all that callbacks watch, without an engine: a tiny module fires the hooks with hand-made batches."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from rlightning.hooks import fire
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+
+def make_completion(text: str, finish_reason: Any = "stop") -> Completion:
+    """A completion with a token a character."""
+    num = len(text)
+    return Completion(
+        text=text,
+        token_ids=np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int64),
+        logprobs=np.full(num, -0.5, np.float32),
+        weight_versions=np.zeros(num, np.int32),
+        finish_reason=finish_reason,
+    )
+
+
+def make_prompt(index: int = 0, text: str = "2+2=") -> Prompt:
+    """A prompt with a token a character."""
+    return Prompt(index=index, text=text, token_ids=list(text.encode("ascii")), columns={"answer": "4"})
+
+
+def make_batch() -> RolloutBatch:
+    """Two prompts of 4 tokens with two completions each: 16 + 6 = 22 tokens."""
+    prompts = [make_prompt(0, "2+2="), make_prompt(7, "3*3=")]
+    completions = [
+        [make_completion("4"), make_completion("55", "length")],
+        [make_completion("9"), make_completion("99")],
+    ]
+    return RolloutBatch.pack(prompts, completions)
+
+
+def add_rewards(batch: RolloutBatch) -> None:
+    """Set the four rewards and what they are made of."""
+    batch.rewards = torch.tensor([1.0, 0.0, 0.5, 0.5])
+    batch.reward_components = {
+        "exact": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        "format": torch.tensor([1.0, 0.0, 0.0, float("nan")]),
+    }
+
+
+class ObservedModule(LightningModule):
+    """Fires the RL hooks in their order, two optimizer steps a rollout, of which Lightning counts one."""
+
+    def __init__(self, learns: bool = True, fails_at: int | None = None, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.learns = learns
+        self.fails_at = fails_at
+        self.error = error or RuntimeError("out of luck")
+        self.saved: list[Path] = []
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # Lightning cannot walk through frozen dataclasses, and prompts have nothing to move
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        trainer = self.trainer
+        if trainer.global_step + 1 == self.fails_at:
+            raise self.error
+        batch = self.roll_out(trainer, prompts) if self.learns else make_batch()
+        batch.advantages = batch.to_tokens(torch.tensor([1.0, -1.0, 0.0, 0.0]))
+        fire(trainer, self, "on_update_start", batch)
+        self.update()
+        fire(trainer, self, "on_update_end", batch)
+        step = float(trainer.global_step)
+        metrics = {"step": step, "policy/loss": 1.0 / step, "optim/grad_norm": 0.25, "optim/lr": 1e-3}
+        if self.learns:
+            metrics |= {"reward/mean": 0.1 * step, "completion/length": 1.5, "policy/kl": 0.01 * step}
+        self.log_dict(metrics, on_step=True)
+
+    def roll_out(self, trainer: Any, prompts: list[Prompt]) -> RolloutBatch:
+        fire(trainer, self, "on_rollout_start", prompts)
+        fire(trainer, self, "on_weight_sync_start", 1)
+        fire(trainer, self, "on_weight_sync_end", 1)
+        batch = make_batch()
+        fire(trainer, self, "on_rollout_end", batch)
+        fire(trainer, self, "on_reward_start", batch)
+        add_rewards(batch)
+        fire(trainer, self, "on_reward_end", batch)
+        return batch
+
+    def update(self) -> None:
+        optimizer: Any = self.optimizers()
+        for step in (optimizer.optimizer.step, optimizer.step):
+            optimizer.zero_grad()
+            self.manual_backward((self.weight - 1.0).square().sum())
+            step()
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        step = float(self.trainer.global_step)
+        metrics = {
+            "val/sums/reward": 0.25,
+            "val/sums/pass@1": 0.25,
+            "val/sums/length": 1.5,
+            "val/sums/truncated": 0.125,
+        }
+        self.log_dict({"step": step, **metrics}, batch_size=len(prompts))
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
+        return [(prompt, [make_completion("4"), make_completion("55", "length")]) for prompt in prompts]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def save_hf(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.saved.append(path)
+
+
+class PlainModule:
+    """The policy of a loop that is not Lightning's: nothing but an object."""
+
+
+class PlainLoop:
+    """A loop that is not Lightning's: it has callbacks and fires hooks, nothing else."""
+
+    def __init__(self, *callbacks: Callback) -> None:
+        self.callbacks = list(callbacks)
+
+    def step(self, module: Any) -> None:
+        batch = make_batch()
+        fire(self, module, "on_rollout_start", [make_prompt()])
+        fire(self, module, "on_rollout_end", batch)
+        fire(self, module, "on_reward_start", batch)
+        add_rewards(batch)
+        fire(self, module, "on_reward_end", batch)
+        fire(self, module, "on_update_start", batch)
+        fire(self, module, "on_update_end", batch)
+
+
+def loader(num_batches: int = 4) -> DataLoader[Any]:
+    """Batches of two prompts."""
+    prompts: Any = [make_prompt(i) for i in range(2 * num_batches)]
+    return DataLoader(prompts, batch_size=2, collate_fn=list)
+
+
+def make_trainer(folder: Path, *callbacks: Callback, max_steps: int = 3, **kwargs: Any) -> Trainer:
+    """A real trainer on the CPU whose run folder is ``folder``."""
+    defaults: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "max_epochs": -1,
+    }
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        max_steps=max_steps,
+        **(defaults | kwargs),
+    )
+
+
+def tensor_metrics(**values: float) -> dict[str, Tensor]:
+    """Metrics as Lightning keeps them."""
+    return {name: torch.tensor(value) for name, value in values.items()}

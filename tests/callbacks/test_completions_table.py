@@ -1,0 +1,221 @@
+import csv
+import io
+import logging
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet  # type: ignore[import-untyped]
+import pytest
+import rich
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from rlightning.callbacks import CompletionsTable
+from rlightning.callbacks.completions_table import completion_rows, shorten, spread_by_reward
+from rlightning.errors import ConfigError
+from rlightning.hooks import fire
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "completions").iterdir())
+
+
+def read(path: Path) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = pyarrow.parquet.read_table(path).to_pydict()
+    return columns
+
+
+def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
+    make_trainer(tmp_path, CompletionsTable(2), max_steps=5).fit(ObservedModule(), loader(5))
+    assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
+    table = read(tmp_path / "completions" / "step_000002.parquet")
+    assert list(table) == [
+        "step",
+        "group",
+        "prompt_index",
+        "prompt",
+        "completion",
+        "reward",
+        "reward/exact",
+        "reward/format",
+        "advantage",
+        "length",
+        "finish_reason",
+    ]
+    assert table["step"] == [2, 2, 2, 2]
+    assert table["group"] == [0, 0, 1, 1]
+    assert table["prompt_index"] == [0, 0, 7, 7]
+    assert table["completion"] == ["4", "55", "9", "99"]
+    assert table["reward"] == [1.0, 0.0, 0.5, 0.5]
+    assert table["reward/exact"] == [1.0, 0.0, 1.0, 0.0]
+    assert math.isnan(table["reward/format"][3])
+    assert table["advantage"] == [1.0, -1.0, 0.0, 0.0]
+    assert table["length"] == [1, 2, 1, 2]
+    assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
+
+
+def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb_logger = WandbLogger(name="observed", save_dir=tmp_path, project="tests", offline=True)
+    loggers: list[Logger] = [
+        CSVLogger(tmp_path, name="", version="csv"),
+        TensorBoardLogger(tmp_path, name="", version="tensorboard"),
+        wandb_logger,
+    ]
+    logged: list[tuple[str, Any, int]] = []
+    wandb_log = wandb_logger.log_table
+
+    def log_table(key: str, **kwargs: Any) -> None:
+        logged.append((key, kwargs["data"], kwargs["step"]))
+        wandb_log(key, **kwargs)
+
+    monkeypatch.setattr(wandb_logger, "log_table", log_table)
+    make_trainer(tmp_path, CompletionsTable(2, num_logged=2), logger=loggers).fit(ObservedModule(), loader())
+    wandb_logger.experiment.finish()
+
+    rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").open()))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert not any("completion" in name and name != "completion/length" for name in rows[0])
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    texts = events.Tensors("completions/text_summary")
+    assert [event.step for event in texts] == [1, 2]
+    assert "| 1 | 2+2= | 4 | 1.000 | 1 | stop |" in texts[0].tensor_proto.string_val[0].decode()
+
+    best, worst = [1, "2+2=", "4", 1.0, 1, "stop"], [1, "2+2=", "55", 0.0, 2, "length"]
+    assert logged[0] == ("completions", [best, worst], 1)
+    assert [step for _, _, step in logged] == [1, 2]
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json"))
+
+
+def test_a_line_a_completion_where_there_is_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rlightning")
+    make_trainer(tmp_path, CompletionsTable(2)).fit(ObservedModule(), loader())
+    assert [record.getMessage() for record in caplog.records if record.name == "rlightning"] == [
+        "step 1 completion | reward 1.000 | 2+2= -> 4",
+        "step 1 completion | reward 0.000 | 2+2= -> 55",
+        "step 2 completion | reward 1.000 | 2+2= -> 4",
+        "step 2 completion | reward 0.000 | 2+2= -> 55",
+    ]
+
+
+def test_a_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    rich.reconfigure()
+    make_trainer(tmp_path, CompletionsTable(), max_steps=1, enable_progress_bar=False).fit(ObservedModule(), loader())
+    rich.reconfigure()
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "Completions of step 1" in shown
+    assert re.search(r"2\+2=\s+│ 55\s+│\s+0\.000", shown)
+
+
+def test_markup_in_a_completion_is_text() -> None:
+    batch = make_batch()
+    add_rewards(batch)
+    row = completion_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
+    assert shorten(row["completion"], 20) == "[/bold] | <b> x"
+    assert spread_by_reward([row], 5) == [row]
+
+
+@pytest.mark.parametrize(("num", "rewards"), [(0, []), (1, [5]), (2, [5, 1]), (3, [5, 3, 1]), (9, [5, 4, 3, 2, 1])])
+def test_rows_are_spread_from_the_best_to_the_worst(num: int, rewards: list[int]) -> None:
+    rows = [{"reward": float(reward)} for reward in (3, 1, 5, 2, 4)]
+    assert [row["reward"] for row in spread_by_reward(rows, num)] == rewards
+
+
+def test_long_texts_are_cut() -> None:
+    assert shorten("a" * 30, 10) == "aaaaaaaa …"
+    assert shorten("system prompt, then the question", 17, keep_end=True) == "system … question"
+
+
+def test_a_step_without_an_update_is_shown_too(tmp_path: Path) -> None:
+    table = CompletionsTable(1, path=str(tmp_path / "completions"))
+    loop, batch = PlainLoop(table), make_batch()
+    add_rewards(batch)
+    fire(loop, PlainModule(), "on_reward_end", batch)
+    fire(loop, PlainModule(), "on_train_batch_end", None, None, 0)
+    assert "advantage" not in read(tmp_path / "completions" / "step_000001.parquet")
+
+
+def test_a_refill_replaces_what_was_kept(tmp_path: Path) -> None:
+    loop: Any = PlainLoop(CompletionsTable(1))
+    loop.global_step, loop.default_root_dir = 0, str(tmp_path)
+    batch = make_batch()
+    add_rewards(batch)
+    fire(loop, PlainModule(), "on_reward_end", batch)
+    fire(loop, PlainModule(), "on_reward_end", batch.select([0]))
+    fire(loop, PlainModule(), "on_update_start", batch.select([0, 3]))
+    assert files(tmp_path) == ["step_000001.parquet"]
+    assert read(tmp_path / "completions")["completion"] == ["4", "99"]
+
+
+def test_every_rank_writes_its_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rlightning")
+    for rank in (0, 1):
+        loop: Any = PlainLoop(CompletionsTable())
+        loop.global_rank, loop.default_root_dir = rank, str(tmp_path)
+        loop.step(PlainModule())
+    assert files(tmp_path) == ["step_000001.parquet", "step_000001.rank1.parquet"]
+    assert len(read(tmp_path / "completions")["step"]) == 8
+    assert len(caplog.messages) == 2
+
+
+def test_supervised_runs_have_no_completions(tmp_path: Path) -> None:
+    make_trainer(tmp_path, CompletionsTable()).fit(ObservedModule(learns=False), loader())
+    assert not (tmp_path / "completions").exists()
+
+
+def test_resume_goes_on_counting(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, CompletionsTable(2), max_steps=3)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = make_trainer(tmp_path, CompletionsTable(2), max_steps=6)
+    resumed.fit(ObservedModule(), loader(6), ckpt_path=tmp_path / "last.ckpt")
+    assert files(tmp_path) == [f"step_00000{step}.parquet" for step in (1, 2, 4, 6)]
+
+
+def test_a_loop_that_counts_no_steps_resumes_by_the_state(tmp_path: Path) -> None:
+    first, second = (CompletionsTable(2, path=str(tmp_path / "completions")) for _ in range(2))
+    for _ in range(3):
+        PlainLoop(first).step(PlainModule())
+    second.load_state_dict(first.state_dict())
+    PlainLoop(second).step(PlainModule())
+    assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"),
+        ({"num_console": -1}, "num_console=-1 must not be negative"),
+        ({"num_logged": -2}, "num_logged=-2 must not be negative"),
+    ],
+)
+def test_senseless_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompletionsTable(**arguments)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    trainer = make_trainer(tmp_path, CompletionsTable(path=str(tmp_path / "taken")))
+    with pytest.raises(ConfigError, match="taken' is a file"):
+        trainer.fit(ObservedModule(), loader())
+
+
+def test_a_loop_without_a_folder_is_told_what_to_give() -> None:
+    with pytest.raises(ConfigError, match="PlainLoop has no default_root_dir"):
+        PlainLoop(CompletionsTable()).step(PlainModule())

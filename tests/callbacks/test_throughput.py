@@ -1,0 +1,137 @@
+import csv
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer
+
+from rlightning.callbacks import Throughput
+from rlightning.hooks import fire
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("rlightning.phases.perf_counter", lambda: self.now)
+
+    def fire(self, loop: Any, hook: str, *args: Any, at: float) -> None:
+        self.now = 100.0 + at
+        fire(loop, PlainModule(), hook, *args)
+
+
+def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    throughput = Throughput()
+    loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
+    clock.fire(loop, "on_rollout_start", [], at=0)
+    clock.fire(loop, "on_weight_sync_start", 1, at=0.5)
+    clock.fire(loop, "on_weight_sync_end", 1, at=2.0)
+    clock.fire(loop, "on_rollout_end", batch, at=5.0)
+    clock.fire(loop, "on_reward_start", batch, at=5.0)
+    clock.fire(loop, "on_reward_end", batch, at=5.25)
+    clock.fire(loop, "on_update_start", batch, at=6.0)
+    clock.fire(loop, "on_update_end", batch, at=11.0)
+    timings = {name: value for name, value in throughput.last.items() if not name.startswith("memory/")}
+    assert timings == {
+        "time/step": 11.0,
+        "time/generate": 3.5,  # 5 seconds less 1.5 of weight sync
+        "time/sync": 1.5,
+        "time/reward": 0.25,
+        "time/update": 5.0,
+        "throughput/tokens_per_second": 2.0,  # 22 tokens in 11 seconds
+    }
+    assert 0.05 < throughput.last["memory/rss_gib"] < 100
+
+
+def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    throughput = Throughput()
+    loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
+    for start in (0.0, 4.0):
+        clock.fire(loop, "on_rollout_start", [], at=start)
+        clock.fire(loop, "on_rollout_end", batch, at=start + 3.0)
+    clock.fire(loop, "on_update_start", batch, at=7.0)
+    clock.fire(loop, "on_update_end", batch, at=8.0)
+    assert throughput.last["time/generate"] == 6.0
+    assert throughput.last["throughput/tokens_per_second"] == 44 / 8
+
+
+def test_tokens_are_summed_over_ranks() -> None:
+    class TwoRanks:
+        def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return 2 * tensor
+
+    throughput = Throughput()
+    PlainLoop(throughput).step(TwoRanks())
+    assert throughput.num_tokens == 44
+
+
+def test_logged_through_lightning_at_the_rollout_step(tmp_path: Path) -> None:
+    csv_logger = CSVLogger(tmp_path, name="", version="")
+    make_trainer(tmp_path, Throughput(), logger=csv_logger).fit(ObservedModule(), loader())
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    names = ["time/step", "time/generate", "time/reward", "time/update", "time/sync", "throughput/tokens_per_second"]
+    for row in rows:
+        assert all(float(row[name]) >= 0 for name in names)
+        assert float(row["time/step"]) >= float(row["time/generate"]) + float(row["time/update"])
+
+
+def test_supervised_steps_are_measured_by_what_they_update_on(tmp_path: Path) -> None:
+    throughput = Throughput()
+    make_trainer(tmp_path, throughput).fit(ObservedModule(learns=False), loader())
+    assert throughput.num_tokens == 22
+    assert set(throughput.phase_seconds) == {"update"}
+
+
+def test_resume_starts_a_fresh_measurement(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Throughput(), max_steps=2)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    steps: list[dict[str, float]] = []
+
+    class Kept(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            steps.append(dict(throughput.last))
+
+    throughput = Throughput()
+    make_trainer(tmp_path, throughput, Kept(), max_steps=4).fit(
+        ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt"
+    )
+    assert len(steps) == 2
+    assert all(step["time/step"] < 60 for step in steps)
+
+
+def test_an_end_without_a_start_is_no_time_at_all() -> None:
+    throughput = Throughput()
+    loop = PlainLoop(throughput)
+    for hook in ("on_rollout_end", "on_reward_end", "on_update_end"):
+        fire(loop, PlainModule(), hook, make_batch())
+    assert throughput.last == {}
+    loop.step(PlainModule())
+    assert throughput.last["time/generate"] < 1
+
+
+def test_a_lightning_module_outside_a_trainer_is_not_asked_to_log() -> None:
+    throughput = Throughput()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PlainLoop(throughput).step(ObservedModule())
+    assert throughput.last["time/step"] > 0
+
+
+def test_any_module_with_log_dict_gets_the_metrics() -> None:
+    logged: dict[str, float] = {}
+
+    class Logs:
+        def log_dict(self, metrics: dict[str, float]) -> None:
+            logged.update(metrics)
+
+    throughput = Throughput()
+    PlainLoop(throughput).step(Logs())
+    assert logged == throughput.last
