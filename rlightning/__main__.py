@@ -1,0 +1,145 @@
+"""``rlightning`` and ``python -m rlightning``: answers what needs no imports, then hands over to the command line.
+
+Nothing heavy may be imported here at the top: ``rlightning --help`` answers in a moment, and a rollout engine's child
+process imports this module again.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from rlightning.errors import ConfigError, did_you_mean
+
+COMMANDS = {
+    "fit": "train a model",
+    "validate": "measure a model on the validation sets",
+    "test": "the same, on the test sets",
+    "predict": "write completions of a prompt file to JSONL",
+}
+
+HELP = f"""\
+usage: rlightning COMMAND [--config FILE]... [--KEY VALUE]... [--print_config]
+
+RL post-training for language models, the Lightning way.
+
+commands:
+{chr(10).join(f"  {name:<10}{text}" for name, text in COMMANDS.items())}
+
+options of every command:
+  --config FILE        a YAML file; of several, the later win
+  --KEY VALUE          any key of the YAML, such as --trainer.max_steps 100 or --rollout.temperature 0.8
+  --KEY+=VALUE         append to a list, such as --trainer.callbacks+=EarlyStopping
+  --print_config       show the resolved configuration and stop
+  --help               every key (`--model.help CLASS`: those of an algorithm)
+
+example:
+  rlightning fit --config configs/grpo_gsm8k.yaml --model.lr 2e-6
+
+rlightning --version shows the version.
+"""
+
+INTERRUPTED = 130
+"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; ``sys.argv[1:]`` unless given.
+
+    Returns:
+        0, or 2 after a mistake of the user's (one line on stderr), or 130 after Ctrl-C. Any other exception is raised.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not args or args[0] in ("-h", "--help"):
+            sys.stdout.write(HELP)
+            return 0
+        if args[0] == "--version":
+            from importlib.metadata import version
+
+            sys.stdout.write(f"rlightning {version('rlightning')}\n")
+            return 0
+        if args[0] not in COMMANDS:
+            raise ConfigError(f"'{args[0]}' is not a command of rlightning. {did_you_mean(args[0], COMMANDS)}")
+        run(args)
+    except KeyboardInterrupt:
+        return interrupted()
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return interrupted()
+        raise
+    except Exception as error:
+        mistake = find_mistake(error)
+        if mistake is None:
+            raise
+        sys.stderr.write(f"error: {' '.join(str(mistake).split())}\n")
+        return 2
+    return 0
+
+
+def run(args: list[str]) -> None:
+    """Parse ``args`` and run their command."""
+    quieten()
+    # An installed script does not have the folder it is called from on its path, and a user's classes are there.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    from rlightning.cli import RLCLI
+
+    RLCLI(args=args)
+
+
+def interrupted() -> int:
+    """Say that Ctrl-C ended the run."""
+    sys.stderr.write("interrupted\n")
+    return INTERRUPTED
+
+
+def find_mistake(error: BaseException) -> Exception | None:
+    """The user's mistake behind ``error``: itself or what it was raised from, or None if it is no mistake of theirs.
+
+    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConfigError):
+            return seen
+        seen = seen.__cause__
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    return error if isinstance(error, MisconfigurationException) else None
+
+
+class NotATip(logging.Filter):
+    """Drops Lightning's advertisements; its messages about the run stay."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is shown."""
+        return "Tip: " not in record.getMessage()
+
+
+def quieten() -> None:
+    """Show the run's own log, without the warnings that are known to be about nothing the user can change."""
+    from rlightning.console import show_log_lines
+
+    show_log_lines()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(NotATip())
+    for message in (
+        ".*does not have many workers.*",
+        ".*is_namedtuple.*",
+        ".*LeafSpec.*is deprecated.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)`.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The command line: Lightning's, with the sections ``model``, ``data`` and ``rollout``, a run folder, and short errors."""
+
+import re
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+
+import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.config_keys import ConfigKeys
+from rlightning.data import PromptDataModule
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+
+# The package never imports a concrete callback: the command line finds its own by these names, when it runs.
+ROLLOUT = "rlightning.callbacks.VLLMRollout"
+OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
+
+TRAINER_DEFAULTS = {
+    # The engine validates; a sanity check before training would cost a full start of it for nothing.
+    "num_sanity_val_steps": 0,
+    # The data module spreads prompts over the ranks itself.
+    "use_distributed_sampler": False,
+    "log_every_n_steps": 1,
+    "check_val_every_n_epoch": None,
+}
+
+CKPT_KEYWORDS = ("last", "best", "hpc")
+
+
+class RLArgumentParser(LightningArgumentParser):
+    """A parser whose errors are one line, without the usage of two hundred options."""
+
+    keys: ConfigKeys | None = None
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Write the gist of jsonargparse's message and exit with 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        cause: BaseException | None = ex
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        gist = " ".join(str(cause).split()) if cause else summarise(message, RLArgumentParser.keys)
+        self.exit(2, f"error: {gist}\n")
+        raise AssertionError("exit returned")
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes the resolved configuration to the run's folder and to the loggers when a run starts."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save once; a resumed run keeps the files of those before it."""
+        if self.already_saved or not trainer.is_global_zero:
+            return
+        self.already_saved = True
+        text = self.parser.dump(self.config, skip_none=False)
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = len(list(folder.glob("config*.yaml")))
+        (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
+        for logger in trainer.loggers:
+            logger.log_hyperparams(yaml.safe_load(text))
+
+
+class RLCLI(LightningCLI):
+    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options.
+
+    Args:
+        args: the command and its options.
+    """
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(
+            model_class=RLModule,
+            datamodule_class=PromptDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveRunConfig,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            parser_class=RLArgumentParser,
+            parser_kwargs={"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in self.subcommands()}},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
+        parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
+        data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
+        parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            parser.add_argument(
+                "--output", type=str | None, default=None, help="The JSONL file; must not be there yet."
+            )
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Check every key by hand, then let jsonargparse parse."""
+        command, options = args[0], args[1:]
+        keys = ConfigKeys(
+            self._subcommand_parsers[command],
+            {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
+        )
+        RLArgumentParser.keys = keys
+        asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
+        if not asks_for_help:
+            keys.check_options(options)
+            if "model" not in keys.classes:
+                raise ConfigError(
+                    "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
+                    "init_args: {model: ...}}' to the YAML file that --config names."
+                )
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as it is: a checkpoint's hyperparameters are not merged into it."""
+
+    def before_instantiate_classes(self) -> None:
+        """Settle what depends on several keys, before anything is built."""
+        config = self.config[self.subcommand]
+        trainer = config["trainer"]
+        if trainer["default_root_dir"] is None:
+            trainer["default_root_dir"] = new_run_folder()
+            # Lightning starts the other ranks of this machine by running this command again.
+            sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
+        check_trainer(trainer)
+        folder = Path(trainer["default_root_dir"])
+        check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
+        settle_lengths(trainer)
+        if trainer["logger"] in (None, True):
+            trainer["logger"] = None
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
+        config = {**self._get(self.config_init, "trainer"), **kwargs}
+        listed = config["callbacks"] or []
+        config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
+        if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
+            config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
+        return self._instantiate_trainer(config, [])
+
+    def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
+        """The rollout callback first, then those listed, then each default whose class is not listed."""
+        callbacks = list(listed)
+        section = self._get(self.config_init, "rollout")
+        if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
+            if self.is_rollout_configured():
+                raise ConfigError(
+                    "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
+                )
+        elif section is not None:
+            callbacks.insert(0, section)
+        if trainer["barebones"]:
+            return callbacks
+        for name in OBSERVERS:
+            kind = find_callback(name)
+            taken = ProgressBar if issubclass(kind, ProgressBar) else kind
+            wanted = trainer["enable_progress_bar"] is not False or taken is not ProgressBar
+            if wanted and not any(isinstance(callback, taken) for callback in callbacks):
+                callbacks.append(kind())
+        predictions = find_callback("JSONLPredictions")
+        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
+            callbacks.append(predictions(self._get(self.config_init, "output")))
+        should_save = self.subcommand == "fit" and trainer["enable_checkpointing"] is not False
+        if should_save and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+            callbacks.append(ModelCheckpoint(Path(trainer["default_root_dir"]) / "checkpoints", save_last=True))
+        return callbacks
+
+    def is_rollout_configured(self) -> bool:
+        """Whether a file or an option set a key of the ``rollout`` section."""
+        keys = RLArgumentParser.keys
+        return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Generate for the whole prompt file without keeping the completions: they are written as they come."""
+        self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+
+def find_callback(name: str) -> Any:
+    """One of the package's callbacks, by name."""
+    return getattr(import_module("rlightning.callbacks"), name)
+
+
+def new_run_folder() -> str:
+    """``runs/<date>-<time>`` below the current folder, one that is not there yet."""
+    launched = [env for env in (TorchElasticEnvironment, SLURMEnvironment) if env.detect() and env().world_size() > 1]
+    if launched:
+        raise ConfigError(
+            "trainer.default_root_dir is not set, and several processes were launched from outside: each would choose "
+            "a folder of its own. Set it, such as --trainer.default_root_dir runs/first."
+        )
+    path = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{path.name.split('_')[0]}_{number}")
+    return str(path)
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Reject the Trainer's options that the module's own optimization makes meaningless."""
+    for name, instead in (
+        ("gradient_clip_val", "max_grad_norm"),
+        ("accumulate_grad_batches", "max_tokens_per_microbatch"),
+    ):
+        if trainer[name] not in (None, 1):
+            raise ConfigError(
+                f"trainer.{name}={trainer[name]} has no effect here: the model steps its optimizer itself. "
+                f"Set model.init_args.{instead} instead."
+            )
+
+
+def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None:
+    """Reject a checkpoint that is not there, and a new run in the folder of another."""
+    saved = sorted((folder / "checkpoints").glob("*.ckpt"))
+    if ckpt_path is None:
+        if command == "fit" and saved:
+            raise ConfigError(
+                f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with --ckpt_path "
+                "last, or set another trainer.default_root_dir."
+            )
+    elif ckpt_path == "last" and command == "fit" and not saved:
+        raise ConfigError(
+            f"ckpt_path=last, but there is no checkpoint in {folder / 'checkpoints'}. Set trainer.default_root_dir to the "
+            "folder of the run to continue, or leave out --ckpt_path to start a new one."
+        )
+    elif ckpt_path not in CKPT_KEYWORDS and "://" not in ckpt_path and not Path(ckpt_path).exists():
+        raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
+
+
+def settle_lengths(trainer: Namespace) -> None:
+    """One epoch where no end is set; validation after each epoch where no interval is."""
+    if trainer["max_epochs"] is None and trainer["max_steps"] == -1 and trainer["max_time"] is None:
+        trainer["max_epochs"] = 1
+    interval = trainer["val_check_interval"]
+    if trainer["check_val_every_n_epoch"] is None and (interval is None or isinstance(interval, float)):
+        trainer["check_val_every_n_epoch"] = 1
+
+
+def summarise(message: str, keys: ConfigKeys | None) -> str:
+    """One line of jsonargparse's several: the key and what is wrong with it.
+
+    Args:
+        message: as jsonargparse gives it.
+        keys: the keys of this command line, to complete a key that jsonargparse shortened.
+    """
+    message = re.split(r"\s*Given value type:", message)[0]
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
+    text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
+    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    text = "; ".join(dict.fromkeys(lines))
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
+    text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
+    return f"{keys.full_key(key) if keys else key}: {text}" if key else text

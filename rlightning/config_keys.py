@@ -1,0 +1,282 @@
+"""Checks the keys of a configuration before anything is built from it.
+
+jsonargparse finds unknown keys too, but it does not say where they were or what was meant, it wraps them in the whole
+of a class's other errors, and it takes an abbreviated key of a class for the key. Here every file and every option is
+held against the parameters of the classes that they name, in the order in which jsonargparse will merge them.
+"""
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from rlightning.errors import ConfigError, did_you_mean
+
+SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
+"""A mapping that has one of these names a class, after jsonargparse's convention."""
+
+PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "pathlib", "typing")
+"""Where the types come from that a value is converted to, rather than built from arguments."""
+
+
+class ConfigKeys:
+    """Reads configuration files and options, in their order, and raises on the first key that nothing accepts.
+
+    Attributes:
+        parser: of the command, with all its arguments.
+        classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
+        seen: every key met, in full.
+    """
+
+    def __init__(self, parser: ArgumentParser, classes: dict[str, type]) -> None:
+        self.parser = parser
+        self.classes = dict(classes)
+        self.seen: list[str] = []
+
+    def check_options(self, options: list[str]) -> None:
+        """Check command line options, and the files that ``--config`` names.
+
+        Args:
+            options: what follows the command.
+        """
+        for key, value in split_options(options):
+            if key in ("config", "c"):
+                self.check_file(value)
+            elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
+                self.check_mapping({key: parse_value(value)}, parameters_of(self.parser), "")
+
+    def check_file(self, path: str) -> None:
+        """Check one YAML file."""
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise ConfigError(f"--config {path}: the file holds no keys. It needs lines such as 'model: ...'.")
+        self.check_mapping(content, parameters_of(self.parser), "")
+
+    def full_key(self, key: str) -> str:
+        """The one key met that ends in ``key``, or ``key`` itself."""
+        ends = {name for name in self.seen if name == key or name.endswith("." + key)}
+        return ends.pop() if len(ends) == 1 else key
+
+    def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
+        """Check keys against parameters.
+
+        Args:
+            values: keys, dotted or nested, and what they are set to.
+            parameters: names, nested by a dict, and their type hints.
+            where: the key that ``values`` stands under.
+        """
+        for written, value in values.items():
+            name, _, rest = str(written).partition(".")
+            name = name.removesuffix("+")
+            value = {rest: value} if rest else value
+            key = f"{where}.{name}" if where else name
+            if name not in parameters:
+                raise ConfigError(f"{key}: there is no such key. {did_you_mean(name, parameters)}")
+            self.seen.append(key)
+            hint = parameters[name]
+            if isinstance(hint, dict):
+                if isinstance(value, str) and Path(value).is_file():
+                    value = read_yaml(value)
+                if isinstance(value, dict):
+                    self.check_mapping(value, hint, key)
+            else:
+                self.check_value(value, hint, key)
+
+    def check_value(self, value: Any, hint: Any, key: str) -> None:
+        """Check what a key is set to, as far as it names classes or holds keys of its own."""
+        options = list(flatten_union(hint))
+        bases = [option for option in options if is_configurable(option)]
+        items = [i for option in options if is_sequence(option) for i in get_args(option) if i is not Ellipsis]
+        item_bases = [option for item in items for option in flatten_union(item) if is_configurable(option)]
+        if isinstance(value, str) and str not in options and (bases or item_bases) and value not in ("null", ""):
+            if Path(value).is_file():
+                self.check_value(read_yaml(value), hint, key)
+            else:
+                self.classes[key] = find_class(value, bases or item_bases, key)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                for item_hint in items[:1]:
+                    self.check_value(item, item_hint, f"{key}[{i}]")
+                self.classes.update({key: self.classes[f"{key}[{i}]"]} if f"{key}[{i}]" in self.classes else {})
+        elif isinstance(value, dict):
+            if SPEC_KEYS & value.keys() or key in self.classes or len(bases) == 1:
+                self.check_spec(value, bases or item_bases, key)
+            for option in options:
+                if is_mapping(option) and not bases and len(get_args(option)) == 2:
+                    for name, item in value.items():
+                        self.check_value(item, get_args(option)[1], f"{key}.{name}")
+
+    def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
+        """Check a class and its arguments, given under ``init_args`` or directly."""
+        if "class_path" in value:
+            self.classes[key] = find_class(str(value["class_path"]), bases, f"{key}.class_path")
+        chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
+        if chosen is None:
+            return
+        spelled = SPEC_KEYS & value.keys()
+        for name in value.keys() - SPEC_KEYS if spelled else ():
+            head = str(name).partition(".")[0]
+            if head not in SPEC_KEYS:
+                raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
+        parameters = parameters_of(chosen)
+        direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
+        for name, v in direct.items():
+            dotted = str(name).removeprefix("init_args.")
+            if not str(name).startswith(("class_path", "dict_kwargs")):
+                self.check_mapping({dotted: v}, parameters, key)
+        init_args = value.get("init_args")
+        if isinstance(init_args, dict):
+            self.check_mapping(init_args, parameters, f"{key}.init_args")
+
+
+def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
+    """Pair each option's key with its value."""
+    position = 0
+    while position < len(options):
+        option = options[position]
+        position += 1
+        if not option.startswith("-"):
+            hint = f" A file is given by --config {option}." if option.endswith((".yaml", ".yml", ".json")) else ""
+            raise ConfigError(f"'{option}' follows no option; options look like --trainer.max_steps 100.{hint}")
+        key, equals, value = option.lstrip("-").partition("=")
+        if not equals and position < len(options) and not options[position].startswith("--"):
+            value = options[position]
+            position += 1
+        elif not equals and key.rsplit(".", 1)[-1] not in ("help", "print_config"):
+            raise ConfigError(f"{option}: its value is missing. Write {option} VALUE.")
+        yield key, value
+
+
+def parse_value(text: str) -> Any:
+    """What an option's text means as YAML, or the text itself."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
+        raise ConfigError(f"--config {path}: there is no such file.{hint}")
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line}: not valid YAML ({error.problem}).") from error
+
+
+def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
+    """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
+
+    Returns:
+        Type hints by name; a dict in place of a hint for a group of keys.
+    """
+    if isinstance(source, ArgumentParser):
+        parser = source
+    else:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(source, fail_untyped=False, instantiate=False)
+    tree: dict[str, Any] = {}
+    for action in parser._actions:
+        *groups, name = action.dest.split(".")
+        if name == "help":
+            continue
+        branch = tree
+        for group in groups:
+            known = branch.get(group)
+            branch[group] = branch = known if isinstance(known, dict) else {}
+        branch.setdefault(name, getattr(action, "_typehint", None))
+    return tree
+
+
+def flatten_union(hint: Any) -> Iterator[Any]:
+    """The alternatives of a type hint."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for option in get_args(hint):
+            yield from flatten_union(option)
+    else:
+        yield hint
+
+
+def is_configurable(hint: Any) -> bool:
+    """Whether a type hint is a class whose arguments a configuration can give."""
+    if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
+        return False
+    return hint.__module__.partition(".")[0] not in PLAIN_MODULES
+
+
+def is_sequence(hint: Any) -> bool:
+    """Whether a type hint is that of several items."""
+    origin = get_origin(hint)
+    return inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping)
+
+
+def is_mapping(hint: Any) -> bool:
+    """Whether a type hint is that of named items."""
+    origin = get_origin(hint)
+    return inspect.isclass(origin) and issubclass(origin, Mapping)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """``base`` and every imported subclass of it."""
+    yield base
+    for child in base.__subclasses__():
+        yield from subclasses(child)
+
+
+def find_class(path: str, bases: list[type], key: str) -> Any:
+    """Import the class that a dotted path names, or find an imported subclass by its bare name.
+
+    Args:
+        path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
+        bases: what it may be a subclass of.
+        key: where the path stands, for the message.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
+        if name not in named:
+            raise ConfigError(f"{key}: there is no class '{name}'. {suggest(name, named)}")
+        return named[name]
+    try:
+        module: Any = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{key}: importing '{module_name}' failed: {error}. Install it, or remove the key."
+            ) from error
+        parent = error.name.rpartition(".")[0]
+        choices = [m.name for m in iter_modules(import_module(parent).__path__, f"{parent}.")] if parent else []
+        choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
+        raise ConfigError(f"{key}: there is no module '{error.name}'. {suggest(error.name, choices)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
+        near = suggest(path, [f"{module_name}.{n}" for n in fitting if not n.startswith("_")])
+        raise ConfigError(f"{key}: there is no '{name}' in '{module_name}'. {near}")
+    if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
+        wanted = " or ".join(base.__name__ for base in bases)
+        raise ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
+    return found
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """A sentence about the nearest of many choices, without listing them all."""
+    nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
+    return (
+        f"Did you mean '{nearest[0]}'?"
+        if nearest
+        else "Give the dotted path of a class that can be imported from here."
+    )
