@@ -132,11 +132,15 @@ class PromptDataModule(LightningDataModule):
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
             if stage != "fit" and not self.validation_sets:
-                raise ConfigError(f"data.validation is not set, and '{stage}' needs it. Give a prompt set.")
+                raise ConfigError(
+                    "data.validation is not set, and there is nothing else to validate on. Give a prompt set."
+                )
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
             if self.predict is None:
-                raise ConfigError("data.predict is not set, and 'predict' needs it. Give a prompt set.")
+                raise ConfigError(
+                    "data.predict is not set, and there is nothing else to predict from. Give a prompt set."
+                )
             self.predict_prompts = self._load(self.predict, self.format)
 
     def prepare_data(self) -> None:
@@ -212,7 +216,7 @@ class PromptDataModule(LightningDataModule):
 
     def _setup_train(self) -> None:
         if self.train is None:
-            raise ConfigError("data.train is not set, and 'fit' needs it. Give a prompt set.")
+            raise ConfigError("data.train is not set, and there is nothing else to train on. Give a prompt set.")
         rank, num_ranks = self._rank_and_ranks
         prompts_per_step = self._module.prompts_per_step
         if prompts_per_step % num_ranks:
@@ -245,7 +249,7 @@ class PromptDataModule(LightningDataModule):
         table = read_rows(path, limit)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
-            check_columns(table.columns, path)
+            check_columns(sorted(table.columns), path)
         return build_prompts(table, self._module.tokenizer, prompt_format)
 
     def _batches(self, prompts: list[Prompt]) -> PromptBatches:

@@ -1,0 +1,252 @@
+"""The data module under the real Trainer: what a run sees, and what an interrupted run sees after its resume."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from prompt_files import make_tokenizer, write_rows
+from transformers import PreTrainedTokenizerFast
+
+from rlightning.data import PromptDataModule, ValidationSet
+from rlightning.errors import ConfigError
+from rlightning.types import Prompt
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+class Recorder(LightningModule):
+    """Steps by hand as RLModule does, and writes down the prompts of each finished step."""
+
+    def __init__(
+        self, tokenizer: Any, *, prompts_per_step: int = 3, refill: int = 0, fail_at: int | None = None
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.tokenizer = tokenizer
+        self.prompts_per_step = prompts_per_step
+        self.max_model_length = 64
+        self.refill = refill
+        self.fail_at = fail_at
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.steps: list[list[int]] = []
+        self.validated: dict[int, list[int]] = {}
+        self.checked: list[tuple[list[str], str]] = []
+
+    def check_columns(self, columns: list[str], source: str) -> None:
+        self.checked.append((columns, Path(source).name))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        if self.refill and self.global_step % 2:
+            prompts = prompts + self.trainer.datamodule.take(self.refill)  # type: ignore[attr-defined]
+        if self.global_step == self.fail_at:
+            raise RuntimeError("interrupted in the middle of a step")
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        self.manual_backward(self.weight.sum())
+        optimizer.step()
+        self.steps.append([prompt.index for prompt in prompts])
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validated.setdefault(dataloader_idx, []).extend(prompt.index for prompt in prompts)
+
+    test_step = validation_step
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[str]:
+        return [prompt.text for prompt in prompts]
+
+
+class StopAfter(Callback):
+    """Ends the run after some steps, as an interruption between two steps does."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == self.steps:
+            raise InterruptedError("between two steps")
+
+
+def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{"max_epochs": 3, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 0, **options},
+    )
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> str:
+    """Eleven prompts: three steps of three an epoch, and two left over."""
+    return write_rows(tmp_path / "train.jsonl", [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(11)])
+
+
+def make_data(train: str, **options: Any) -> PromptDataModule:
+    return PromptDataModule(train, **{"max_prompt_tokens": 32, "seed": 5, **options})
+
+
+def run_whole(tokenizer: Any, folder: Path, train: str, **options: Any) -> list[list[int]]:
+    module = Recorder(tokenizer, **options)
+    make_trainer(folder).fit(module, datamodule=make_data(train))
+    return module.steps
+
+
+def test_epochs_go_on_where_the_last_ended(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    steps = run_whole(tokenizer, tmp_path, train)
+    assert [len(step) for step in steps] == [3] * 9
+    seen = [index for step in steps for index in step]
+    assert sorted(seen[:11]) == sorted(seen[11:22]) == list(range(11))
+
+
+@pytest.mark.parametrize("refill", [0, 2])
+@pytest.mark.parametrize("last_step", [1, 2, 3, 4, 6, 7])  # 3 and 6 end an epoch
+def test_a_resumed_run_sees_exactly_the_rest(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, last_step: int, refill: int
+) -> None:
+    whole = run_whole(tokenizer, tmp_path, train, refill=refill)
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    first = Recorder(tokenizer, refill=refill)
+    with pytest.raises(InterruptedError):
+        make_trainer(tmp_path, checkpoints, StopAfter(last_step + 1)).fit(first, datamodule=make_data(train))
+    resumed = Recorder(tokenizer, refill=refill)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*your dataloader is not resumable.*")
+        make_trainer(tmp_path).fit(resumed, datamodule=make_data(train), ckpt_path=tmp_path / f"step={last_step}.ckpt")
+    assert first.steps[:last_step] + resumed.steps == whole
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 4])  # 3 is the first step of the second epoch
+def test_a_step_that_was_not_finished_is_repeated(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, fail_at: int
+) -> None:
+    whole = run_whole(tokenizer, tmp_path, train, refill=2)
+    checkpoints = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=100)
+    first = Recorder(tokenizer, refill=2, fail_at=fail_at)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        make_trainer(tmp_path, checkpoints).fit(first, datamodule=make_data(train))
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    resumed = Recorder(tokenizer, refill=2)
+    make_trainer(tmp_path).fit(resumed, datamodule=make_data(train), ckpt_path=checkpoint)
+    assert first.steps + resumed.steps == whole
+
+
+def test_a_checkpoint_of_a_validation_inside_an_epoch(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    whole = run_whole(tokenizer, tmp_path, train)
+    checkpoints = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False, save_top_k=-1, filename="{step}")
+    options = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    data = make_data(train, validation=train)
+    first = Recorder(tokenizer)
+    make_trainer(tmp_path, checkpoints, **options).fit(first, datamodule=data)
+    assert first.steps == whole
+    for last_step in (2, 4, 6):
+        resumed = Recorder(tokenizer)
+        path = tmp_path / f"step={last_step}.ckpt"
+        make_trainer(tmp_path, **options).fit(resumed, datamodule=make_data(train, validation=train), ckpt_path=path)
+        assert whole[:last_step] + resumed.steps == whole
+
+
+def test_resume_with_other_data_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, filename="last")
+    make_trainer(tmp_path, checkpoints, max_epochs=1).fit(Recorder(tokenizer), datamodule=make_data(train))
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": f"{i}-{i}="} for i in range(11)])
+    with pytest.raises(ConfigError, match="The 11 training prompts are not those"):
+        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(other), ckpt_path=tmp_path / "last.ckpt")
+    # Validation of the checkpoint needs no training prompts.
+    data = PromptDataModule(validation=other, max_prompt_tokens=32)
+    make_trainer(tmp_path).validate(Recorder(tokenizer), datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_validation_sets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    other = write_rows(tmp_path / "other.jsonl", [{"question": "9*9"}])
+    data = make_data(
+        train,
+        validation={
+            "greedy": ValidationSet(train, limit=5),
+            "many": ValidationSet(other, samples_per_prompt=4, prompt_column="question"),
+        },
+        validation_batch_size=2,
+    )
+    module = Recorder(tokenizer)
+    make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    assert [(s.name, s.samples_per_prompt, s.temperature) for s in data.validation_sets] == [
+        ("greedy", 1, 0.0),
+        ("many", 4, 1.0),
+    ]
+    assert module.validated == {0: [0, 1, 2, 3, 4], 1: [0]}
+    assert module.checked == [
+        (["answer", "prompt"], "train.jsonl"),
+        (["answer", "prompt"], "train.jsonl"),
+        (["question"], "other.jsonl"),
+    ]
+    make_trainer(tmp_path).test(module, datamodule=data)
+
+
+def test_predict(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    data = PromptDataModule(predict=train, max_prompt_tokens=32, validation_batch_size=8)
+    batches = make_trainer(tmp_path).predict(Recorder(tokenizer), datamodule=data)
+    assert batches is not None
+    assert [len(batch) for batch in batches] == [8, 3]
+    assert batches[0][0] == "0+0="
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts_per_step", "message"),
+    [
+        ({}, 12, r"has 11 usable prompts, and one step takes prompts_per_step=12\. Use at most 11"),
+        ({"max_prompt_tokens": 64}, 3, "max_prompt_tokens=64 leaves a model of 64 positions no room"),
+        ({"max_prompt_tokens": 0}, 3, "max_prompt_tokens=0 must be at least 1"),
+        ({"prompt_column": "promt"}, 3, r"no column 'promt'\. Did you mean 'prompt'\?"),
+        ({"train": None}, 3, r"data\.train is not set, and there is nothing else to train on"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_loads(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    train: str,
+    options: dict[str, Any],
+    prompts_per_step: int,
+    message: str,
+) -> None:
+    class Unloadable(Recorder):
+        def configure_model(self) -> None:
+            raise AssertionError("the model loads")
+
+    module = Unloadable(tokenizer, prompts_per_step=prompts_per_step)
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_trainer(tmp_path).fit(module, datamodule=make_data(**{"train": train, **options}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_a_stage_without_its_set(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, stage: str) -> None:
+    with pytest.raises(ConfigError, match=f"is not set, and there is nothing else to {stage}"):
+        getattr(make_trainer(tmp_path), stage)(Recorder(tokenizer), datamodule=make_data(train))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
+        ({"limit": 0}, "limit=0 must be at least 1"),
+        ({"samples_per_prompt": 4, "temperature": 0.0}, "samples_per_prompt=4 at temperature=0 are all alike"),
+    ],
+)
+def test_mistakes_in_a_validation_set(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PromptDataModule(validation={"v": ValidationSet("v.jsonl", **options)})
