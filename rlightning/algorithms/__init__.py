@@ -1,1 +1,29 @@
-""""""
+"""The named algorithms, one a file; docs/algorithms.md has them side by side.
+
+Each is an :class:`~rlightning.module.RLModule` that names its advantage and its loss and has its paper's defaults for
+everything that makes the algorithm. The size of a step (prompts, samples, updates) is the hardware's and the user's
+matter and has RLModule's defaults.
+"""
+
+from rlightning.algorithms.cispo import CISPO
+from rlightning.algorithms.dapo import DAPO
+from rlightning.algorithms.dr_grpo import DrGRPO
+from rlightning.algorithms.grpo import GRPO
+from rlightning.algorithms.gspo import GSPO
+from rlightning.algorithms.reinforce_plus_plus import REINFORCEPlusPlus, REINFORCEPlusPlusBaseline
+from rlightning.algorithms.rloo import RLOO
+from rlightning.algorithms.sapo import SAPO
+from rlightning.algorithms.sft import SFT
+
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "RLOO",
+    "SAPO",
+    "SFT",
+    "DrGRPO",
+    "REINFORCEPlusPlus",
+    "REINFORCEPlusPlusBaseline",
+]

@@ -1,0 +1,92 @@
+"""Decoupled clip and dynamic sampling policy optimization."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlightning.algorithms.ranges import check_clip
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+from rlightning.objectives import (
+    Aggregation,
+    clipped_loss,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    token_log_ratio,
+)
+from rlightning.types import RolloutBatch
+
+OVERLONG = "overlong"
+
+
+class DAPO(RLModule):
+    """DAPO (arXiv:2503.14476): GRPO without KL, and four changes.
+
+    - Clip-higher (eq. 10): the upper bound is 0.28, the lower stays 0.2.
+    - Dynamic sampling (eq. 11): groups whose rewards are all equal are dropped, and further prompts drawn in their
+      place, up to ``max_refills`` times a step. Equal is meant before the overlong penalty, which would feign a signal.
+    - Token-level loss (eq. 12): the mean over the tokens of the global batch.
+    - Soft overlong punishment (eq. 13), which :meth:`compute_rewards` adds; it is logged as ``reward/overlong``.
+
+    The paper has ``prompts_per_step=512, samples_per_prompt=16, updates_per_rollout=16, warmup_steps=20``.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        max_refills: how often a step may draw further prompts; 0 only drops.
+        overlong_cache: completion tokens before the limit over which the penalty falls to -1; None is a fifth
+            of the limit, as the paper's 4,096 of 20,480; 0 is no penalty.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        max_refills: int = 10,
+        overlong_cache: int | None = None,
+        loss_aggregation: Aggregation = "token_mean",
+        **kwargs: Any,
+    ) -> None:
+        check_clip(clip_low, clip_high)
+        if max_refills < 0 or (overlong_cache or 0) < 0:
+            raise ConfigError(f"max_refills={max_refills} and overlong_cache={overlong_cache} must be at least 0.")
+        super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
+        self.clip_low, self.clip_high = clip_low, clip_high
+        self.max_refills = max_refills
+        self.overlong_cache = overlong_cache
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The reward functions' rewards and the overlong penalty: [N]."""
+        rewards = super().compute_rewards(batch)
+        limit = self.sampling.max_new_tokens
+        cache = limit // 5 if self.overlong_cache is None else self.overlong_cache
+        if cache > limit:
+            raise ConfigError(
+                f"overlong_cache={cache} is longer than rollout.max_new_tokens={limit}. Use less, or 0 for no penalty."
+            )
+        if cache == 0:
+            return rewards
+        penalty = overlong_penalty(batch.completion_lengths, limit, cache).to(rewards.device)
+        batch.reward_components[OVERLONG] = penalty
+        return rewards + penalty
+
+    def keep_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Completions of groups that say something about what is better: [N] bool."""
+        assert batch.rewards is not None
+        penalty = batch.reward_components.get(OVERLONG)
+        return has_signal(batch.rewards if penalty is None else batch.rewards - penalty, batch.group_ids)
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Rewards against their group's: [T]."""
+        assert batch.rewards is not None
+        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate of each token: [T]."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

@@ -1,0 +1,49 @@
+"""GRPO done right."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlightning.algorithms.ranges import check_clip
+from rlightning.module import RLModule
+from rlightning.objectives import Aggregation, clipped_loss, group_advantages, token_log_ratio
+from rlightning.types import RolloutBatch
+
+
+class DrGRPO(RLModule):
+    """Dr. GRPO (arXiv:2503.20783, section 3.2): GRPO without its two biases, and without KL.
+
+    Rewards are not divided by the group's standard deviation, which favours prompts that are too easy or too hard; and
+    losses are summed over a constant, the limit on completion tokens, instead of each completion's own length,
+    which favours long wrong answers.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        loss_aggregation: the paper's sum over a constant.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        loss_aggregation: Aggregation = "constant",
+        **kwargs: Any,
+    ) -> None:
+        check_clip(clip_low, clip_high)
+        super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Rewards less their group's mean: [T]."""
+        assert batch.rewards is not None
+        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate of each token: [T]."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

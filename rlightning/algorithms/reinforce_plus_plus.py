@@ -1,0 +1,134 @@
+"""REINFORCE++, and its variant with a baseline."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlightning.algorithms.ranges import check_clip
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+from rlightning.objectives import (
+    KLEstimator,
+    clipped_loss,
+    estimate_kl,
+    group_advantages,
+    token_log_ratio,
+    token_returns,
+    whiten,
+)
+from rlightning.types import RolloutBatch
+
+
+class REINFORCEPlusPlus(RLModule):
+    """REINFORCE++ (arXiv:2501.03262): PPO without its critic, normalised over the whole batch instead of by group.
+
+    The return of a token is the reward less the KL of that token and those after it (eqs. 8 and 9); returns are
+    whitened over all tokens of the global batch (eq. 10), and PPO's clipped surrogate follows. It needs no groups:
+    the paper samples once a prompt.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        discount: of later rewards, a token.
+        samples_per_prompt: completions of each prompt.
+        kl_coef: of the KL, the authors' code's.
+        kl_estimator: k1, the log-ratio itself (eq. 9).
+        kl_placement: off the reward, token by token.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        discount: float = 1.0,
+        samples_per_prompt: int = 1,
+        kl_coef: float = 0.01,
+        kl_estimator: KLEstimator = "k1",
+        kl_placement: Literal["loss", "reward"] = "reward",
+        **kwargs: Any,
+    ) -> None:
+        check_clip(clip_low, clip_high)
+        if not 0 <= discount <= 1:
+            raise ConfigError(f"discount={discount} must be in [0, 1]. Use 1.0 unless rewards come by the token.")
+        super().__init__(
+            model,
+            samples_per_prompt=samples_per_prompt,
+            kl_coef=kl_coef,
+            kl_estimator=kl_estimator,
+            kl_placement=kl_placement,
+            **kwargs,
+        )
+        self.clip_low, self.clip_high = clip_low, clip_high
+        self.discount = discount
+
+    def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards as they are: [N]. :meth:`compute_advantages` charges each token for its own divergence."""
+        assert batch.rewards is not None
+        return batch.rewards
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Returns to go, whitened over the batch and all ranks: [T]."""
+        returns = token_returns(self._token_rewards(batch), batch.cu_seqlens, discount=self.discount)
+        return whiten(returns, batch.completion_mask, self.all_sum)
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate of each token: [T]."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+
+    def _token_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The completion's reward on its last token, less each token's KL: [T]."""
+        assert batch.rewards is not None
+        ends = batch.cu_seqlens[1:].long() - 1
+        rewards = torch.zeros(batch.num_tokens, device=batch.rewards.device).index_add(0, ends, batch.rewards.float())
+        if self.kl_coef and self.kl_placement == "reward":
+            assert batch.ref_logprobs is not None
+            logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+            kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+            rewards = rewards - self.kl_coef * torch.where(batch.completion_mask, kl, 0)
+        return rewards
+
+
+class REINFORCEPlusPlusBaseline(RLModule):
+    """REINFORCE++ with a baseline (arXiv:2501.03262): centred on the group's mean, scaled by the batch's spread.
+
+    Unlike GRPO's, its scale does not depend on the few rewards of one group. For tasks with verified rewards.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        kl_coef: of the KL, the authors' code's.
+        kl_estimator: k2, whose gradient in the loss is that of the divergence.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        kl_coef: float = 1e-3,
+        kl_estimator: KLEstimator = "k2",
+        **kwargs: Any,
+    ) -> None:
+        check_clip(clip_low, clip_high)
+        super().__init__(model, kl_coef=kl_coef, kl_estimator=kl_estimator, **kwargs)
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Rewards less their group's mean, whitened over the tokens of the batch and all ranks: [T]."""
+        assert batch.rewards is not None
+        centred = batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
+        return whiten(centred, batch.completion_mask, self.all_sum)
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate of each token: [T]."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

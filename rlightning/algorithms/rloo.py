@@ -1,0 +1,68 @@
+"""REINFORCE leave-one-out."""
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+from rlightning.objectives import Aggregation, KLEstimator, leave_one_out, reinforce_loss
+from rlightning.types import RolloutBatch
+
+
+class RLOO(RLModule):
+    """RLOO (arXiv:2402.14740): the plain policy gradient, each completion against the mean of its siblings.
+
+    A completion is one action: its KL is taken off its reward, and its tokens' losses are summed. The sum is divided
+    by the limit on completion tokens, a constant, so that learning rate and gradient norm mean what they do elsewhere.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        samples_per_prompt: the paper's larger ``k``; at least 2.
+        kl_coef: the paper's for summarization.
+        kl_estimator: k1, the log-ratio itself.
+        kl_placement: off the reward.
+        loss_aggregation: sum over a constant.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        samples_per_prompt: int = 4,
+        kl_coef: float = 0.03,
+        kl_estimator: KLEstimator = "k1",
+        kl_placement: Literal["loss", "reward"] = "reward",
+        loss_aggregation: Aggregation = "constant",
+        **kwargs: Any,
+    ) -> None:
+        if samples_per_prompt < 2:
+            raise ConfigError(
+                f"samples_per_prompt={samples_per_prompt}: RLOO compares a completion with others of its prompt. "
+                "Use at least 2."
+            )
+        super().__init__(
+            model,
+            samples_per_prompt=samples_per_prompt,
+            kl_coef=kl_coef,
+            kl_estimator=kl_estimator,
+            kl_placement=kl_placement,
+            loss_aggregation=loss_aggregation,
+            **kwargs,
+        )
+        if self.plan.optimizer_steps > 1:
+            raise ConfigError(
+                f"updates_per_rollout={self.plan.updates_per_rollout} x epochs_per_rollout="
+                f"{self.plan.epochs_per_rollout}: RLOO's gradient is right for one update a rollout only, which is on "
+                "policy. Use 1 of each, or DrGRPO, which is RLOO with a clipped ratio."
+            )
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Rewards less the mean of the others in their group: [T]."""
+        assert batch.rewards is not None
+        return batch.to_tokens(leave_one_out(batch.rewards, batch.group_ids))
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The plain policy gradient of each token: [T]."""
+        assert batch.advantages is not None
+        return reinforce_loss(logprobs, batch.advantages)

@@ -1,0 +1,100 @@
+"""Supervised fine-tuning: a warm start for what follows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.hooks import fire
+from rlightning.module import RLModule
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+
+class SFT(RLModule):
+    """Learns completions that the data holds, with the loss over their tokens only.
+
+    It generates nothing: no engine is started and no reward function asked. Validation reports the mean loss a
+    token, ``val/<set>/loss``.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken but ``samples_per_prompt``.
+        completion_column: the column of the prompt set that holds the completion. It is tokenised without special
+            tokens, and an end-of-sequence token is added.
+        lr: AdamW's learning rate.
+    """
+
+    generates = False
+
+    def __init__(self, model: str, *, completion_column: str = "completion", lr: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(model, samples_per_prompt=1, lr=lr, **kwargs)
+        self.completion_column = completion_column
+
+    def check_columns(self, columns: Sequence[str], source: str) -> None:
+        """Refuse a prompt set without the completion column; the data module calls this."""
+        super().check_columns(columns, source)
+        if self.completion_column not in columns:
+            raise ConfigError(
+                f"{source}: completion_column='{self.completion_column}' does not exist. "
+                f"{did_you_mean(self.completion_column, columns)}"
+            )
+
+    def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
+        """Pack each prompt with the completion of its row; N is the number of prompts."""
+        fire(self.trainer, self, "on_rollout_start", prompts)
+        batch = self._pack(prompts)
+        fire(self.trainer, self, "on_rollout_end", batch)
+        return batch
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Zeros [N]: nothing is judged."""
+        return torch.zeros(batch.num_sequences, device=batch.token_ids.device)
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """Ones [T]: every token of the data is as good as any other."""
+        return torch.ones(batch.num_tokens, device=batch.token_ids.device)
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The negative log-likelihood of each token: [T]."""
+        return -logprobs.float(), {}
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the mean loss a token over the validation set's completions."""
+        batch = self._pack(prompts).to(self.device)
+        logprobs, _ = self.compute_logprobs(batch)
+        mask = batch.completion_mask
+        loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()
+        name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]
+        # Weighted by tokens, batches of unequal length average to the mean over all tokens.
+        self.log(
+            f"val/{name}/loss", loss / max(tokens, 1), on_epoch=True, batch_size=int(tokens), add_dataloader_idx=False
+        )
+
+    def _pack(self, prompts: list[Prompt]) -> RolloutBatch:
+        return RolloutBatch.pack(prompts, [[self._completion(prompt)] for prompt in prompts])
+
+    def _completion(self, prompt: Prompt) -> Completion:
+        text = prompt.columns.get(self.completion_column)
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"completion_column='{self.completion_column}' holds {text!r} in row {prompt.index}. It must be text: "
+                "mend or remove the row."
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("The tokenizer has no end-of-sequence token to end a completion with. Set its eos_token.")
+        tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        length = len(prompt.token_ids) + len(tokens)
+        if length > self.max_model_length:
+            raise ConfigError(
+                f"Row {prompt.index} has {len(prompt.token_ids)} prompt + {len(tokens)} completion = {length} tokens, "
+                f"but the model's positions end at {self.max_model_length}. Shorten or remove the row."
+            )
+        return Completion(
+            text=text,
+            token_ids=np.array(tokens, np.int64),
+            logprobs=np.zeros(len(tokens), np.float32),
+            weight_versions=np.full(len(tokens), self.weight_version, np.int32),
+            finish_reason="stop",
+        )
