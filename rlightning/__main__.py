@@ -109,7 +109,7 @@ def find_mistake(error: BaseException) -> Exception | None:
         if isinstance(seen, ConfigError):
             return seen
         seen = seen.__cause__
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     return error if isinstance(error, MisconfigurationException) else None
 

@@ -1,4 +1,4 @@
-"""The command line: Lightning's, with the sections ``model``, ``data`` and ``rollout``, a run folder, and short errors."""
+"""The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
 
 import re
 import sys
@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -79,6 +80,7 @@ class RLCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str]) -> None:
+        self.args = args
         super().__init__(
             model_class=RLModule,
             datamodule_class=PromptDataModule,
@@ -103,9 +105,7 @@ class RLCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
-            parser.add_argument(
-                "--output", type=str | None, default=None, help="The JSONL file; must not be there yet."
-            )
+            parser.add_argument("--output", type=str | None, default=None, help="The JSONL file, a new one.")
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -135,13 +135,14 @@ class RLCLI(LightningCLI):
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
             trainer["default_root_dir"] = new_run_folder()
-            # Lightning starts the other ranks of this machine by running this command again.
-            sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
+            if self.args == sys.argv[1:]:
+                # Lightning starts the other ranks of this machine by running this command again.
+                sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
         check_trainer(trainer)
         folder = Path(trainer["default_root_dir"])
         check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
         settle_lengths(trainer)
-        if trainer["logger"] in (None, True):
+        if trainer["logger"] is True:
             trainer["logger"] = None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -230,13 +231,13 @@ def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None
     if ckpt_path is None:
         if command == "fit" and saved:
             raise ConfigError(
-                f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with --ckpt_path "
-                "last, or set another trainer.default_root_dir."
+                f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
+                "--ckpt_path last, or set another trainer.default_root_dir."
             )
     elif ckpt_path == "last" and command == "fit" and not saved:
         raise ConfigError(
-            f"ckpt_path=last, but there is no checkpoint in {folder / 'checkpoints'}. Set trainer.default_root_dir to the "
-            "folder of the run to continue, or leave out --ckpt_path to start a new one."
+            f"ckpt_path=last, but there is no checkpoint in {folder / 'checkpoints'}. Set trainer.default_root_dir to "
+            "the folder of the run to continue, or leave out --ckpt_path to start a new one."
         )
     elif ckpt_path not in CKPT_KEYWORDS and "://" not in ckpt_path and not Path(ckpt_path).exists():
         raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")

