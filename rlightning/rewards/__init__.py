@@ -1,1 +1,32 @@
-""""""
+"""Rewards: plain functions, and the runner that calls them where a hang or a crash costs one sample.
+
+Nothing here imports torch before :meth:`RewardRunner.score`: the worker processes import this package too.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rlightning.rewards.config import RewardFunction
+from rlightning.rewards.functions import exact_match, length_penalty, regex_format
+from rlightning.rewards.runner import RewardRunner, RewardScores
+
+if TYPE_CHECKING:
+    from rlightning.rewards.numeric import numeric_answer
+
+__all__ = [
+    "RewardFunction",
+    "RewardRunner",
+    "RewardScores",
+    "exact_match",
+    "length_penalty",
+    "numeric_answer",
+    "regex_format",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``numeric_answer`` when it is asked for: sympy and its parsers take a while."""
+    if name == "numeric_answer":
+        from rlightning.rewards.numeric import numeric_answer
+
+        return numeric_answer
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,0 +1,58 @@
+"""One call of a reward function, and what came of it. Worker processes import this: the standard library only."""
+
+import numbers
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """One function on one sample.
+
+    Attributes:
+        function: its index in the runner.
+        sample: the sample's index in the batch.
+        arguments: all keyword arguments.
+    """
+
+    function: int
+    sample: int
+    arguments: dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""
+
+    value: float | None
+    error: str | None = None
+
+
+Report = Callable[[Call, Outcome], None]
+
+
+def to_number(value: Any) -> float | None:
+    """A reward as a float; None stays None.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not finite.
+    """
+    if value is None:
+        return None
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"a reward must be a number or None, this one is {value!r}")
+    number = float(value)
+    if number - number != 0:
+        raise ValueError(f"a reward must be finite, this one is {number}")
+    return number
+
+
+def failure(error: BaseException, skip: int = 1) -> Outcome:
+    """The outcome of a call that raised; ``skip`` frames of ours come before the function's own."""
+    frames: TracebackType | None = error.__traceback__
+    for _ in range(skip):
+        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
+    return Outcome(None, "".join(traceback.format_exception(type(error), error, frames)).rstrip())

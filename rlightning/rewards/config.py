@@ -1,0 +1,179 @@
+"""What the user says about a reward function, and the function that it means."""
+
+import importlib
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlightning.errors import ConfigError, did_you_mean
+
+GIVEN = ("prompt", "completion", "num_tokens", "is_truncated")
+"""What the runner gives every function that asks for it; columns of these names are not passed."""
+
+_TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function and how much it counts.
+
+    Attributes:
+        function: a dotted path such as ``my_rewards.is_polite``, or the function itself.
+        weight: its factor in the sum.
+        name: in the metric ``reward/<name>``; None: the function's own.
+        arguments: bound as keyword arguments.
+        columns: by the function's parameter, the column that it gets; None: the column of the parameter's name.
+        timeout: seconds that one call may take.
+    """
+
+    function: str | Callable[..., Any]
+    weight: float = 1.0
+    name: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    timeout: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundReward:
+    """A reward function that was found and checked.
+
+    Attributes:
+        name: unique among a runner's.
+        function: takes keyword arguments only.
+        weight: its factor in the sum.
+        timeout: seconds.
+        is_async: whether it must be awaited.
+        pickled: None where it cannot go to another process.
+        arguments: bound keyword arguments.
+        columns: column by parameter, for every parameter that is neither given by the runner nor bound.
+        required: those of these parameters that have no default.
+        takes_all: whether it has ``**columns``.
+        given: those of ``GIVEN`` that it asks for.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+    timeout: float
+    is_async: bool
+    pickled: bytes | None
+    arguments: dict[str, Any]
+    columns: dict[str, str]
+    required: tuple[str, ...]
+    takes_all: bool
+    given: tuple[str, ...]
+
+    def check(self, columns: Sequence[str], source: str) -> None:
+        """Refuse a prompt set without the columns that the function cannot do without."""
+        for parameter in self.required:
+            column = self.columns[parameter]
+            if column not in columns:
+                raise ConfigError(
+                    f"Reward '{self.name}' needs the column '{column}', which '{source}' does not have. "
+                    f"{did_you_mean(column, columns)}"
+                )
+
+    def select(self, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of one call.
+
+        Args:
+            given: by the names in ``GIVEN``.
+            row: the prompt's columns.
+        """
+        chosen = {name: value for name, value in row.items() if name not in GIVEN} if self.takes_all else {}
+        chosen |= {parameter: row[column] for parameter, column in self.columns.items() if column in row}
+        return chosen | {name: given[name] for name in self.given} | self.arguments
+
+
+def bind_rewards(rewards: Sequence[RewardFunction | str | Callable[..., Any]]) -> list[BoundReward]:
+    """Find and check the functions that ``rewards`` name."""
+    bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in rewards]
+    names = [reward.name for reward in bound]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"Two reward functions have the name '{name}'. Give each a name of its own by 'name'.")
+        if name in _TAKEN_NAMES:
+            raise ConfigError(f"A reward function cannot have the name '{name}': reward/{name} is another metric.")
+    return bound
+
+
+def _bind(reward: RewardFunction) -> BoundReward:
+    function = _import_function(reward.function) if isinstance(reward.function, str) else reward.function
+    if not callable(function):
+        raise ConfigError(
+            f"The reward '{reward.function}' is a {type(function).__name__}, not a function. Name a function."
+        )
+    name = reward.name or _name_of(function)
+    if not (math.isfinite(reward.timeout) and reward.timeout > 0):
+        raise ConfigError(f"Reward '{name}': timeout={reward.timeout} must be a number of seconds above 0.")
+    if not math.isfinite(reward.weight):
+        raise ConfigError(f"Reward '{name}': weight={reward.weight} must be a finite number.")
+    parameters = _parameters(function, name)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for argument in (*reward.arguments, *reward.columns):
+        if argument in GIVEN:
+            raise ConfigError(
+                f"Reward '{name}': '{argument}' is given to it for each sample. Remove it from the arguments."
+            )
+        if argument not in by_keyword and not takes_all:
+            raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, by_keyword)}")
+    free = [p for p in by_keyword.values() if p.name not in GIVEN and p.name not in reward.arguments]
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return BoundReward(
+        name=name,
+        function=function,
+        weight=reward.weight,
+        timeout=reward.timeout,
+        is_async=is_async,
+        pickled=None if is_async else _pickle(function),
+        arguments=dict(reward.arguments),
+        columns={p.name: p.name for p in free} | reward.columns,
+        required=tuple(p.name for p in free if p.default is p.empty),
+        takes_all=takes_all,
+        given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
+    )
+
+
+def _import_function(path: str) -> Any:
+    module_path, _, attribute = path.rpartition(".")
+    if not module_path:
+        raise ConfigError(
+            f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
+        )
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as error:
+        raise ConfigError(f"The reward '{path}' cannot be imported: {error}. Is its folder on PYTHONPATH?") from error
+    except SyntaxError as error:
+        raise ConfigError(f"The reward '{path}' cannot be imported: {error}. Mend its module.") from error
+    if not hasattr(module, attribute):
+        names = [n for n in getattr(module, "__all__", None) or vars(module) if not n.startswith("_")]
+        raise ConfigError(f"'{module_path}' has no reward function '{attribute}'. {did_you_mean(attribute, names)}")
+    return getattr(module, attribute)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = getattr(function, "func", function)  # of functools.partial
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "reward" if name == "<lambda>" else name
+
+
+def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Reward '{name}' has no readable signature: {error}. Wrap it in a function.") from error
+
+
+def _pickle(function: Callable[..., Any]) -> bytes | None:
+    try:
+        pickled = pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    # A worker has another __main__, and running the user's script again to get at it could do anything.
+    return None if b"__main__" in pickled else pickled

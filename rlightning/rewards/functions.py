@@ -1,0 +1,36 @@
+"""The reward functions that need nothing but the text and its length."""
+
+import re
+
+
+def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
+    """1 if the completion is the answer, white space around both left out; else 0.
+
+    Args:
+        completion: what the model wrote.
+        answer: the column ``answer``; compared as text.
+        ignore_case: compare without regard to case.
+    """
+    given, wanted = completion.strip(), str(answer).strip()
+    if ignore_case:
+        given, wanted = given.casefold(), wanted.casefold()
+    return float(given == wanted)
+
+
+def regex_format(completion: str, *, pattern: str) -> float:
+    """1 if the whole completion matches ``pattern`` (a dot matches line ends too), else 0."""
+    return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+
+
+def length_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13).
+
+    0 up to ``max_tokens - buffer_tokens`` tokens, then falling linearly to -1 at ``max_tokens``, and -1 beyond.
+
+    Args:
+        num_tokens: the completion's.
+        max_tokens: where the full penalty is reached; usually the sampling limit ``max_new_tokens``.
+        buffer_tokens: over how many tokens it falls.
+    """
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -min(1.0, over / buffer_tokens) if over > 0 else 0.0

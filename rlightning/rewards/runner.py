@@ -1,0 +1,174 @@
+"""Calls the reward functions on a batch, and keeps a failure to the sample that it befell."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlightning.errors import ConfigError, RewardError
+from rlightning.rewards.calls import Call, Outcome
+from rlightning.rewards.config import BoundReward, RewardFunction, bind_rewards
+from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
+from rlightning.rewards.pool import WorkerPool
+from rlightning.rewards.worker import WorkerFunction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlightning.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_WORKERS = 8
+
+
+class RewardScores(NamedTuple):
+    """What the reward functions said about ``N`` samples.
+
+    Attributes:
+        rewards: [N] float32, the weighted sums; NaN where a function failed, or none applied.
+        components: [N] float32 each, by the function's name, unweighted; NaN where it gave none.
+        failed: how many of ``rewards`` are NaN.
+    """
+
+    rewards: "Tensor"
+    components: "dict[str, Tensor]"
+    failed: int
+
+
+class RewardRunner:
+    """Runs reward functions: sync ones in worker processes, async ones on an event loop, all with a timeout.
+
+    Sync functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads instead: a hang
+    there leaves its thread behind. Processes start with the first :meth:`score`.
+
+    Args:
+        rewards: each a dotted path, a function, or a :class:`RewardFunction`.
+        max_failed_share: the run ends when a larger share of a batch's samples has failed.
+        num_workers: processes, and threads; None: as many as this process has cores, and at most eight.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardFunction | str | Callable[..., Any]],
+        *,
+        max_failed_share: float = 0.1,
+        num_workers: int | None = None,
+    ) -> None:
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share={max_failed_share} is no share. Use a number from 0 to 1.")
+        if num_workers is not None and num_workers < 1:
+            raise ConfigError(f"num_workers={num_workers} must be at least 1.")
+        self.max_failed_share = max_failed_share
+        self.functions = bind_rewards(rewards)
+        workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
+        self._pool = WorkerPool(
+            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in self.functions], workers
+        )
+        self._loop = EventLoopPool(
+            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in self.functions], workers
+        )
+        self._said: set[str] = set()
+
+    def check(self, columns: Sequence[str], source: str) -> None:
+        """Refuse a prompt set that lacks a column which a function cannot do without.
+
+        Args:
+            columns: what every row of the set has.
+            source: the set's name, for the error.
+        """
+        for function in self.functions:
+            function.check(columns, source)
+
+    def score(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> RewardScores:
+        """Call every function on every sample.
+
+        Args:
+            prompts: N of them.
+            completions: N of them, each of the prompt in its place.
+
+        Raises:
+            RewardError: more than ``max_failed_share`` of the samples failed; at once, without waiting for the others.
+        """
+        if not self.functions:
+            raise ConfigError("There is no reward function. Give at least one by model.rewards.")
+        calls = [
+            Call(f, sample, function.select(_given(prompt, completion), prompt.columns))
+            for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+            for f, function in enumerate(self.functions)
+        ]
+        tally = _Tally(self.functions, len(prompts), self.max_failed_share, self._said)
+        try:
+            self._loop.submit([call for call in calls if self.functions[call.function].pickled is None])
+            self._pool.run([call for call in calls if self.functions[call.function].pickled is not None], tally.add)
+            self._loop.collect(tally.add)
+        finally:
+            self._loop.close()
+        return tally.total()
+
+    def close(self) -> None:
+        """End the worker processes; a later :meth:`score` starts them again."""
+        self._pool.close()
+        self._loop.close()
+
+
+class _Tally:
+    """The outcomes of one batch."""
+
+    def __init__(self, functions: Sequence[BoundReward], num_samples: int, max_share: float, said: set[str]) -> None:
+        self.functions = functions
+        self.values: list[list[float | None]] = [[None] * num_samples for _ in functions]
+        self.num_samples = num_samples
+        self.max_share = max_share
+        self.said = said
+        self.failed: set[int] = set()
+        self.first_failure = ""
+
+    def add(self, call: Call, outcome: Outcome) -> None:
+        """Note what a call gave; a RewardError when that is one failure too many."""
+        if outcome.error is None:
+            self.values[call.function][call.sample] = outcome.value
+        else:
+            self._fail(call.sample, self.functions[call.function].name, outcome.error)
+
+    def total(self) -> RewardScores:
+        """The scores, when every call has been added."""
+        import torch
+
+        for sample in range(self.num_samples):
+            if sample not in self.failed and all(values[sample] is None for values in self.values):
+                self._fail(
+                    sample, "every function", "ValueError: no reward function applies to the sample: all gave None"
+                )
+        components = {
+            function.name: torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
+            for function, values in zip(self.functions, self.values, strict=True)
+        }
+        rewards = torch.zeros(self.num_samples, dtype=torch.float32)
+        for function in self.functions:
+            rewards += function.weight * components[function.name].nan_to_num(0.0)
+        rewards[sorted(self.failed)] = float("nan")
+        return RewardScores(rewards, components, len(self.failed))
+
+    def _fail(self, sample: int, name: str, error: str) -> None:
+        self.failed.add(sample)
+        self.first_failure = self.first_failure or f"The first failure, of '{name}' on sample {sample}:\n{error}"
+        if name not in self.said:
+            self.said.add(name)
+            logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
+        if len(self.failed) > self.max_share * self.num_samples:
+            count = f"{len(self.failed)} of {self.num_samples} samples have no reward"
+            raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {self.first_failure}")
+
+
+def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:
+    return {
+        "prompt": prompt.text,
+        "completion": completion.text,
+        "num_tokens": len(completion.token_ids),
+        "is_truncated": completion.is_truncated,
+    }
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,246 @@
+"""The runner with real processes, threads and loops, and functions that hang, crash, raise and talk nonsense."""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sample_rewards
+import torch
+
+from rlightning.errors import ConfigError, RewardError
+from rlightning.rewards import RewardFunction, RewardRunner, RewardScores
+from rlightning.types import Completion, Prompt
+
+MakeRunner = Callable[..., RewardRunner]
+
+
+@pytest.fixture
+def make_runner() -> Iterator[MakeRunner]:
+    """Runners of two workers that tolerate failures; closed at the end."""
+    runners: list[RewardRunner] = []
+
+    def make(*rewards: Any, **options: Any) -> RewardRunner:
+        runners.append(RewardRunner(rewards, **{"num_workers": 2, "max_failed_share": 1.0, **options}))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> RewardScores:
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+    prompts = [Prompt(i, f"prompt {i}", [1], row) for i, row in enumerate(rows)]
+    empty = np.empty(0)
+    written = [
+        Completion(text, np.arange(len(text)), empty.astype(np.float32), empty.astype(np.int32), "stop")
+        for text in completions
+    ]
+    return runner.score(prompts, written)
+
+
+def values(tensor: torch.Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in tensor.tolist()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_weights_columns_and_every_kind_of_function(make_runner: MakeRunner) -> None:
+    runner = make_runner(
+        RewardFunction("sample_rewards.length", weight=0.5),
+        RewardFunction("sample_rewards.echo"),
+        RewardFunction(sample_rewards.wait_then_length, weight=2.0, name="slow"),
+        RewardFunction(lambda num_tokens, is_truncated: num_tokens + 10 * is_truncated, weight=-1.0, name="tokens"),
+    )
+    scores = score(runner, ["a", "bbb"], value=["7", "9"])
+    assert values(scores.components["length"]) == [1.0, 3.0]
+    assert values(scores.components["echo"]) == [7.0, 9.0]
+    assert values(scores.components["slow"]) == [1.0, 3.0]
+    assert values(scores.components["tokens"]) == [1.0, 3.0]
+    # 0.5 * length + value + 2 * length - length
+    assert values(scores.rewards) == [8.5, 13.5]
+    assert scores.rewards.dtype == torch.float32
+    assert scores.failed == 0
+
+
+def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.maybe", RewardFunction(lambda other: other, weight=3.0, name="other"))
+    scores = score(runner, ["", "", ""], value=[1.0, None, None], other=[2.0, 2.0, None])
+    assert values(scores.rewards) == [7.0, 6.0, None]
+    assert values(scores.components["maybe"]) == [1.0, None, None]
+    assert scores.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("raise", "ValueError: a reward that raises"),
+        ("sleep", "took more than its timeout=1 s"),
+        ("backtrack", "took more than its timeout=1 s"),
+        ("stop", "took more than its timeout=1 s"),
+        ("child", "took more than its timeout=1 s"),
+        ("exit", "ended its process (exit code 3)"),
+        ("crash", "ended its process (SIGSEGV)"),
+        ("sys.exit", "SystemExit: 0"),
+        ("nan", "a reward must be finite, this one is nan"),
+        ("inf", "a reward must be finite, this one is inf"),
+        ("text", "a reward must be a number or None, this one is '1'"),
+    ],
+)
+def test_a_failure_costs_its_sample_only(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str, message: str
+) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), "sample_rewards.length")
+    completions = ["fine"] * 5 + [deed] + ["true"] * 34
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            scores = score(runner, completions)
+        assert values(scores.rewards) == [5.0] * 5 + [None] + [5.0] * 34
+        assert scores.components["length"][5] == len(deed)
+        assert scores.failed == 1
+    assert len(caplog.records) == 1, "said once"
+    assert message in caplog.text
+    if deed in ("raise", "sleep", "backtrack", "crash"):
+        assert "sample_rewards.py" in caplog.text, "with the function's frames"
+
+
+def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=1.0))
+    assert score(runner, [""], folder=[str(tmp_path)]).failed == 1
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn", "block"])
+def test_a_failure_of_an_async_function_costs_its_sample_only(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
+) -> None:
+    runner = make_runner(RewardFunction(sample_rewards.misbehave_async, timeout=1.0), sample_rewards.wait_then_length)
+    start = time.monotonic()
+    scores = score(runner, ["ab", deed, "abc"])
+    assert time.monotonic() - start < 10
+    assert values(scores.rewards) == [3.0, None, 4.0]
+    assert ("a reward that raises" if deed == "raise" else "timeout=1 s").split()[-1] in caplog.text
+
+
+def test_a_failure_in_a_thread_costs_its_sample_only(make_runner: MakeRunner) -> None:
+    def closure(completion: str) -> object:
+        return sample_rewards.misbehave(completion)
+
+    runner = make_runner(RewardFunction(closure, timeout=0.5))
+    assert values(score(runner, ["fine", "sleep", "raise", "nan", "sys.exit", "true"]).rewards) == [
+        1.0, None, None, None, None, 1.0,
+    ]  # fmt: skip
+
+
+def test_async_calls_run_together(make_runner: MakeRunner) -> None:
+    runner = make_runner(sample_rewards.wait_then_length)
+    start = time.monotonic()
+    score(runner, ["a"] * 50)
+    assert time.monotonic() - start < 3  # one after the other they take 10 s
+
+
+def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.misbehave", max_failed_share=0.25)
+    assert score(runner, ["raise", "ok", "ok", "ok"]).failed == 1
+    with pytest.raises(RewardError, match=r"samples have no reward, more than max_failed_share=0\.25 allows") as caught:
+        score(runner, ["raise", "raise", "ok", "ok"])
+    assert str(caught.value).endswith("ValueError: a reward that raises")
+    assert score(runner, ["ok"]).failed == 0, "it can be used again"
+
+
+def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), max_failed_share=0.1)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"timeout=1 s$"):
+        score(runner, ["sleep"] * 20)
+    assert time.monotonic() - start < 15
+
+
+def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.process_id", "sample_rewards.heavy_modules")
+    first = score(runner, [""] * 40).components
+    again = score(runner, [""] * 40).components
+    pids = set(first["process_id"].tolist())
+    assert os.getpid() not in pids
+    assert len(pids | set(again["process_id"].tolist())) <= 2
+    assert first["heavy_modules"].sum() == 0
+
+
+def test_a_worker_that_dies_between_two_batches_costs_nothing(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.process_id", num_workers=1)
+    pid = int(score(runner, [""]).rewards.item())
+    os.kill(pid, 9)
+    wait_for(lambda: not is_running(pid))
+    assert score(runner, ["", ""]).failed == 0
+
+
+def test_close_leaves_no_process(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.process_id")
+    pids = {int(pid) for pid in score(runner, [""] * 40).rewards.tolist()}
+    assert all(is_running(pid) for pid in pids)
+    runner.close()
+    runner.close()
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_runner import score\n"
+        "from rlightning.rewards import RewardFunction, RewardRunner\n"
+        "runner = RewardRunner([RewardFunction('sample_rewards.note_and_sleep', timeout=60.0)], num_workers=2)\n"
+        "score(runner, ['', ''], folder=[sys.argv[2]] * 2)\n"
+    )
+    with subprocess.Popen([sys.executable, script, Path(__file__).parent, tmp_path]) as trainer:
+        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 4, seconds=60)
+        trainer.kill()
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_module_that_fails_in_the_worker_only_is_a_failure_of_its_samples(
+    make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fleeting_rewards.py").write_text("def f(completion):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    runner = make_runner("fleeting_rewards.f", max_failed_share=0.5)
+    (tmp_path / "fleeting_rewards.py").write_text("raise OSError('no access to the test cases')\n")
+    with pytest.raises(RewardError, match=r"no access to the test cases$"):
+        score(runner, ["a", "b"])
+
+
+def test_no_functions() -> None:
+    runner = RewardRunner([])
+    runner.check(["prompt"], "train.jsonl")
+    with pytest.raises(ConfigError, match=r"There is no reward function\. Give at least one by model\.rewards"):
+        score(runner, ["a"])
+
+
+@pytest.mark.parametrize("options", [{"max_failed_share": 1.5}, {"num_workers": 0}])
+def test_mistakes_in_the_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+        RewardRunner([], **options)
