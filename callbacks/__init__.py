@@ -7,15 +7,17 @@ if TYPE_CHECKING:
     from rlightning.callbacks.completions_table import CompletionsTable
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
+    from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
 
-__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "SaveHF", "Throughput"]
+__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "RunReport", "SaveHF", "Throughput"]
 
 _FILES = {
     "CompletionsTable": "completions_table",
     "JSONLPredictions": "predictions",
     "RLProgressBar": "progress_bar",
+    "RunReport": "run_report",
     "SaveHF": "save_hf",
     "Throughput": "throughput",
 }

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -163,6 +164,11 @@ def make_trainer(folder: Path, *callbacks: Callback, max_steps: int = 3, **kwarg
         max_steps=max_steps,
         **(defaults | kwargs),
     )
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The package's own log lines."""
+    return [record.getMessage() for record in caplog.records if record.name == "rlightning"]
 
 
 def tensor_metrics(**values: float) -> dict[str, Tensor]:

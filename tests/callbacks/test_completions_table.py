@@ -11,7 +11,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 import rich
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer
+from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer, messages
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
@@ -99,7 +99,7 @@ def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.M
 def test_a_line_a_completion_where_there_is_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlightning")
     make_trainer(tmp_path, CompletionsTable(2)).fit(ObservedModule(), loader())
-    assert [record.getMessage() for record in caplog.records if record.name == "rlightning"] == [
+    assert messages(caplog) == [
         "step 1 completion | reward 1.000 | 2+2= -> 4",
         "step 1 completion | reward 0.000 | 2+2= -> 55",
         "step 2 completion | reward 1.000 | 2+2= -> 4",
@@ -170,7 +170,7 @@ def test_every_rank_writes_its_share(tmp_path: Path, caplog: pytest.LogCaptureFi
         loop.step(PlainModule())
     assert files(tmp_path) == ["step_000001.parquet", "step_000001.rank1.parquet"]
     assert len(read(tmp_path / "completions")["step"]) == 8
-    assert len(caplog.messages) == 2
+    assert len(messages(caplog)) == 2
 
 
 def test_supervised_runs_have_no_completions(tmp_path: Path) -> None:

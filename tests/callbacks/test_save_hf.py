@@ -1,0 +1,74 @@
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from observed_run import ObservedModule, PlainLoop, loader, make_trainer, messages
+
+from rlightning.callbacks import SaveHF
+from rlightning.errors import ConfigError
+
+
+def test_saved_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rlightning")
+    make_trainer(tmp_path, SaveHF()).fit(module := ObservedModule(), loader())
+    assert module.saved == [tmp_path / "hf"]
+    assert messages(caplog) == [f"saved the model to {tmp_path / 'hf'}"]
+
+
+def test_saved_on_the_way(tmp_path: Path) -> None:
+    make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=5).fit(module := ObservedModule(), loader(5))
+    assert [path.name for path in module.saved] == ["hf_step_000002", "hf_step_000004", "hf"]
+
+
+def test_a_path_of_ones_own(tmp_path: Path) -> None:
+    callback = SaveHF(str(tmp_path / "models" / "mine"), every_n_steps=2)
+    make_trainer(tmp_path, callback).fit(module := ObservedModule(), loader())
+    assert module.saved == [tmp_path / "models" / "mine_step_000002", tmp_path / "models" / "mine"]
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    class Policy:
+        saved: tuple[Path, ...] = ()
+
+        def save_hf(self, path: Path) -> None:
+            self.saved = (*self.saved, path)
+
+    loop: Any = PlainLoop(SaveHF(str(tmp_path / "hf"), every_n_steps=2))
+    policy = Policy()
+    for loop.global_step in (1, 2, 3):
+        loop.step(policy)
+    assert policy.saved == (tmp_path / "hf_step_000002",)
+
+
+def test_resume_keeps_to_the_count_of_steps(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=3)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=4)
+    resumed.fit(module := ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert [path.name for path in module.saved] == ["hf_step_000004", "hf"]
+
+
+def test_a_module_that_cannot_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
+    class Other(LightningModule):
+        def training_step(self, *args: Any) -> None:
+            raise AssertionError
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    with pytest.raises(ConfigError, match=r"Other has no save_hf\(path\)"):
+        make_trainer(tmp_path, SaveHF()).fit(Other(), loader())
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf").touch()
+    with pytest.raises(ConfigError, match="hf' is a file"):
+        make_trainer(tmp_path, SaveHF()).fit(ObservedModule(), loader())
+
+
+def test_every_zero_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
+        SaveHF(every_n_steps=0)
