@@ -144,6 +144,14 @@ class RolloutBatch:
             completions=[c for _, c in pairs],
         )
 
+    @classmethod
+    def of_sequence(cls, token_ids: Sequence[int]) -> Self:
+        """A batch of one sequence of which every token but the first is asked about."""
+        rest = np.asarray(token_ids[1:], np.int64)
+        zeros = np.zeros(len(rest), np.float32)
+        completion = Completion("", rest, zeros, zeros.astype(np.int32), "stop")
+        return cls.pack([Prompt(0, "", list(token_ids[:1]), {})], [[completion]])
+
     @property
     def num_tokens(self) -> int:
         """``T``."""

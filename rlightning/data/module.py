@@ -193,6 +193,11 @@ class PromptDataModule(LightningDataModule):
             self.stream.load_state_dict(state_dict)
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """No prompt has more tokens."""
+        return self.format.max_tokens
+
+    @property
     def _module(self) -> Any:
         assert self.trainer is not None, "setup() needs the trainer that Lightning attaches"
         return self.trainer.lightning_module

@@ -1,1 +1,6 @@
-""""""
+"""The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits."""
+
+from rlightning.models.logprobs import packed_logprobs
+from rlightning.models.policy import load_config, load_policy, load_tokenizer, max_model_length, save_policy
+
+__all__ = ["load_config", "load_policy", "load_tokenizer", "max_model_length", "packed_logprobs", "save_policy"]

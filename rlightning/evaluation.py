@@ -1,0 +1,84 @@
+"""Validation through the engine: rewards and pass@k of prompt sets, at an interval and before the first step."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from rlightning.metrics import pass_at_k
+from rlightning.rollout import Sampling
+from rlightning.types import Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from rlightning.data import ValidationSet
+
+PASS_REWARD = 1.0
+"""A completion passes if the first reward function, unweighted, gives it at least this."""
+
+
+def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
+    """Means over one validation batch.
+
+    Args:
+        batch: with rewards; a reward of NaN counts as 0, and as not passed.
+        num_samples: completions a prompt.
+
+    Returns:
+        reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
+    """
+    assert batch.rewards is not None
+    decisive = next(iter(batch.reward_components.values()), batch.rewards)
+    passed = Counter(batch.group_ids[decisive >= PASS_REWARD].tolist())
+    groups = sorted(set(batch.group_ids.tolist()))
+    result = {
+        "reward": batch.rewards.nan_to_num().mean().item(),
+        "length": batch.completion_lengths.float().mean().item(),
+        "truncated": sum(c.is_truncated for c in batch.completions) / batch.num_sequences,
+    }
+    k = 1
+    while k <= num_samples:
+        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / len(groups)
+        k *= 2
+    return result
+
+
+def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
+    """How a validation set is sampled: as in training, but for its temperature; greedy ones from all tokens."""
+    assert chosen.temperature is not None
+    return Sampling(
+        temperature=chosen.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        seed=sampling.seed,
+    )
+
+
+def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "ValidationSet") -> dict[str, float]:
+    """Complete and reward prompts of a validation set.
+
+    Args:
+        module: an RLModule.
+        prompts: of the set.
+        chosen: the set.
+    """
+    sampling = validation_sampling(module.sampling, chosen)
+    completions = module.generator.generate(prompts, chosen.samples_per_prompt, sampling)
+    batch = RolloutBatch.pack(prompts, completions)
+    batch.rewards = module.compute_rewards(batch)
+    return batch_metrics(batch, chosen.samples_per_prompt)
+
+
+def validate_in_fit(trainer: Trainer) -> None:
+    """Run validation as Lightning does between two training batches.
+
+    Lightning's own run before training is a sanity check, whose results it throws away.
+    """
+    with torch.no_grad():
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True

@@ -1,0 +1,97 @@
+"""Numbers about a step, correct over micro-batches and ranks. docs/metrics.md says what each of them means."""
+
+from collections.abc import Callable, Mapping
+from math import comb
+
+import torch
+from torch import Tensor
+
+from rlightning.types import RolloutBatch
+
+AllSum = Callable[[Tensor], Tensor]
+"""Sums a tensor over the data-parallel ranks."""
+
+
+class RunningMeans:
+    """Means of per-token or per-sequence values over micro-batches and ranks; nothing leaves the device before the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
+        """Take in values, each [T] or [N].
+
+        Args:
+            values: by metric name.
+            mask: which of them count; all when None.
+        """
+        for name, value in values.items():
+            chosen = value.float() if mask is None else torch.where(mask, value.float(), 0)
+            count = torch.tensor(value.numel(), device=value.device) if mask is None else mask.sum()
+            self._sums[name] = self._sums.get(name, 0) + chosen.sum()
+            self._counts[name] = self._counts.get(name, 0) + count
+
+    @torch.no_grad()
+    def add_max(self, name: str, values: Tensor) -> None:
+        """Take in values of which only the largest, on this rank, is wanted."""
+        if values.numel():
+            largest = values.float().max()
+            self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
+
+    def compute(self, all_sum: AllSum) -> dict[str, float]:
+        """The means over everything taken in, and the maxima."""
+        result: dict[str, float] = {}
+        if self._sums:
+            table = torch.stack(
+                [torch.stack(list(self._sums.values())), torch.stack(list(self._counts.values())).float()]
+            )
+            sums, counts = all_sum(table).tolist()
+            result = {name: s / max(c, 1.0) for name, s, c in zip(self._sums, sums, counts, strict=True)}
+        if self._maxima:
+            maxima = torch.stack(list(self._maxima.values())).tolist()
+            result |= dict(zip(self._maxima, maxima, strict=True))
+        return result
+
+
+def rollout_metrics(batch: RolloutBatch, all_sum: AllSum) -> dict[str, float]:
+    """Rewards, signal and lengths of a rollout; a reward of NaN is one that failed.
+
+    Args:
+        batch: with rewards, before failed or signal-less ones were taken out.
+        all_sum: over the ranks.
+    """
+    assert batch.rewards is not None
+    failed = batch.rewards.isnan()
+    rewards = batch.rewards[~failed]
+    lengths = batch.completion_lengths.float()
+    truncated = torch.tensor([c.is_truncated for c in batch.completions], device=lengths.device)
+    means = RunningMeans()
+    means.add({"reward/mean": rewards, "reward_squared": rewards.double() ** 2})
+    means.add({"reward/no_signal": _groups_without_signal(rewards, batch.group_ids[~failed]).float()})
+    means.add({"reward/failed": failed, "completion/length": lengths, "completion/truncated": truncated})
+    for name, component in batch.reward_components.items():
+        means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())
+    means.add_max("completion/length_max", lengths)
+    result = means.compute(all_sum)
+    variance = result.pop("reward_squared") - result["reward/mean"] ** 2
+    return result | {"reward/std": max(variance, 0.0) ** 0.5}
+
+
+def _groups_without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """For each group [G] whether its rewards are all equal, so that it says nothing about what is better."""
+    _, group = group_ids.unique(return_inverse=True)
+    num_groups = int(group.max()) + 1 if group.numel() else 0
+    low = torch.full((num_groups,), torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amin")
+    high = torch.full((num_groups,), -torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amax")
+    return low == high
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The chance that at least one of ``k`` samples passes, without bias from ``n`` samples of which ``c`` passed.
+
+    ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374, eq. 1).
+    """
+    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)

@@ -1,0 +1,112 @@
+"""Attention over packed sequences, as an attention function of transformers.
+
+The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision that
+is ``torch.nn.attention.varlen.varlen_attn``. Elsewhere (CPU, float32, attention windows) queries, keys and values are
+padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal sequence, so no
+real token sees it.
+
+Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "rlightning_packed"
+"""The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    Args:
+        module: the attention layer, which transformers passes.
+        query: [1, H, T, D].
+        key: [1, K, T, D].
+        value: [1, K, T, D].
+        attention_mask: None; transformers makes no mask for a function that it has no mask for.
+        cu_seq_lens_q: [N+1] int32.
+        max_length_q: ``L``.
+        scaling: of the dot products; None is ``D ** -0.5``.
+        dropout: must be 0: a policy's log-probabilities are not random.
+        sliding_window: how many tokens back a token sees, itself included; None is all.
+        kwargs: of other attention functions; ``softcap`` and ``s_aux`` would change the result and are refused.
+
+    Returns:
+        [1, T, H, D], and no attention weights.
+    """
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} uses attention with '{name}', which packed attention lacks."
+            )
+    if dropout:
+        raise ValueError(f"dropout={dropout} in attention: a policy is trained without. Set attention_dropout to 0.")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = query.shape[1] // key.shape[1]
+    # [T, heads, D], the layout of packed kernels
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if sliding_window is not None and sliding_window >= max_length_q:
+        sliding_window = None
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and sliding_window is None:
+        out = _varlen_attention(q, k, v, groups, cu_seq_lens_q, max_length_q, scaling)
+    else:
+        out = _padded_attention(q, k, v, groups, cu_seq_lens_q, scaling, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, groups: int, cu_seqlens: Tensor, max_length: int, scaling: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 has no enable_gqa here: each key/value head is repeated for its query heads
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    # (left, right) = (-1, 0) is causal attention, in every version since 2.11
+    out: Tensor = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scaling, window_size=(-1, 0)
+    )
+    return out
+
+
+def _padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, groups: int, cu_seqlens: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    # [N, heads, L, D]
+    q, k, v = (pad_sequence(list(x.split(lengths)), batch_first=True).transpose(1, 2) for x in (q, k, v))
+    mask = None
+    if window is not None:
+        positions = torch.arange(q.shape[2], device=q.device)
+        distance = positions[:, None] - positions[None, :]
+        mask = (distance >= 0) & (distance < window)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+    )
+    positions = torch.arange(out.shape[2], device=out.device)
+    is_real = positions[None, :] < (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
+    return out.transpose(1, 2)[is_real]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

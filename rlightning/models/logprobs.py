@@ -1,0 +1,114 @@
+"""Log-probabilities and entropies of packed tokens, without ever holding [T, V] logits.
+
+Letters: ``T`` tokens, ``M`` tokens asked for, ``E`` hidden size, ``V`` vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlightning.types import RolloutBatch
+
+CHUNK_TOKENS = 4096
+"""Tokens whose logits are held at a time: 4,096 x 151,936 x 4 bytes is 2.5 GB."""
+
+
+def packed_logprobs(
+    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float = 1.0, needs_entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each completion token under the model.
+
+    Args:
+        model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
+        batch: on the model's device.
+        temperature: logits are divided by it, as the sampler did.
+        needs_entropy_grad: whether the entropies are differentiated.
+
+    Returns:
+        [T] log-probabilities and [T] entropies in nats, float32; 0 outside the completion mask.
+    """
+    lengths = batch.cu_seqlens.diff()
+    hidden: Tensor = model.base_model(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        cu_seq_lens_q=batch.cu_seqlens,
+        cu_seq_lens_k=batch.cu_seqlens,
+        max_length_q=int(lengths.max()),
+        max_length_k=int(lengths.max()),
+    ).last_hidden_state[0]
+    asked = batch.completion_mask.nonzero()[:, 0]
+    # the hidden state before a token predicts it
+    picked, entropy = chunked_logprobs(
+        hidden[asked - 1],
+        model.get_output_embeddings().weight,
+        batch.token_ids[asked],
+        temperature=temperature,
+        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
+        needs_entropy_grad=needs_entropy_grad,
+    )
+    zeros = hidden.new_zeros(batch.num_tokens, dtype=torch.float32)
+    return zeros.index_put((asked,), picked), zeros.index_put((asked,), entropy)
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    needs_entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, a chunk of tokens at a time.
+
+    The backward pass computes each chunk's logits again, so no more than one chunk's are ever held.
+
+    Args:
+        hidden: [M, E].
+        weight: [V, E], the output embedding's.
+        targets: [M] int64.
+        temperature: logits are divided by it.
+        softcap: logits are squashed to this size by tanh first (Gemma 2, arXiv:2408.00118, section 2).
+        needs_entropy_grad: whether the entropies are differentiated.
+
+    Returns:
+        [M] log-probabilities and [M] entropies, float32.
+    """
+    compute = _compiled() if hidden.is_cuda else _logprobs_and_entropy
+    results = []
+    for h, t in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+        if torch.is_grad_enabled():
+            results.append(
+                checkpoint(compute, h, weight, t, temperature, softcap, needs_entropy_grad, use_reentrant=False)
+            )
+        else:
+            results.append(compute(h, weight, t, temperature, softcap, False))
+    if not results:
+        empty = hidden.sum(dim=1, dtype=torch.float32)
+        return empty, empty.detach()
+    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+
+
+def _logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, softcap: float | None, needs_entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ weight.to(hidden.dtype).T).float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits / temperature
+    normalizer = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizer
+    if not needs_entropy_grad:
+        logits, normalizer = logits.detach(), normalizer.detach()
+    entropy = normalizer - (torch.exp(logits - normalizer[:, None]) * logits).sum(-1)
+    return logprobs, entropy
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_logprobs_and_entropy, dynamic=True)

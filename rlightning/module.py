@@ -1,0 +1,456 @@
+"""RLModule: the actor, and one training step from prompts to updated weights."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlightning.batch_plan import BatchPlan
+from rlightning.data.packing import split_microbatches, split_minibatches
+from rlightning.errors import ConfigError
+from rlightning.evaluation import score_validation_prompts, validate_in_fit
+from rlightning.hooks import fire
+from rlightning.metrics import RunningMeans, rollout_metrics
+from rlightning.models import load_policy, packed_logprobs
+from rlightning.objectives.aggregation import Aggregation, aggregate
+from rlightning.objectives.corrections import RolloutCorrection
+from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
+from rlightning.optimization import clip_gradients
+from rlightning.policy_module import PolicyModule
+from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rollout import Generator, Sampling
+from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
+
+log = logging.getLogger(__name__)
+
+
+class RLModule(PolicyModule):
+    """Holds the actor and trains it on its own completions.
+
+    One :meth:`training_step` is one rollout step: prompts are completed by the engine, rewarded, turned into advantages, and
+    the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`, :meth:`compute_advantages` or
+    :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences (see :class:`~rlightning.types.RolloutBatch`).
+
+    Args:
+        model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
+        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`.
+        prompts_per_step: prompts a rollout, over all ranks.
+        samples_per_prompt: completions of each prompt, which form its group.
+        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
+        epochs_per_rollout: passes over each rollout.
+        max_tokens_per_microbatch: the most tokens that one forward pass sees.
+        kl_coef: weight of the divergence from the reference model; 0 does without one.
+        kl_estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
+        kl_placement: whether it is part of the loss, or taken off the reward.
+        entropy_coef: weight of the entropy bonus.
+        loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
+        rollout_correction: weighs tokens by the gap between sampler and trainer.
+        reference_model: what ``kl_coef`` measures from; None is ``model``.
+        max_failed_share: a step in which a larger share of rewards fails ends the run.
+        validate_first: validate before the first step too.
+        kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
+    """
+
+    generates = True
+    """Whether training samples completions, so that an engine is needed."""
+    max_refills = 0
+    """How often a step may draw further prompts in place of groups that :meth:`keep_sequences` drops."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        rewards: Sequence[RewardFunction | str] = (),
+        prompts_per_step: int = 32,
+        samples_per_prompt: int = 8,
+        updates_per_rollout: int = 1,
+        epochs_per_rollout: int = 1,
+        max_tokens_per_microbatch: int = 16384,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_placement: Literal["loss", "reward"] = "loss",
+        entropy_coef: float = 0.0,
+        loss_aggregation: Aggregation = "token_mean",
+        rollout_correction: RolloutCorrection | None = None,
+        reference_model: str | None = None,
+        max_failed_share: float = 0.1,
+        validate_first: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        self.reference_path = reference_model or model
+        self.plan = BatchPlan(
+            prompts_per_step=prompts_per_step,
+            samples_per_prompt=samples_per_prompt,
+            updates_per_rollout=updates_per_rollout,
+            epochs_per_rollout=epochs_per_rollout,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+        )
+        self.rewarder = RewardRunner(rewards, max_failed_share=max_failed_share)
+        self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
+        self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
+        self.rollout_correction = rollout_correction
+        self.validate_first = validate_first
+        self.reference: PreTrainedModel | None = None
+        self.generator: Generator | None = None
+        self.sampling = Sampling()
+        self.weight_version = 0
+
+    # What others ask for
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts a rollout, over all ranks."""
+        return self.plan.prompts_per_step
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of each prompt."""
+        return self.plan.samples_per_prompt
+
+    @property
+    def aggregation_constant(self) -> float:
+        """What ``loss_aggregation="constant"`` divides each sequence's sum by: the limit on completion tokens."""
+        return float(self.sampling.max_new_tokens)
+
+    def check_columns(self, columns: Sequence[str], source: str) -> None:
+        """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
+        self.rewarder.check(columns, source)
+
+    # Set-up
+
+    def setup(self, stage: str) -> None:
+        """Check the arithmetic and say it, before any model is loaded."""
+        if stage != "fit":
+            return
+        self._check_trainer()
+        self.plan.check_world_size(self.trainer.world_size)
+        if self.trainer.is_global_zero:
+            log.info(self.plan.describe(self.trainer.world_size))
+
+    def configure_model(self) -> None:
+        """Load the actor and, where it is measured against one, the reference."""
+        super().configure_model()
+        if self.kl_coef and self.reference is None and self._is_fitting:
+            self.reference = load_policy(self.reference_path, torch.get_default_dtype()).requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        """Measure where training starts from."""
+        if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
+            validate_in_fit(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the reference out, which never changes, and count the updates."""
+        weights = checkpoint["state_dict"]
+        for name in [name for name in weights if name.startswith("reference.")]:
+            del weights[name]
+        checkpoint["weight_version"] = self.weight_version
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting; the reference is the one that was loaded anew."""
+        self.weight_version = checkpoint["weight_version"]
+        if self.reference is not None:
+            frozen = self.reference.state_dict(prefix="reference.")
+            checkpoint["state_dict"] = {**checkpoint["state_dict"], **frozen}
+
+    def teardown(self, stage: str) -> None:
+        """End the reward functions' processes."""
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that the module has started. May be called twice."""
+        self.rewarder.close()
+
+    # One step
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        """From prompts to updated weights.
+
+        Args:
+            prompts: this rank's share of ``prompts_per_step``.
+            batch_idx: unused.
+        """
+        batch = self.collect(prompts)
+        batch = self.estimate_advantages(batch.to(self.device))
+        fire(self.trainer, self, "on_update_start", batch)
+        metrics = self.update(batch)
+        self.weight_version += 1
+        fire(self.trainer, self, "on_update_end", batch)
+        self.log_dict(metrics)
+
+    def collect(self, prompts: list[Prompt]) -> RolloutBatch:
+        """Sample and reward completions; with ``max_refills``, until enough groups are worth keeping.
+
+        Returns:
+            The kept completions, with rewards, on the CPU.
+        """
+        sampled = [self.reward(self.rollout(prompts))]
+        kept = [self._keep(sampled[0])]
+        for _ in range(self.max_refills):
+            missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
+            if missing <= 0:
+                break
+            sampled.append(self.reward(self.rollout(self.take_prompts(missing))))
+            kept.append(self._keep(sampled[-1]))
+        if self.generates:
+            self.log_dict(rollout_metrics(RolloutBatch.concatenate(_number_groups(sampled)), self.all_sum))
+        batch = RolloutBatch.concatenate(_number_groups(kept))
+        if not batch.num_sequences:
+            raise RuntimeError(
+                f"No completion of {sum(b.num_sequences for b in sampled)} can be learned from, after "
+                f"{self.max_refills} refills. The task may be too easy or too hard for the model."
+            )
+        return batch
+
+    def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
+        """Complete ``prompts``, each ``samples_per_prompt`` times.
+
+        Returns:
+            A batch without rewards, on the CPU.
+        """
+        fire(self.trainer, self, "on_rollout_start", prompts)
+        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
+        batch = RolloutBatch.pack(prompts, completions)
+        fire(self.trainer, self, "on_rollout_end", batch)
+        return batch
+
+    def reward(self, batch: RolloutBatch) -> RolloutBatch:
+        """Set ``batch.rewards``, NaN where a reward function failed."""
+        fire(self.trainer, self, "on_reward_start", batch)
+        batch.rewards = self.compute_rewards(batch)
+        fire(self.trainer, self, "on_reward_end", batch)
+        return batch
+
+    def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+        """Set ``old_logprobs`` and ``ref_logprobs``, where they are needed, and ``advantages``."""
+        if self.plan.optimizer_steps > 1:
+            batch.old_logprobs = self._evaluate(batch, self.loaded_actor)
+        if self.kl_coef:
+            assert self.reference is not None
+            batch.ref_logprobs = self._evaluate(batch, self.reference)
+        if self.kl_coef and self.kl_placement == "reward":
+            batch.rewards = self.penalize_rewards(batch)
+        batch.advantages = self.compute_advantages(batch)
+        return batch
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Take the rollout's optimizer steps; all of them count as one step of the trainer.
+
+        Args:
+            batch: with advantages, on the actor's device.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizer = self.optimizers()
+        means = RunningMeans()
+        order = torch.Generator().manual_seed(self.weight_version)
+        minibatches = [
+            minibatch
+            for _ in range(self.plan.epochs_per_rollout)
+            for minibatch in split_minibatches(batch.group_ids.tolist(), self.plan.updates_per_rollout, order)
+        ]
+        for minibatch in minibatches:
+            self.accumulate_gradients(batch.select(minibatch), means)
+            norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
+            means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": torch.tensor([not is_finite])})
+            # Lightning counts the steps of its own wrapper: one a rollout, so that max_steps counts rollouts.
+            (optimizer if minibatch is minibatches[-1] else optimizer.optimizer).step()
+            optimizer.zero_grad()
+        lr = optimizer.param_groups[0]["lr"]
+        self.lr_schedulers().step()
+        return means.compute(self.all_sum) | {"optim/lr": lr}
+
+    def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
+        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient."""
+        counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
+        totals = LossTotals(*self.all_sum(counts).tolist())
+        for sequences in split_microbatches(minibatch.lengths.tolist(), self.plan.max_tokens_per_microbatch):
+            batch = minibatch.select(sequences)
+            batch.totals = totals
+            loss = self.loss(batch, means)
+            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
+            self.manual_backward(loss * self.trainer.world_size)
+
+    def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
+        """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""
+        logprobs, entropy = self.compute_logprobs(batch)
+        if batch.old_logprobs is None:
+            batch.old_logprobs = logprobs.detach()
+        loss, metrics = self.policy_loss(logprobs, batch)
+        if self.rollout_correction is not None:
+            weights, corrected = self.rollout_correction.weigh(
+                batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+            )
+            loss, metrics = loss * weights, metrics | corrected
+        metrics = metrics | {"loss": loss, "entropy": entropy}
+        if batch.ref_logprobs is not None:
+            kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+            metrics["kl"] = kl
+            if self.kl_placement == "loss":
+                loss = loss + self.kl_coef * kl
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        if self.generates:
+            gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
+            metrics["rollout_gap_mean"] = gap
+            means.add_max("policy/rollout_gap_max", gap)
+        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.completion_mask)
+        return self.aggregate(loss, batch)
+
+    # What an algorithm overrides
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Reward each completion; by default the weighted sum of the reward functions.
+
+        Args:
+            batch: on the CPU, with ``prompts`` [N] and ``completions`` [N].
+
+        Returns:
+            [N] float32; NaN for a completion that is to be left out, as if it had not been sampled.
+        """
+        scores = self.rewarder.score(batch.prompts, batch.completions)
+        batch.reward_components = scores.components
+        return scores.rewards
+
+    def keep_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Which completions to learn from: [N] bool; all by default. Groups dropped here may be refilled."""
+        return torch.ones(batch.num_sequences, dtype=torch.bool)
+
+    def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards less ``kl_coef`` times each completion's divergence: [N]. Used with ``kl_placement="reward"``."""
+        assert batch.rewards is not None and batch.ref_logprobs is not None
+        logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+        return subtract_kl(batch.rewards, kl, batch.completion_mask, batch.cu_seqlens, self.kl_coef)
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """How much better than expected each token is.
+
+        Args:
+            batch: with ``rewards`` [N], none of them NaN, and ``group_ids`` [N]; ``batch.to_tokens`` takes [N] to [T].
+
+        Returns:
+            [T] float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token, to be minimised.
+
+        Args:
+            logprobs: [T], of the current policy, with gradient.
+            batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
+
+        Returns:
+            [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
+            which are averaged over completion tokens and logged as ``policy/<name>``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
+
+    def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
+
+        Returns:
+            [T] and [T], float32; 0 on prompts.
+        """
+        return packed_logprobs(
+            self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
+        )
+
+    def aggregate(self, losses: Tensor, batch: RolloutBatch) -> Tensor:
+        """Reduce [T] losses to this micro-batch's share of the minibatch's loss, by ``loss_aggregation``."""
+        assert batch.totals is not None
+        return aggregate(
+            losses,
+            batch.completion_mask,
+            batch.cu_seqlens,
+            self.loss_aggregation,
+            batch.totals,
+            constant=self.aggregation_constant,
+        )
+
+    def take_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Further prompts from the training set, which the checkpoint counts as seen."""
+        taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
+        return taken
+
+    # Validation, test, prediction
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Complete a validation set's prompts and log its rewards and pass@k."""
+        self._score_prompts(prompts, dataloader_idx, "val")
+
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As :meth:`validation_step`."""
+        self._score_prompts(prompts, dataloader_idx, "test")
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
+        """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
+        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
+        return list(zip(prompts, completions, strict=True))
+
+    def _score_prompts(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        chosen = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
+        metrics = score_validation_prompts(self, prompts, chosen)
+        self.log_dict(
+            {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()},
+            batch_size=len(prompts),
+            add_dataloader_idx=False,
+            sync_dist=True,
+        )
+
+    def _keep(self, batch: RolloutBatch) -> RolloutBatch:
+        """The completions whose reward did not fail, and of these the ones worth keeping."""
+        assert batch.rewards is not None
+        batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
+        return batch.select(self.keep_sequences(batch).nonzero()[:, 0])
+
+    def _evaluate(self, batch: RolloutBatch, model: PreTrainedModel) -> Tensor:
+        return self.evaluate_logprobs(
+            batch,
+            model,
+            temperature=self.sampling.temperature,
+            max_tokens=self.plan.max_tokens_per_microbatch,
+        )
+
+    @property
+    def _engine(self) -> Generator:
+        if self.generator is None:
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
+            )
+        return self.generator
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._trainer is None or self.trainer.state.fn == "fit"
+
+    def _check_trainer(self) -> None:
+        """Refuse what Lightning would apply to the wrong thing, or to nothing."""
+        trainer = self.trainer
+        if trainer.precision == "16-mixed":
+            raise ConfigError("trainer.precision=16-mixed scales the loss, which this step does not. Use bf16-mixed.")
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect here. "
+                "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
+            )
+        if trainer.gradient_clip_val is not None:
+            raise ConfigError(
+                f"trainer.gradient_clip_val has no effect here. Set model.max_grad_norm={trainer.gradient_clip_val}."
+            )
+
+
+def _number_groups(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """The batches with group ids that differ between them."""
+    offset = 0
+    numbered = []
+    for batch in batches:
+        numbered.append(replace(batch, group_ids=batch.group_ids + offset))
+        offset += int(batch.group_ids.max()) + 1 if batch.num_sequences else 0
+    return numbered

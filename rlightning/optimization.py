@@ -1,0 +1,76 @@
+"""The optimizer, its learning rate, and one guarded step of it."""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlightning.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LRSchedule = Literal["constant", "linear", "cosine"]
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> AdamW:
+    """AdamW, fused where the parameters are on a GPU; one-dimensional parameters (norms, biases) do not decay."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    is_cuda = any(p.is_cuda for p in trained)
+    return AdamW(groups, lr=lr, betas=betas, fused=is_cuda)
+
+
+def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:
+    """Linear warm-up, then the schedule, both counted in rollout steps.
+
+    Args:
+        optimizer: whose learning rate is the peak.
+        schedule: constant, or down to 0 at ``max_steps`` in a straight line or half a cosine wave.
+        warmup_steps: the first step has ``1 / warmup_steps`` of the peak.
+        max_steps: -1 if unlimited.
+    """
+    if schedule != "constant" and max_steps <= warmup_steps:
+        raise ConfigError(
+            f"lr_schedule='{schedule}' needs to know where it ends, after warmup_steps={warmup_steps}, but "
+            f"trainer.max_steps={max_steps}. Set trainer.max_steps, or use lr_schedule='constant'."
+        )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(max_steps - warmup_steps, 1))
+        match schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1.0 - progress
+            case "cosine":
+                return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, bool]:
+    """Scale gradients down to a global norm; drop them where they are not finite.
+
+    Returns:
+        The norm before, and whether it was finite. Dropped gradients make the optimizer's step change nothing.
+    """
+    with_gradients = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.clip_grad_norm_(with_gradients, max_norm)
+    is_finite = bool(torch.isfinite(norm))
+    if not is_finite:
+        log.warning("The gradients' norm is %s: this optimizer step is skipped.", norm.item())
+        for parameter in with_gradients:
+            parameter.grad = None
+    return norm, is_finite

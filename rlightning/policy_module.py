@@ -1,0 +1,140 @@
+"""PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlightning.data.packing import split_microbatches
+from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
+from rlightning.optimization import LRSchedule, make_lr_schedule, make_optimizer
+from rlightning.types import RolloutBatch
+
+
+class PolicyModule(LightningModule):
+    """Holds the actor: loads it, optimizes it, gives its weights and log-probabilities away.
+
+    The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
+    :meth:`configure_model`, when Lightning has set up its devices.
+
+    Args:
+        model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
+        lr: AdamW's learning rate.
+        weight_decay: AdamW's; norms and biases do not decay.
+        betas: AdamW's.
+        warmup_steps: rollout steps over which the learning rate rises from 0.
+        lr_schedule: what it does afterwards, down to 0 at ``max_steps``.
+        max_grad_norm: gradients are scaled down to this global norm.
+        gradient_checkpointing: compute activations twice, for memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        warmup_steps: int = 0,
+        lr_schedule: LRSchedule = "constant",
+        max_grad_norm: float = 1.0,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model_path = model
+        self.model_config = load_config(model)
+        self.tokenizer = load_tokenizer(model)
+        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
+        self.gradient_checkpointing = gradient_checkpointing
+        self.actor: PreTrainedModel | None = None
+
+    def configure_model(self) -> None:
+        """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
+        if self.actor is None:
+            dtype = torch.get_default_dtype()
+            self.actor = load_policy(self.model_path, dtype, gradient_checkpointing=self.gradient_checkpointing)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and its schedule, stepped once a rollout."""
+        optimizer = make_optimizer(
+            self.loaded_actor.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=self.betas
+        )
+        schedule = make_lr_schedule(
+            optimizer, self.lr_schedule, warmup_steps=self.warmup_steps, max_steps=self.trainer.max_steps
+        )
+        return [optimizer], [schedule]
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest sequence that the model's positions allow."""
+        return max_model_length(self.model_config)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The actor's weights by their Hugging Face names, tied ones once: what an engine is sent."""
+        yield from self.loaded_actor.named_parameters()
+
+    def save_hf(self, path: str | Path) -> None:
+        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype that ``model`` came in.
+
+        Args:
+            path: the folder; what it holds is replaced once the new one is whole.
+        """
+        save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.model_config.dtype)
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probabilities of one sequence under the actor at temperature 1, as an engine's canary is compared with.
+
+        Args:
+            token_ids: [P].
+
+        Returns:
+            [P] float32; the first one 0.
+        """
+        batch = RolloutBatch.of_sequence(token_ids).to(self.device)
+        with self.trainer.precision_plugin.forward_context():
+            return packed_logprobs(self.loaded_actor, batch)[0]
+
+    @torch.no_grad()
+    def evaluate_logprobs(
+        self, batch: RolloutBatch, model: PreTrainedModel, *, temperature: float, max_tokens: int
+    ) -> Tensor:
+        """Log-probabilities of the completion tokens, without gradient, in micro-batches.
+
+        Args:
+            batch: on the model's device.
+            model: the actor, or a reference.
+            temperature: logits are divided by it.
+            max_tokens: of one micro-batch.
+
+        Returns:
+            [T] float32; 0 on prompts.
+        """
+        result = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
+        starts = batch.cu_seqlens.tolist()
+        for sequences in split_microbatches(batch.lengths.tolist(), max_tokens):
+            part = batch.select(sequences)
+            logprobs, _ = packed_logprobs(model, part, temperature=temperature)
+            for sequence, values in zip(sequences, logprobs.split(part.lengths.tolist()), strict=True):
+                result[starts[sequence] : starts[sequence + 1]] = values
+        return result
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks; on one, the tensor itself."""
+        trainer = self._trainer
+        if trainer is None or trainer.world_size == 1:
+            return tensor
+        reduced: Tensor = trainer.strategy.reduce(tensor.to(self.device), reduce_op="sum")
+        return reduced
+
+    @property
+    def loaded_actor(self) -> PreTrainedModel:
+        """The actor, which is there once :meth:`configure_model` has run."""
+        assert self.actor is not None, "configure_model() loads the actor"
+        return self.actor

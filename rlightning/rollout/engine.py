@@ -1,0 +1,78 @@
+"""What a rollout engine can do, whatever runs it and wherever it is."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.types import Completion, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How completions are sampled; the names are vLLM's.
+
+    Attributes:
+        temperature: logits are divided by it before sampling, and by the trainer too; 0 is greedy.
+        top_p: sample from the smallest set of tokens with this probability mass.
+        top_k: sample from this many likeliest tokens; 0 is all.
+        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        max_new_tokens: completions are cut here.
+        stop: strings that end a completion (and are left out of its text).
+        stop_token_ids: tokens that end a completion, besides the end of sequence.
+        seed: makes sampling repeatable; each prompt draws from a stream of its own.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
+            f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
+            f"top_k={self.top_k} must be at least 0, where 0 means all tokens": self.top_k >= 0,
+            f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
+            f"max_new_tokens={self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ConfigError(f"{rule}.")
+
+
+class Generator(Protocol):
+    """Completes prompts; what an RLModule asks of the callback that owns the engine."""
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
+
+
+class RolloutEngine(Generator, Protocol):
+    """An engine that holds a copy of the policy and samples from it."""
+
+    weight_version: int | None
+    """The version of the weights it holds; None before the first ones came."""
+
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """Take over the actor's weights, every one of them, by their Hugging Face names."""
+
+    def sleep(self) -> None:
+        """Give the device's memory back to an actor on the same device; a no-op elsewhere."""
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`; the weights must be loaded again before the next completion."""
+
+    def close(self) -> None:
+        """End it and everything that it started. May be called twice."""

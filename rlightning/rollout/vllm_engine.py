@@ -1,0 +1,325 @@
+"""The trainer's end of a vLLM engine in its own process."""
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import rlightning
+from rlightning.errors import EngineError
+from rlightning.rollout.engine import Sampling
+from rlightning.rollout.weights import WeightBucket
+from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+LOG_LINES = 25
+"""Lines of the engine's log that an error ends with."""
+CLOSE_SECONDS = 10.0
+"""How long an engine that was asked to end may take before it is killed."""
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+"""A launcher's rendezvous is the trainer's; vLLM would join it."""
+
+
+class EngineDiedError(EngineError):
+    """The engine's process is gone or answers no more; whatever it had finished before has been kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMConfig:
+    """How to start an engine.
+
+    Attributes:
+        engine_args: of vLLM's AsyncEngineArgs.
+        device: the device that the engine runs on, as the trainer names it.
+        dtype: what weights are sent in.
+        log_file: the engine's output, appended.
+        can_sleep: whether it shares its device with an actor, so that sleeping pays.
+        bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
+        start_timeout: seconds until the engine must be up.
+        hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
+    """
+
+    engine_args: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    log_file: Path
+    can_sleep: bool = False
+    bucket_bytes: int = 2 << 30
+    start_timeout: float = 600.0
+    hang_timeout: float = 120.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class VLLMEngine:
+    """A :class:`~rlightning.rollout.engine.RolloutEngine`: vLLM's AsyncLLM in a child process.
+
+    :meth:`start` returns at once, so that the engine comes up while the actor is loaded; the first call waits for it.
+
+    Raises:
+        EngineDiedError: by every method, when the process died or hangs; :meth:`start` may then be called again.
+        EngineError: by every method, when the engine refused a request.
+    """
+
+    def __init__(self, config: VLLMConfig) -> None:
+        self.config = config
+        self.weight_version: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._scratch: str | None = None
+        self._bucket: WeightBucket | None = None
+        self._is_ready = self._is_bucket_open = self._is_asleep = False
+        self._num_requests = 0
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start the process; returns before the engine is up."""
+        self.config.log_file.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = Pipe()
+        self._scratch = tempfile.mkdtemp(prefix="rlightning-engine-")
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno())]
+        with self.config.log_file.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C stays with the trainer, and one signal to the group ends all of it
+                env=self._environment(self._scratch),
+            )
+        theirs.close()
+        self._connection = ours
+        self._is_ready = self._is_bucket_open = self._is_asleep = False
+        self.weight_version = None
+        self._send(0, "start", self.config.engine_args)
+        atexit.register(self.close)
+
+    def wait_until_ready(self) -> None:
+        """Block until the engine is up."""
+        if self._is_ready:
+            return
+        deadline = time.monotonic() + self.config.start_timeout
+        while not self._is_ready:
+            message = self._receive(max(deadline - time.monotonic(), 0.0), "did not come up")
+            self._is_ready = message[1] == "ready"
+        log.info("The engine is up: %s.", message[2])
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """See :meth:`RolloutEngine.generate`."""
+        requests = [(prompt, stream) for stream, prompt in enumerate(prompts)]
+        done = dict(self.generate_as_finished(requests, num_samples, sampling))
+        return [done[i] for i in range(len(prompts))]
+
+    def generate_as_finished(
+        self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield each request's position with its completions, as they finish.
+
+        Args:
+            requests: prompts, each with the number of its random stream, which counts if ``sampling.seed`` is set.
+            num_samples: completions a prompt.
+            sampling: see :class:`Sampling`.
+        """
+        if self.weight_version is None:
+            raise EngineError("The engine has not been sent any weights yet: its own are random. Call load_weights.")
+        version = self.weight_version
+        calls = [
+            ("generate", (prompt.token_ids, _vllm_sampling(sampling, num_samples, stream)))
+            for prompt, stream in requests
+        ]
+        for position, outputs in self._call_many(calls):
+            yield position, [_completion(output, version) for output in outputs]
+
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :meth:`RolloutEngine.score`."""
+        return np.asarray(self._call("score", list(token_ids)), np.float32)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        """See :meth:`RolloutEngine.load_weights`.
+
+        Raises:
+            EngineError: if a parameter of the engine's model was set by none of ``weights``.
+        """
+        weights = list(weights)
+        if self._bucket is None:
+            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights]
+            self._bucket = WeightBucket(shapes, self.config.dtype, self.config.device, self.config.bucket_bytes)
+        if not self._is_bucket_open:
+            self._call("open_bucket", self._bucket.handle())
+            self._is_bucket_open = True
+        self.weight_version = None
+        missing: list[str] = []
+        for chunk in self._bucket.fill(weights):
+            missing = self._call("load_chunk", chunk)
+        if missing:
+            raise EngineError(
+                f"{len(missing)} of the engine's parameters were not among the actor's weights and are still random, "
+                f"such as {', '.join(missing[:3])}. The engine must be of the actor's architecture."
+            )
+        if self._is_asleep:
+            self._call("wake", "kv_cache")
+            self._is_asleep = False
+        self._call("reset_prefix_cache")
+        self.weight_version = weight_version
+
+    def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`."""
+        if self.config.can_sleep and not self._is_asleep:
+            self._call("sleep")
+            self._is_asleep = True
+            self.weight_version = None
+
+    def wake(self) -> None:
+        """Take the weights' memory again; the KV cache's follows once weights are loaded, when the bucket is free."""
+        if self._is_asleep:
+            self._call("wake", "weights")
+
+    def close(self) -> None:
+        """See :meth:`RolloutEngine.close`."""
+        atexit.unregister(self.close)
+        if self._process is not None and self._process.poll() is None and self._is_ready:
+            with contextlib.suppress(OSError):
+                assert self._connection is not None
+                self._connection.send(None)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(CLOSE_SECONDS)
+        self._kill()
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
+    def log_tail(self) -> str:
+        """The last lines of the engine's log."""
+        if not self.config.log_file.exists():
+            return ""
+        with self.config.log_file.open("rb") as file:
+            file.seek(max(self.config.log_file.stat().st_size - 16384, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        ((_, result),) = self._call_many([(method, arguments)])
+        return result
+
+    def _call_many(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[int, Any]]:
+        """Ask several things at once; yield each call's position and result as they come."""
+        self.wait_until_ready()
+        first = self._num_requests + 1
+        self._num_requests += len(calls)
+        for position, (method, arguments) in enumerate(calls):
+            self._send(first + position, method, arguments)
+        waiting = set(range(len(calls)))
+        while waiting:
+            request_id, status, result = self._receive(self.config.hang_timeout, "gave no sign of life")
+            if status == "alive" or request_id < first:  # an answer to a call that was given up
+                continue
+            if status == "error":
+                raise EngineError(f"The engine refused a request:\n{result}")
+            waiting.discard(request_id - first)
+            yield request_id - first, result
+
+    def _send(self, *message: Any) -> None:
+        if self._connection is None:
+            raise EngineDiedError("The engine is not running.")
+        try:
+            self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise self._died("died") from error
+
+    def _receive(self, timeout: float, complaint: str) -> tuple[Any, str, Any]:
+        if self._connection is None:
+            raise EngineDiedError("The engine is not running.")
+        try:
+            if not self._connection.poll(timeout):
+                raise self._died(f"{complaint} for {timeout:.0f} s")
+            message: tuple[Any, str, Any] = self._connection.recv()
+            return message
+        except (EOFError, OSError) as error:
+            raise self._died("died") from error
+
+    def _died(self, how: str) -> EngineDiedError:
+        status = self._process.poll() if self._process is not None else None
+        self._kill()
+        code = f" (exit status {status})" if status is not None else ""
+        return EngineDiedError(f"The engine {how}{code}. The end of {self.config.log_file}:\n{self.log_tail()}")
+
+    def _kill(self) -> None:
+        """End the process group, whatever state it is in."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+        self._is_ready = False
+        self.weight_version = None
+
+    def _environment(self, scratch: str) -> dict[str, str]:
+        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        package = str(Path(rlightning.__file__).parent.parent)
+        paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": scratch,  # vLLM's sockets, which it leaves behind when it is killed
+        }
+        if self.config.device.type == "cuda":
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+            index = self.config.device.index or 0
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        else:
+            # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+        return environment | self.config.environment
+
+
+def _vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams."""
+    # vLLM gives the i-th sample of a prompt seed + i: streams must lie num_samples apart.
+    seed = None if sampling.seed is None else (sampling.seed + stream * num_samples) % (1 << 63)
+    return {
+        "n": num_samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "seed": seed,
+    }
+
+
+def _completion(output: dict[str, Any], weight_version: int) -> Completion:
+    versions = np.full(len(output["token_ids"]), weight_version, np.int32)
+    reason = "length" if output["finish_reason"] == "length" else "stop"
+    return Completion(output["text"], output["token_ids"], output["logprobs"], versions, reason)

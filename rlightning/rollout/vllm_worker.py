@@ -1,0 +1,54 @@
+"""What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``."""
+
+import ctypes
+import signal
+from typing import Any
+
+import torch
+from vllm import _custom_ops
+from vllm.platforms import current_platform
+
+from rlightning.rollout.weights import Slot, open_bucket
+
+PR_SET_PDEATHSIG = 1
+
+# The workers must not outlive the engine process when that one is killed and can end nobody any more.
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+if current_platform.is_cpu():
+    # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.
+    _custom_ops._supports_onednn = False
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
+
+    model_runner: Any
+    device: torch.device
+    _rl_bucket: tuple[list[list[Slot]], torch.dtype, torch.Tensor]
+    _rl_loaded: set[str]
+
+    def rl_open_bucket(self, handle: bytes) -> None:
+        """Open the memory that weights will come in."""
+        self._rl_bucket = open_bucket(handle, torch.device(self.device))
+
+    def rl_load_chunk(self, index: int) -> list[str]:
+        """Load the chunk that is in the bucket now.
+
+        Returns:
+            After the last chunk, the model's parameters that no chunk of this sync has set; else nothing.
+        """
+        chunks, dtype, bucket = self._rl_bucket
+        if index == 0:
+            self._rl_loaded = set()
+        model = self.model_runner.model
+        weights = ((slot.name, slot.view(bucket, dtype)) for slot in chunks[index])
+        self._rl_loaded |= set(model.load_weights(weights) or ())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the sender refills the bucket after this returns
+        if index < len(chunks) - 1:
+            return []
+        return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
+
+    def rl_ping(self) -> None:
+        """Answer, which a worker that hangs does not."""
