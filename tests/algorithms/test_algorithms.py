@@ -1,0 +1,215 @@
+"""What each algorithm makes of the same batch, by hand; and its paper's defaults."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlightning.algorithms import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    SAPO,
+    SFT,
+    DrGRPO,
+    REINFORCEPlusPlus,
+    REINFORCEPlusPlusBaseline,
+)
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+
+def make_batch() -> RolloutBatch:
+    """Group 0: rewards 1, 0, 0.5 with 2, 1 and 3 tokens. Group 1: rewards 2 and 2 with 1 and 2 tokens."""
+    rewards, groups, lengths = [1.0, 0.0, 0.5, 2.0, 2.0], [0, 0, 0, 1, 1], [2, 1, 3, 1, 2]
+    prompts = [Prompt(index=g, text="1", token_ids=[2], columns={}) for g in groups]
+    completions = [
+        Completion(
+            text="0" * n,
+            token_ids=np.ones(n, np.int64),
+            logprobs=np.full(n, -0.5, np.float32),
+            weight_versions=np.zeros(n, np.int32),
+            finish_reason="stop",
+        )
+        for n in lengths
+    ]
+    batch = RolloutBatch.pack(prompts, [[c] for c in completions])
+    batch.group_ids = torch.tensor(groups)
+    batch.rewards = torch.tensor(rewards)
+    return batch
+
+
+def by_sequence(batch: RolloutBatch, values: Tensor) -> list[list[float]]:
+    """Values [T] of the completion tokens, sequence by sequence."""
+    mask = batch.completion_mask
+    return [values[mask & (batch.sequence_ids == i)].tolist() for i in range(batch.num_sequences)]
+
+
+def repeat(values: list[float]) -> list[list[float]]:
+    """A value for each token of each of the batch's completions."""
+    return [[v] * n for v, n in zip(values, [2, 1, 3, 1, 2], strict=True)]
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None:
+    assert [len(a) for a in actual] == [len(e) for e in expected]
+    for a, e in zip(actual, expected, strict=True):
+        assert a == pytest.approx(e, abs=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, DAPO, GSPO, CISPO, SAPO])
+def test_advantages_in_units_of_the_groups_deviation(algorithm: type[RLModule], model_folder: str) -> None:
+    batch = make_batch()
+    # Group 0: mean 0.5, sample variance (0.25 + 0.25 + 0) / 2 = 0.25, so 0.5 / 0.5. Group 1 says nothing.
+    assert_close(by_sequence(batch, algorithm(model_folder).compute_advantages(batch)), repeat([1, -1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("make", [DrGRPO, lambda model: GRPO(model, scale_by_std=False)])
+def test_advantages_without_the_deviation(make: Callable[[str], RLModule], model_folder: str) -> None:
+    batch = make_batch()
+    assert_close(by_sequence(batch, make(model_folder).compute_advantages(batch)), repeat([0.5, -0.5, 0, 0, 0]))
+
+
+def test_rloo_advantages(model_folder: str) -> None:
+    batch = make_batch()
+    # 1 - (0 + 0.5) / 2; 0 - (1 + 0.5) / 2; 0.5 - (1 + 0) / 2.
+    expected = repeat([0.75, -0.75, 0, 0, 0])
+    assert_close(by_sequence(batch, RLOO(model_folder).compute_advantages(batch)), expected)
+
+
+def test_rloo_takes_the_divergence_of_the_whole_completion_off_the_reward(model_folder: str) -> None:
+    batch = make_batch()
+    batch.ref_logprobs = batch.rollout_logprobs - 0.1
+    # k1 is 0.1 a token: 0.03 * 0.1 * length is taken off; the sampler's log-probabilities serve, there being no others.
+    penalized = RLOO(model_folder).penalize_rewards(batch)
+    expected = [1 - 0.006, 0 - 0.003, 0.5 - 0.009, 2 - 0.003, 2 - 0.006]
+    assert penalized.tolist() == pytest.approx(expected)
+
+
+def test_reinforce_plus_plus_whitens_over_all_tokens(model_folder: str) -> None:
+    batch = make_batch()
+    module = REINFORCEPlusPlus(model_folder, kl_coef=0.0)
+    # Tokens: 1, 1, 0, 0.5 x 3, 2, 2, 2. Mean 9.5 / 9, mean square (1 + 1 + 0.75 + 12) / 9.
+    mean = 9.5 / 9
+    std = math.sqrt(14.75 / 9 - mean**2)
+    expected = repeat([(r - mean) / std for r in (1.0, 0.0, 0.5, 2.0, 2.0)])
+    assert_close(by_sequence(batch, module.compute_advantages(batch)), expected)
+
+
+def test_reinforce_plus_plus_charges_each_token_for_what_follows(model_folder: str) -> None:
+    batch = make_batch()
+    batch.ref_logprobs = batch.rollout_logprobs - 0.1
+    module = REINFORCEPlusPlus(model_folder, kl_coef=2.0)
+    assert batch.rewards is not None
+    assert torch.equal(module.penalize_rewards(batch), batch.rewards)
+    # 2 * 0.1 a token, of that token and those after it.
+    returns = [[1 - 0.4, 1 - 0.2], [0 - 0.2], [0.5 - 0.6, 0.5 - 0.4, 0.5 - 0.2], [2 - 0.2], [2 - 0.4, 2 - 0.2]]
+    flat = [value for sequence in returns for value in sequence]
+    mean = sum(flat) / 9
+    std = math.sqrt(sum((value - mean) ** 2 for value in flat) / 9)
+    expected = [[(value - mean) / std for value in sequence] for sequence in returns]
+    assert_close(by_sequence(batch, module.compute_advantages(batch)), expected)
+
+
+def test_reinforce_plus_plus_baseline(model_folder: str) -> None:
+    batch = make_batch()
+    # Less the group's mean, by token: 0.5, 0.5, -0.5, then six zeros. Mean 0.5 / 9, mean square 0.75 / 9.
+    mean = 0.5 / 9
+    std = math.sqrt(0.75 / 9 - mean**2)
+    expected = repeat([(r - mean) / std for r in (0.5, -0.5, 0.0, 0.0, 0.0)])
+    assert_close(by_sequence(batch, REINFORCEPlusPlusBaseline(model_folder).compute_advantages(batch)), expected)
+
+
+ALGORITHMS = [GRPO, DrGRPO, DAPO, RLOO, REINFORCEPlusPlus, REINFORCEPlusPlusBaseline, GSPO, CISPO, SAPO]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(algorithm: type[RLModule], model_folder: str) -> None:
+    batch = make_batch()
+    module = algorithm(model_folder)
+    batch.advantages = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    batch.old_logprobs = batch.rollout_logprobs
+    logprobs = batch.rollout_logprobs.clone().requires_grad_()
+    loss, metrics = module.policy_loss(logprobs, batch)
+    assert all(value.shape == loss.shape and not value.requires_grad for value in metrics.values())
+    gradient = torch.autograd.grad(loss[batch.completion_mask].sum(), logprobs)[0]
+    torch.testing.assert_close(gradient, torch.where(batch.completion_mask, -batch.advantages, 0))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_zero_advantages_give_an_exactly_zero_gradient(algorithm: type[RLModule], model_folder: str) -> None:
+    batch = make_batch()
+    batch.advantages = torch.zeros(batch.num_tokens)
+    batch.old_logprobs = batch.rollout_logprobs
+    logprobs = (batch.rollout_logprobs + 0.3).requires_grad_()
+    loss, _ = algorithm(model_folder).policy_loss(logprobs, batch)
+    assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
+
+
+def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
+    batch = make_batch()
+    batch.advantages = torch.ones(batch.num_tokens)
+    batch.old_logprobs = batch.rollout_logprobs
+
+    def share_clipped(module: RLModule, ratio: float) -> float:
+        _, metrics = module.policy_loss(batch.rollout_logprobs + math.log(ratio), batch)
+        return metrics["clip_high"][batch.completion_mask].mean().item()
+
+    for make, inside, outside in (
+        (GRPO, 1.19, 1.21),
+        (DrGRPO, 1.19, 1.21),
+        (DAPO, 1.27, 1.29),
+        (REINFORCEPlusPlus, 1.19, 1.21),
+        (REINFORCEPlusPlusBaseline, 1.19, 1.21),
+        (GSPO, 1.0003, 1.0005),
+        (CISPO, 4.9, 5.1),
+    ):
+        assert share_clipped(make(model_folder), inside) == 0.0
+        assert share_clipped(make(model_folder), outside) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "defaults"),
+    [
+        (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.04, "kl_estimator": "k3", "kl_placement": "loss"}),
+        (GRPO, {"loss_aggregation": "sequence_mean"}),
+        (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "loss_aggregation": "constant"}),
+        (DAPO, {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
+        (RLOO, {"kl_coef": 0.03, "kl_estimator": "k1", "kl_placement": "reward", "loss_aggregation": "constant"}),
+        (REINFORCEPlusPlus, {"clip_low": 0.2, "discount": 1.0, "kl_estimator": "k1", "kl_placement": "reward"}),
+        (REINFORCEPlusPlusBaseline, {"kl_estimator": "k2", "kl_placement": "loss", "loss_aggregation": "token_mean"}),
+        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0, "loss_aggregation": "sequence_mean"}),
+        (CISPO, {"max_ratio": 5.0, "min_ratio": 0.0, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
+        (SAPO, {"temperature_positive": 1.0, "temperature_negative": 1.05, "loss_aggregation": "sequence_mean"}),
+        (SFT, {"generates": False, "completion_column": "completion", "loss_aggregation": "token_mean"}),
+    ],
+)
+def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_folder: str) -> None:
+    module = algorithm(model_folder)
+    assert {name: getattr(module, name) for name in defaults} == defaults
+    assert module.rollout_correction is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "message"),
+    [
+        (GRPO, {"clip_low": 0.0}, r"clip_low=0.0 must be in \(0, 1\]"),
+        (GRPO, {"clip_high": -0.2}, "clip_high=-0.2 must be above 0"),
+        (GRPO, {"dual_clip": 1.1}, r"dual_clip=1.1 must be above 1 \+ clip_high = 1.2"),
+        (DAPO, {"max_refills": -1}, "max_refills=-1 and overlong_cache=None must be at least 0"),
+        (CISPO, {"max_ratio": 0.28}, "max_ratio=0.28 leave out a ratio of 1.*use max_ratio 1.28"),
+        (SAPO, {"temperature_negative": 0.0}, "temperature_negative=0.0 must be above 0"),
+        (RLOO, {"samples_per_prompt": 1}, "samples_per_prompt=1: RLOO compares"),
+        (RLOO, {"updates_per_rollout": 2}, "updates_per_rollout=2 x epochs_per_rollout=1: RLOO's gradient"),
+        (REINFORCEPlusPlus, {"discount": 1.5}, r"discount=1.5 must be in \[0, 1\]"),
+    ],
+)
+def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        algorithm(model_folder, **arguments)

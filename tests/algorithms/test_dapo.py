@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from rlightning.algorithms import DAPO
+from rlightning.errors import ConfigError
+from rlightning.rollout import Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+
+async def is_even(completion: str) -> float:
+    """A reward of 1 for an even number of characters; async, so that it needs no process."""
+    return float(len(completion) % 2 == 0)
+
+
+def make_batch(lengths: list[list[int]]) -> RolloutBatch:
+    prompts = [Prompt(index=i, text="1", token_ids=[2], columns={}) for i in range(len(lengths))]
+    completions = [
+        [
+            Completion("0" * n, np.ones(n, np.int64), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
+            for n in group
+        ]
+        for group in lengths
+    ]
+    return RolloutBatch.pack(prompts, completions)
+
+
+def make_module(model_folder: str, max_new_tokens: int, overlong_cache: int | None = None) -> DAPO:
+    module = DAPO(model_folder, rewards=[is_even], overlong_cache=overlong_cache)
+    module.sampling = Sampling(max_new_tokens=max_new_tokens)
+    return module
+
+
+def test_overlong_completions_are_punished(model_folder: str) -> None:
+    module = make_module(model_folder, max_new_tokens=20)
+    batch = make_batch([[4, 16, 18, 20], [17, 19, 2, 4]])
+    # The last fifth of 20 tokens is 4: nothing up to 16, then a quarter a token.
+    penalties = [0.0, 0.0, -0.5, -1.0, -0.25, -0.75, 0.0, 0.0]
+    evens = [1, 1, 1, 1, 0, 0, 1, 1]
+    rewards = module.compute_rewards(batch)
+    module.close()
+    assert rewards.tolist() == pytest.approx([e + p for e, p in zip(evens, penalties, strict=True)])
+    assert batch.reward_components["overlong"].tolist() == pytest.approx(penalties)
+
+
+def test_groups_are_kept_by_their_rewards_before_the_penalty(model_folder: str) -> None:
+    module = make_module(model_folder, max_new_tokens=20)
+    # All right, of different lengths; right and wrong; all wrong.
+    batch = make_batch([[4, 18, 20], [4, 19, 3], [3, 17, 19]])
+    batch.rewards = module.compute_rewards(batch)
+    module.close()
+    assert module.keep_sequences(batch).tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_no_cache_is_no_penalty(model_folder: str) -> None:
+    module = make_module(model_folder, max_new_tokens=20, overlong_cache=0)
+    batch = make_batch([[20, 18]])
+    batch.rewards = module.compute_rewards(batch)
+    module.close()
+    assert batch.rewards.tolist() == [1.0, 1.0]
+    assert "overlong" not in batch.reward_components
+    assert not module.keep_sequences(batch).any()
+
+
+def test_a_cache_longer_than_the_limit_is_refused(model_folder: str) -> None:
+    module = make_module(model_folder, max_new_tokens=20, overlong_cache=21)
+    with pytest.raises(ConfigError, match=r"overlong_cache=21 is longer than rollout\.max_new_tokens=20"):
+        module.compute_rewards(make_batch([[2]]))
+    module.close()
