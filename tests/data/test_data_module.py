@@ -1,5 +1,6 @@
 """The data module under the real Trainer: what a run sees, and what an interrupted run sees after its resume."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,18 @@ class StopAfter(Callback):
 def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
-        devices=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
-        **{"max_epochs": 3, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 0, **options},
+        **{
+            "devices": 1,
+            "max_epochs": 3,
+            "enable_checkpointing": bool(callbacks),
+            "num_sanity_val_steps": 0,
+            **options,
+        },
     )
 
 
@@ -250,3 +256,37 @@ def test_a_stage_without_its_set(tokenizer: PreTrainedTokenizerFast, tmp_path: P
 def test_mistakes_in_a_validation_set(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PromptDataModule(validation={"v": ValidationSet("v.jsonl", **options)})
+
+
+class Writer(Recorder):
+    """Writes what its rank saw to a file."""
+
+    def on_fit_end(self) -> None:
+        record = {"steps": self.steps, "validated": self.validated}
+        (Path(self.trainer.default_root_dir) / f"rank{self.global_rank}.json").write_text(json.dumps(record))
+
+
+@pytest.mark.slow
+def test_two_ranks_share_every_step_and_every_validation_batch(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    whole = Recorder(tokenizer, prompts_per_step=4)
+    make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
+    data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)
+    trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy="ddp_spawn")
+    trainer.fit(Writer(tokenizer, prompts_per_step=4), datamodule=data)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert [a + b for a, b in zip(first["steps"], second["steps"], strict=True)] == whole.steps
+    # Batches of four: the last one holds a single prompt, and the second rank gets an empty share of it.
+    assert first["validated"] == {"0": [0, 2, 4]}
+    assert second["validated"] == {"0": [1, 3]}
+
+
+def test_prompts_that_the_ranks_cannot_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    data = make_data(train)
+    data.trainer = make_trainer(tmp_path, devices=2, strategy="ddp")
+    data.trainer.strategy.connect(Recorder(tokenizer))
+    with pytest.raises(
+        ConfigError, match=r"prompts_per_step=3 cannot be split over 2 data-parallel ranks\. .* such as 2"
+    ):
+        data.setup("fit")
