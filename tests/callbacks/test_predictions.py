@@ -1,10 +1,11 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from observed_run import ObservedModule, loader, make_trainer, messages
+from observed_run import ObservedModule, loader, make_completion, make_prompt, make_trainer, messages
 
 from rlightning.callbacks import JSONLPredictions
 from rlightning.errors import ConfigError
@@ -63,6 +64,16 @@ def test_the_next_run_starts_the_file_again(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl.partial").write_text("half a li")
     predict(tmp_path, JSONLPredictions())
     assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == 4
+
+
+def test_every_rank_writes_its_share(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trainer = SimpleNamespace(default_root_dir=tmp_path, world_size=2, global_rank=rank)
+        callback = JSONLPredictions()
+        callback.on_predict_start(trainer, None)
+        callback.on_predict_batch_end(trainer, None, [(make_prompt(rank), [make_completion("4")])], None, 0)
+        callback.on_predict_end(trainer, None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["predictions.rank0.jsonl", "predictions.rank1.jsonl"]
 
 
 def test_training_is_none_of_its_business(tmp_path: Path) -> None:
