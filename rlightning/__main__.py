@@ -90,6 +90,10 @@ def run(args: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
     from rlightning.cli import RLCLI
 
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
     RLCLI(args=args)
 
 
@@ -131,10 +135,13 @@ def quieten() -> None:
         logging.getLogger(name).addFilter(NotATip())
     for message in (
         ".*does not have many workers.*",
-        ".*is_namedtuple.*",
+        ".*Total length of `.*` across ranks is zero.*",
+        # Without dropout the actor and the engine compute the same; evaluation mode is on purpose.
+        ".*module\\(s\\) in eval mode at the start of training.*",
         ".*LeafSpec.*is deprecated.*",
         ".*Checkpoint directory .* exists and is not empty.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)`.*",
+        "(?s).*JsonargparseDeprecationWarning.*",
+        "(?s).*``instantiate_classes`` was deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")

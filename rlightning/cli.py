@@ -11,6 +11,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -23,7 +24,7 @@ from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 
 # The package never imports a concrete callback: the command line finds its own by these names, when it runs.
-ROLLOUT = "rlightning.callbacks.VLLMRollout"
+ROLLOUT = "rlightning.callbacks.vllm_rollout.VLLMRollout"
 OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 
 TRAINER_DEFAULTS = {
@@ -98,7 +99,7 @@ class RLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
-        parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(rollout_class(), "rollout", subclass_mode=True, required=False)
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
@@ -113,7 +114,7 @@ class RLCLI(LightningCLI):
         command, options = args[0], args[1:]
         keys = ConfigKeys(
             self._subcommand_parsers[command],
-            {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
+            {"data": PromptDataModule, "rollout": rollout_class()},
         )
         RLArgumentParser.keys = keys
         asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
@@ -152,13 +153,16 @@ class RLCLI(LightningCLI):
         config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
         if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
-        return self._instantiate_trainer(config, [])
+        try:
+            return self._instantiate_trainer(config, [])
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ConfigError(f"trainer: {error}") from error
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
         """The rollout callback first, then those listed, then each default whose class is not listed."""
         callbacks = list(listed)
         section = self._get(self.config_init, "rollout")
-        if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
+        if any(isinstance(callback, rollout_class()) for callback in listed):
             if self.is_rollout_configured():
                 raise ConfigError(
                     "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
@@ -191,6 +195,12 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
+def rollout_class() -> Any:
+    """The class of the ``rollout`` section, unless it names another."""
+    module, _, name = ROLLOUT.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def find_callback(name: str) -> Any:
     """One of the package's callbacks, by name."""
     return getattr(import_module("rlightning.callbacks"), name)
@@ -214,11 +224,11 @@ def new_run_folder() -> str:
 
 def check_trainer(trainer: Namespace) -> None:
     """Reject the Trainer's options that the module's own optimization makes meaningless."""
-    for name, instead in (
-        ("gradient_clip_val", "max_grad_norm"),
-        ("accumulate_grad_batches", "max_tokens_per_microbatch"),
+    for name, usual, instead in (
+        ("gradient_clip_val", None, "max_grad_norm"),
+        ("accumulate_grad_batches", 1, "max_tokens_per_microbatch"),
     ):
-        if trainer[name] not in (None, 1):
+        if trainer[name] != usual:
             raise ConfigError(
                 f"trainer.{name}={trainer[name]} has no effect here: the model steps its optimizer itself. "
                 f"Set model.init_args.{instead} instead."

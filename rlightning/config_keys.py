@@ -129,9 +129,11 @@ class ConfigKeys:
         parameters = parameters_of(chosen)
         direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
         for name, v in direct.items():
-            dotted = str(name).removeprefix("init_args.")
-            if not str(name).startswith(("class_path", "dict_kwargs")):
-                self.check_mapping({dotted: v}, parameters, key)
+            group, _, nested = str(name).partition(".")
+            if group == "init_args":
+                self.check_mapping({nested: v}, parameters, f"{key}.init_args")
+            elif group not in SPEC_KEYS:
+                self.check_mapping({name: v}, parameters, key)
         init_args = value.get("init_args")
         if isinstance(init_args, dict):
             self.check_mapping(init_args, parameters, f"{key}.init_args")

@@ -1,0 +1,113 @@
+"""A folder as a user of the command line has it: a tiny model, rows, a configuration, classes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "0123456789+= "
+
+RUN_YAML = """\
+model:
+  class_path: rlightning.algorithms.SFT
+  init_args:
+    model: model
+    prompts_per_step: 4
+    lr: 0.01
+data:
+  train: rows.jsonl
+  max_prompt_tokens: 16
+rollout:
+  temperature: 0.8
+trainer:
+  accelerator: cpu
+  max_steps: 3
+  enable_model_summary: false
+"""
+
+OWN_CLASSES = """\
+import time
+
+from lightning.pytorch import Callback
+
+from rlightning.algorithms import SFT
+from rlightning.errors import ConfigError
+
+
+class Quick(SFT):
+    def __init__(self, model: str, *, pace: float = 1.0, **kwargs):
+        if pace < 0:
+            raise ConfigError(f"pace={pace} must not be negative. Use 0 or more.")
+        super().__init__(model, **kwargs)
+
+
+class WrongInSetup(SFT):
+    def setup(self, stage):
+        raise ConfigError("width=3 cannot be\\nhalved. Use 4.")
+
+
+class Broken(SFT):
+    def setup(self, stage):
+        raise RuntimeError("not the user's mistake")
+
+
+class Slow(SFT):
+    def training_step(self, prompts, batch_idx):
+        print("in the step", flush=True)
+        time.sleep(120)
+
+
+class Announce(Callback):
+    def __init__(self, word: str = "hello", times: int = 1):
+        self.word = word * times
+
+    def on_fit_start(self, trainer, module):
+        print(self.word, flush=True)
+"""
+
+
+def make_project(folder: Path) -> None:
+    """Write all of it into ``folder``."""
+    vocabulary = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(CHARACTERS)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder / "model")
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")  # type: ignore[no-untyped-call]
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(RUN_YAML)
+    (folder / "own_classes.py").write_text(OWN_CLASSES)
+
+
+def environment() -> dict[str, str]:
+    """A user's environment: one thread, and no path to this repository's tests."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def rlightning(folder: Path, *args: str, as_module: bool = False) -> "subprocess.CompletedProcess[str]":
+    """Run the command in ``folder``, as the installed script or by ``python -m``."""
+    script = [str(Path(sys.executable).with_name("rlightning"))]
+    command = [sys.executable, "-m", "rlightning"] if as_module else script
+    return subprocess.run(
+        [*command, *args], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )

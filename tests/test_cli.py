@@ -1,0 +1,170 @@
+"""The command line as a user meets it: processes, files, exit codes."""
+
+import csv
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_project import environment, make_project, rlightning
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_project(folder)
+    return folder
+
+
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(project: Path) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", "--model.lr", "2e-3")
+    assert done.returncode == 0, done.stderr
+    [run] = (project / "runs").iterdir()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["init_args"]["lr"] == 2e-3
+    assert config["trainer"]["default_root_dir"] == f"runs/{run.name}"
+    assert config["seed_everything"] == 0
+    rows = list(csv.DictReader((run / "metrics" / "version_0" / "metrics.csv").open()))
+    assert [row["step"] for row in rows if row["policy/loss"]] == ["0", "1", "2"]
+    hyperparameters = yaml.safe_load((run / "metrics" / "version_0" / "hparams.yaml").read_text())
+    assert hyperparameters["trainer"]["max_steps"] == 3
+    assert (run / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_run_shows_nothing_but_itself(project: Path) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", "--trainer.default_root_dir", "quiet")
+    assert done.returncode == 0, done.stderr
+    for noise in ("Tip", "Warning", "warn", "litlogger", "Deprecat"):
+        assert noise not in done.stderr + done.stdout
+
+
+def test_a_folder_holds_one_run_unless_it_is_continued(project: Path) -> None:
+    fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "again"]
+    assert rlightning(project, *fit).returncode == 0
+    second = rlightning(project, *fit)
+    assert (second.returncode, len(second.stderr.strip().splitlines()[-1:])) == (2, 1)
+    assert "--ckpt_path last" in second.stderr
+    continued = rlightning(project, *fit, "--ckpt_path", "last", "--trainer.max_steps", "5")
+    assert continued.returncode == 0, continued.stderr
+    assert yaml.safe_load((project / "again/config.yaml").read_text())["trainer"]["max_steps"] == 3
+    assert yaml.safe_load((project / "again/config-2.yaml").read_text())["trainer"]["max_steps"] == 5
+    rows = list(csv.DictReader((project / "again/metrics/version_1/metrics.csv").open()))
+    assert [row["step"] for row in rows if row["policy/loss"]] == ["3", "4"]
+
+
+def test_configs_and_overrides_merge_in_their_order(project: Path) -> None:
+    (project / "more.yaml").write_text("trainer: {max_steps: 7}\ndata: {shuffle: false}\nrollout: {top_p: 0.9}\n")
+    shown = rlightning(
+        project,
+        *("fit", "--config", "run.yaml", "--config", "more.yaml", "--model.lr=0.5", "--rollout.temperature", "0.3"),
+        *("--trainer.callbacks+=own_classes.Announce", "--trainer.callbacks.word", "bye"),
+        *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "policy/loss", "--print_config"),
+        as_module=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    config = yaml.safe_load(shown.stdout)
+    assert config["trainer"]["max_steps"] == 7
+    assert config["model"]["init_args"]["lr"] == 0.5
+    assert config["data"]["init_args"]["train"] == "rows.jsonl"
+    assert config["data"]["init_args"]["shuffle"] is False
+    assert (config["rollout"]["init_args"]["temperature"], config["rollout"]["init_args"]["top_p"]) == (0.3, 0.9)
+    first, second = config["trainer"]["callbacks"]
+    assert (first["class_path"], first["init_args"]) == ("own_classes.Announce", {"word": "bye", "times": 1})
+    assert second["init_args"]["monitor"] == "policy/loss"
+
+
+def test_a_printed_configuration_runs(project: Path) -> None:
+    shown = rlightning(
+        project, "fit", "--config", "run.yaml", "--trainer.callbacks+=own_classes.Announce", "--print_config"
+    )
+    (project / "printed.yaml").write_text(shown.stdout)
+    done = rlightning(project, "fit", "--config", "printed.yaml", "--trainer.default_root_dir", "printed")
+    assert done.returncode == 0, done.stderr
+    assert "hello" in done.stdout
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_mistake_is_one_line_and_exit_code_2(project: Path, as_module: bool) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", "--trainer.max_step", "3", as_module=as_module)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: trainer.max_step: there is no such key. Did you mean 'max_steps'?\n"
+
+
+def test_a_mistake_found_in_setup_is_one_line(project: Path) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", "--model", "own_classes.WrongInSetup")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: width=3 cannot be halved. Use 4."
+    assert "Traceback" not in done.stderr
+
+
+def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", "--model", "own_classes.Broken")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1] == "RuntimeError: not the user's mistake"
+
+
+def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
+    command = [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", "--model", "own_classes.Slow"]
+    process = subprocess.Popen(
+        command, cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "in the step" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_before_training_ends_with_130(project: Path) -> None:
+    command = [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml"]
+    process = subprocess.Popen(command, cwd=project, env=environment(), stderr=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors == "interrupted\n"
+
+
+def test_help_and_version_answer_before_anything_heavy_is_imported(project: Path) -> None:
+    start = time.monotonic()
+    shown = rlightning(project, "--help")
+    assert time.monotonic() - start < 2
+    assert shown.returncode == 0
+    assert all(command in shown.stdout for command in ("fit", "validate", "test", "predict"))
+    assert rlightning(project, "--version").stdout == "rlightning 0.1.0\n"
+    wrong = rlightning(project, "fitt")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: 'fitt' is not a command of rlightning. Did you mean 'fit'?\n",
+    )
+
+
+def test_help_of_a_command_names_its_keys(project: Path) -> None:
+    shown = rlightning(project, "fit", "--help")
+    assert shown.returncode == 0
+    assert "--trainer.max_steps" in shown.stdout
+    of_class = rlightning(project, "fit", "--model.help", "GRPO")
+    assert "--model.clip_high" in of_class.stdout
+
+
+def test_two_processes_share_one_run_folder(project: Path) -> None:
+    earlier = set(project.glob("runs/*"))
+    done = rlightning(
+        project,
+        *("fit", "--config", "run.yaml", "--trainer.devices", "2", "--trainer.strategy", "ddp"),
+        *("--trainer.max_steps", "1", "--trainer.enable_checkpointing", "false"),
+    )
+    assert done.returncode == 0, done.stderr
+    [folder] = set(project.glob("runs/*")) - earlier
+    assert len(list(folder.glob("config*.yaml"))) == 1
+    assert [path.name for path in (folder / "metrics").iterdir()] == ["version_0"]

@@ -1,0 +1,142 @@
+"""Every mistake in a configuration: one line, the key, the nearest valid name."""
+
+from pathlib import Path
+
+import pytest
+from cli_project import make_project
+
+from rlightning.__main__ import main
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Lightning's log handlers keep the stderr of whichever test came first, which is closed by now.
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    return tmp_path
+
+
+def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    """Run ``fit`` in this process; gives the exit code and what stderr says."""
+    try:
+        code = main(["fit", *args])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--trainer.max_stepz=3", "trainer.max_stepz: there is no such key. Did you mean 'max_steps'?"),
+        ("--trainr.max_steps=3", "trainr: there is no such key. Did you mean 'trainer'?"),
+        ("--trainer.max_step=3", "trainer.max_step: there is no such key. Did you mean 'max_steps'?"),
+        ("--trainer.max_steps=many", "trainer.max_steps: expected int, got 'many'"),
+        ("--model.l=3", "model.l: there is no such key. Did you mean 'lr'?"),
+        ("--model.init_args.learning_rat=3", "model.init_args.learning_rat: there is no such key. "),
+        ("--model.completion_col=x", "model.completion_col: there is no such key. Did you mean 'completion_column'?"),
+        ("--model.lr=fast", "model.lr: expected float, got 'fast'"),
+        ("--model.kl_placement=los", "model.kl_placement: expected Literal['loss', 'reward'], got 'los'"),
+        ("--model=rlightning.algorithms.GRP", "model: there is no 'GRP' in 'rlightning.algorithms'. Did you mean"),
+        ("--model=GRP0", "model: there is no class 'GRP0'. Did you mean 'GRPO'?"),
+        ("--model=rlightnin.algorithms.GRPO", "model: there is no module 'rlightnin'. Did you mean 'rlightning'?"),
+        ("--model=torch.nn.Linear", "model: 'torch.nn.Linear' is not a subclass of RLModule. Name one that is."),
+        ("--data.trian=x", "data.trian: there is no such key. Did you mean 'train'?"),
+        ("--data.overlong=drob", "data.overlong: expected Literal['drop', 'truncate'], got 'drob'"),
+        ("--rollout.temp=1", "rollout.temp: there is no such key. Did you mean 'temperature'?"),
+        ("--trainer.callbacks+=EarlyStoping", "trainer.callbacks: there is no class 'EarlyStoping'. Did you mean"),
+        ("--config=runn.yaml", "--config runn.yaml: there is no such file. Did you mean 'run.yaml'?"),
+        ("--ckpt_path=gone.ckpt", "ckpt_path=gone.ckpt: there is no such file."),
+        ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val=1 has no effect here"),
+        ("--trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2 has no effect here"),
+        ("--trainer.accelerator=gpuu", "trainer: You selected an invalid accelerator name"),
+        ("--model.lr", "--model.lr: its value is missing. Write --model.lr VALUE."),
+        ("run.yaml", "'run.yaml' follows no option"),
+    ],
+)
+def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    code, errors = fit(capsys, "--config", "run.yaml", options)
+    assert code == 2
+    assert errors.splitlines()[-1].startswith(f"error: {message}")
+    assert "Traceback" not in errors
+    assert "usage" not in errors
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("lr: 0.01", "lrr: 0.01", "model.init_args.lrr: there is no such key. Did you mean 'lr'?"),
+        ("lr: 0.01", "lr: [1]", "model.lr: expected float, got '[1]'"),
+        ("train:", "trian:", "data.trian: there is no such key. Did you mean 'train'?"),
+        ("rollout:", "rolout:", "rolout: there is no such key. Did you mean 'rollout'?"),
+        ("max_steps: 3", "max_step: 3", "trainer.max_step: there is no such key. Did you mean 'max_steps'?"),
+        ("algorithms.SFT", "algorithms.SFTT", "model.class_path: there is no 'SFTT' in 'rlightning.algorithms'."),
+        ("    model: model\n", "", "model: it needs a value for 'model'"),
+        ("  init_args:\n", "  lr: 1\n  init_args:\n", "model.lr: beside class_path, keys stand under init_args."),
+        ("train: rows.jsonl", "train: [rows", "run.yaml, line"),
+        ("model:\n  class", "modell:\n  class", "modell: there is no such key. Did you mean 'model'?"),
+        (
+            "max_steps: 3",
+            "callbacks: [{class_path: own_classes.Announce, init_args: {wort: x}}]",
+            "trainer.callbacks[0].init_args.wort: there is no such key. Did you mean 'word'?",
+        ),
+        (
+            "max_steps: 3",
+            "callbacks: [{class_path: own_classes.Anounce}]",
+            "trainer.callbacks[0].class_path: there is no 'Anounce' in 'own_classes'. Did you mean 'own_classes.Anno",
+        ),
+        (
+            "train: rows.jsonl",
+            "validation: {held_out: {path: rows.jsonl, limmit: 3}}",
+            "data.validation.held_out.limmit: there is no such key. Did you mean 'limit'?",
+        ),
+        (
+            "lr: 0.01",
+            "rewards: [{function: a.b, wieght: 2}]",
+            "model.init_args.rewards[0].wieght: there is no such key. Did you mean 'weight'?",
+        ),
+        (
+            "max_steps: 3",
+            "callbacks: [rlightning.callbacks.vllm_rollout.VLLMRollout]",
+            "rollout: this section and a VLLMRollout under trainer.callbacks are both there.",
+        ),
+    ],
+)
+def test_a_wrong_file(project: Path, capsys: pytest.CaptureFixture[str], right: str, wrong: str, message: str) -> None:
+    path = project / "run.yaml"
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    code, errors = fit(capsys, "--config", "run.yaml")
+    assert code == 2
+    assert errors.splitlines()[-1].startswith(f"error: {message}")
+    assert "Traceback" not in errors
+
+
+def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, errors = fit(capsys, "--model.model", "model")
+    assert code == 2
+    assert errors.startswith("error: model.class_path: no algorithm is named. ")
+
+
+def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, errors = fit(capsys, "--config", "run.yaml", "--model", "own_classes.Quick", "--model.pace", "-1")
+    assert (code, errors.splitlines()[-1]) == (2, "error: pace=-1.0 must not be negative. Use 0 or more.")
+
+
+def test_an_options_class_is_that_of_the_last_one_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = fit(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
+    assert code == 0
+    code, errors = fit(capsys, "--config", "run.yaml", "--model.clip_high", "0.3")
+    assert code == 2
+    assert "model.clip_high: there is no such key" in errors
+
+
+def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "needs_more.py").write_text("import a_package_nobody_has\n")
+    code, errors = fit(capsys, "--config", "run.yaml", "--model", "needs_more.Mine")
+    assert code == 2
+    assert "importing 'needs_more' failed: No module named 'a_package_nobody_has'" in errors
