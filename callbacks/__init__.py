@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
+    from rlightning.callbacks.vllm_rollout import VLLMRollout
 
-__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "RunReport", "SaveHF", "Throughput"]
+__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "RunReport", "SaveHF", "Throughput", "VLLMRollout"]
 
 _FILES = {
     "CompletionsTable": "completions_table",
@@ -20,6 +21,7 @@ _FILES = {
     "RunReport": "run_report",
     "SaveHF": "save_hf",
     "Throughput": "throughput",
+    "VLLMRollout": "vllm_rollout",
 }
 
 

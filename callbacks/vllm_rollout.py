@@ -37,7 +37,7 @@ class VLLMRollout(RLCallback):
 
     A loop of your own fires ``on_rollout_start``, calls :meth:`generate`, fires ``on_rollout_end``, and calls :meth:`setup` before
     and :meth:`close` after. It needs of ``trainer``: ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``,
-    ``tokenizer``, ``max_model_length``, ``device``, ``weight_version`` (which must change with the weights),
+    ``tokenizer``, ``max_model_length`` (tokens), ``device``, ``weight_version`` (which must change with the weights),
     ``named_weights()``, and ``score(token_ids)``, the actor's log-probabilities at temperature 1.
 
     Args:
@@ -224,7 +224,7 @@ class VLLMRollout(RLCallback):
 
     def _verify(self, engine: VLLMEngine) -> None:
         """Refuse to sample from an engine whose log-probabilities are not the actor's."""
-        token_ids = _canary(self._module.tokenizer, self._module.model_config.get_text_config().vocab_size)
+        token_ids = _canary(self._module.tokenizer, self._module.max_model_length - 1)
         expected = self._module.score(token_ids).cpu().numpy()
         got = engine.score(token_ids)
         gap = float(abs(expected - got)[1:].mean())
@@ -280,7 +280,7 @@ class VLLMRollout(RLCallback):
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
             "dtype": dtype,
-            "max_model_len": min(longest, module.max_model_length),
+            "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
             "max_num_seqs": max(min(num_sequences, 1024 if is_cuda else 256), 8),
             "seed": torch.initial_seed() % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
@@ -308,11 +308,11 @@ class VLLMRollout(RLCallback):
         )
 
 
-def _canary(tokenizer: Any, vocab_size: int) -> list[int]:
+def _canary(tokenizer: Any, max_tokens: int) -> list[int]:
     """Tokens to compare actor and engine on: a short text, filled up where the tokenizer makes too little of it."""
     token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
-    token_ids += [(7 * i + 1) % vocab_size for i in range(CANARY_TOKENS - len(token_ids))]
-    return token_ids[:CANARY_TOKENS]
+    token_ids += [(7 * i + 1) % len(tokenizer) for i in range(CANARY_TOKENS - len(token_ids))]
+    return token_ids[: min(CANARY_TOKENS, max_tokens)]
 
 
 def _random_streams(prompts: Sequence[Prompt], weight_version: int) -> list[int]:

@@ -34,7 +34,7 @@ class RLCallback(Callback):
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is there; completions whose reward failed are gone from the batch."""
+        """Called when ``batch.rewards`` is there, NaN where a reward failed; those completions are dropped next."""
 
     def on_update_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is there."""

@@ -1,7 +1,7 @@
 """RLModule: the actor, and one training step from prompts to updated weights."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class RLModule(PolicyModule):
         self,
         model: str,
         *,
-        rewards: Sequence[RewardFunction | str] = (),
+        rewards: Sequence[RewardFunction | str | Callable[..., Any]] = (),
         prompts_per_step: int = 32,
         samples_per_prompt: int = 8,
         updates_per_rollout: int = 1,
@@ -180,7 +180,7 @@ class RLModule(PolicyModule):
         metrics = self.update(batch)
         self.weight_version += 1
         fire(self.trainer, self, "on_update_end", batch)
-        self.log_dict(metrics)
+        self.log_dict(metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
     def collect(self, prompts: list[Prompt]) -> RolloutBatch:
         """Sample and reward completions; with ``max_refills``, until enough groups are worth keeping.
@@ -398,7 +398,8 @@ class RLModule(PolicyModule):
         chosen = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
         metrics = score_validation_prompts(self, prompts, chosen)
         self.log_dict(
-            {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()},
+            {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()}
+            | {"step": float(self.trainer.global_step)},
             batch_size=len(prompts),
             add_dataloader_idx=False,
             sync_dist=True,

@@ -90,6 +90,7 @@ def load_policy(
         raise ConfigError(
             f"model='{model}' ({config.model_type}) cannot be trained: {reason}, which the fused log-probabilities lack."
         )
+    policy.train()  # there is no dropout left; gradient checkpointing asks for it
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
