@@ -3,6 +3,7 @@ import pytest
 
 from rlightning.algorithms import DAPO
 from rlightning.errors import ConfigError
+from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -25,7 +26,7 @@ def make_batch(lengths: list[list[int]]) -> RolloutBatch:
 
 
 def make_module(model_folder: str, max_new_tokens: int, overlong_cache: int | None = None) -> DAPO:
-    module = DAPO(model_folder, rewards=[is_even], overlong_cache=overlong_cache)
+    module = DAPO(model_folder, rewards=[RewardFunction(is_even)], overlong_cache=overlong_cache)
     module.sampling = Sampling(max_new_tokens=max_new_tokens)
     return module
 

@@ -1,0 +1,92 @@
+"""Every algorithm takes real steps through the real Trainer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from rlightning.algorithms import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    SAPO,
+    DrGRPO,
+    REINFORCEPlusPlus,
+    REINFORCEPlusPlusBaseline,
+)
+from rlightning.module import RLModule
+from rlightning.objectives import RolloutCorrection
+from rlightning.rewards import RewardFunction
+from rlightning.types import Prompt, RolloutBatch
+
+Fit = Callable[[RLModule, int], Trainer]
+
+
+async def share_of_ones(completion: str) -> float:
+    """A reward that a random model gets some of; async, so that it needs no process."""
+    return completion.count("1") / max(len(completion), 1)
+
+
+async def is_three(prompt: str) -> float:
+    """Says nothing within a group, but for the prompts that start with a 3."""
+    is_three.calls += 1  # type: ignore[attr-defined]
+    return float(prompt.startswith("3") and is_three.calls % 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "metrics"),
+    [
+        (GRPO, {"updates_per_rollout": 2}, {"policy/clip_low", "policy/clip_high", "policy/kl"}),
+        (DrGRPO, {"updates_per_rollout": 2}, {"policy/clip_high"}),
+        (DAPO, {"epochs_per_rollout": 2}, {"policy/clip_high", "reward/overlong"}),
+        (RLOO, {}, {"policy/kl"}),
+        (REINFORCEPlusPlus, {"updates_per_rollout": 2}, {"policy/clip_high", "policy/kl"}),
+        (REINFORCEPlusPlusBaseline, {"updates_per_rollout": 2}, {"policy/clip_high", "policy/kl"}),
+        (GSPO, {"updates_per_rollout": 4}, {"policy/clip_high"}),
+        (CISPO, {"rollout_correction": RolloutCorrection("icepop")}, {"policy/correction_out_of_bounds"}),
+        (SAPO, {"updates_per_rollout": 2}, {"policy/gate"}),
+    ],
+)
+def test_two_steps(
+    algorithm: type[RLModule], arguments: dict[str, Any], metrics: set[str], model_folder: str, fit: Fit
+) -> None:
+    module = algorithm(model_folder, rewards=[RewardFunction(share_of_ones)], prompts_per_step=8, lr=1e-3, **arguments)
+    module.configure_model()
+    before = {name: weight.detach().clone() for name, weight in module.named_weights()}
+    trainer = fit(module, 2)
+    assert trainer.global_step == module.weight_version == 2
+    assert metrics | {"reward/mean", "policy/loss", "policy/entropy"} <= set(trainer.callback_metrics)
+    # The sampler is the actor itself: there is no gap beyond rounding.
+    if module.plan.optimizer_steps == 1:
+        assert trainer.callback_metrics["policy/rollout_gap_max"] < 1e-4
+    assert all(weight.isfinite().all() for _, weight in module.named_weights())
+    assert any(not torch.equal(weight, before[name]) for name, weight in module.named_weights())
+
+
+def test_dapo_refills_until_enough_groups_say_something(model_folder: str, fit: Fit) -> None:
+    taken: list[int] = []
+    trained: list[RolloutBatch] = []
+
+    class WatchedDAPO(DAPO):
+        def take_prompts(self, num_prompts: int) -> list[Prompt]:
+            taken.append(num_prompts)
+            return super().take_prompts(num_prompts)
+
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            trained.append(batch)
+            return super().update(batch)
+
+    is_three.calls = 0  # type: ignore[attr-defined]
+    # Four of sixteen prompts have a signal: a step of four takes an epoch or so to fill, however they are shuffled.
+    fit(WatchedDAPO(model_folder, rewards=[RewardFunction(is_three)], prompts_per_step=4, overlong_cache=0), 1)
+    batch = trained[0]
+    assert sum(taken) >= 4
+    assert all(prompt.text.startswith("3") for prompt in batch.prompts)
+    assert len(set(batch.group_ids.tolist())) == 4
+    assert batch.num_sequences == 4 * 8
+    assert batch.advantages is not None
+    assert (batch.advantages[batch.completion_mask] != 0).all()
