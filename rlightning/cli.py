@@ -24,7 +24,7 @@ from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 
 # The package never imports a concrete callback: the command line finds its own by these names, when it runs.
-ROLLOUT = "rlightning.callbacks.vllm_rollout.VLLMRollout"
+ROLLOUT = "rlightning.callbacks.VLLMRollout"
 OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 
 TRAINER_DEFAULTS = {
@@ -99,7 +99,7 @@ class RLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
-        parser.add_lightning_class_args(rollout_class(), "rollout", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
@@ -114,7 +114,7 @@ class RLCLI(LightningCLI):
         command, options = args[0], args[1:]
         keys = ConfigKeys(
             self._subcommand_parsers[command],
-            {"data": PromptDataModule, "rollout": rollout_class()},
+            {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
         )
         RLArgumentParser.keys = keys
         asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
@@ -162,7 +162,7 @@ class RLCLI(LightningCLI):
         """The rollout callback first, then those listed, then each default whose class is not listed."""
         callbacks = list(listed)
         section = self._get(self.config_init, "rollout")
-        if any(isinstance(callback, rollout_class()) for callback in listed):
+        if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
             if self.is_rollout_configured():
                 raise ConfigError(
                     "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
@@ -193,12 +193,6 @@ class RLCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Generate for the whole prompt file without keeping the completions: they are written as they come."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
-
-
-def rollout_class() -> Any:
-    """The class of the ``rollout`` section, unless it names another."""
-    module, _, name = ROLLOUT.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def find_callback(name: str) -> Any:

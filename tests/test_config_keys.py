@@ -99,7 +99,7 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
         ),
         (
             "max_steps: 3",
-            "callbacks: [rlightning.callbacks.vllm_rollout.VLLMRollout]",
+            "callbacks: [rlightning.callbacks.VLLMRollout]",
             "rollout: this section and a VLLMRollout under trainer.callbacks are both there.",
         ),
     ],

@@ -1,0 +1,141 @@
+"""Who may import whom: the rules that keep callbacks separable, objectives pure and starting up quick."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "rlightning"
+CALLBACKS = ROOT / "callbacks"
+
+
+def package_files() -> list[Path]:
+    """The package without the callbacks, which are linked into it."""
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if PACKAGE / "callbacks" not in p.parents]
+
+
+def source_files() -> list[Path]:
+    """Everything that is ours but tests."""
+    return [*package_files(), *sorted(CALLBACKS.glob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The dotted names that a file imports, wherever it does so, ``import_module("...")`` included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def imports_any(source: str, *packages: str) -> list[str]:
+    """Those of a source's imports that are one of ``packages`` or inside one."""
+    return [n for n in imported(ast.parse(source)) if any(f"{n}.".startswith(f"{p}.") for p in packages)]
+
+
+def raw_synchronizations(source: str) -> list[str]:
+    """Barriers and device synchronizations that go past the one primitive of ``rlightning.distributed``."""
+    tree = ast.parse(source)
+    found = [n for n in imported(tree) if n in ("torch.distributed.barrier", "torch.cuda.synchronize")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, owner = node.attr, ast.unparse(node.value).rpartition(".")[2]
+            if (name, owner) in (("barrier", "dist"), ("barrier", "distributed"), ("synchronize", "cuda")):
+                found.append(ast.unparse(node))
+    return found
+
+
+def offenders(files: list[Path], *packages: str) -> dict[str, list[str]]:
+    """By file, the imports that are one of ``packages``."""
+    found = {str(p.relative_to(ROOT)): imports_any(p.read_text(encoding="utf-8"), *packages) for p in files}
+    return {name: names for name, names in found.items() if names}
+
+
+def test_the_package_imports_no_callback() -> None:
+    # The command line is where a run is put together: it finds its callbacks by name, when it runs.
+    files = [path for path in package_files() if path != PACKAGE / "cli.py"]
+    assert offenders(files, "rlightning.callbacks", "callbacks") == {}
+    cli = ast.parse((PACKAGE / "cli.py").read_text(encoding="utf-8"))
+    statements = [node for node in ast.walk(cli) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [name for node in statements for name in imported(node) if name.startswith("rlightning.callbacks")]
+
+
+def test_callbacks_do_not_import_the_command_line_or_an_algorithm() -> None:
+    files = sorted(CALLBACKS.glob("*.py"))
+    assert offenders(files, "rlightning.cli", "rlightning.algorithms", "rlightning.module") == {}
+
+
+def test_objectives_know_of_nothing_but_tensors() -> None:
+    allowed = ("rlightning.objectives", "rlightning.types", "rlightning.errors")
+    for path in sorted((PACKAGE / "objectives").glob("*.py")):
+        names = imports_any(path.read_text(encoding="utf-8"), "rlightning", "lightning", "transformers")
+        assert [n for n in names if not n.startswith(allowed)] == [], path
+
+
+def test_only_the_rollout_package_imports_vllm() -> None:
+    files = [path for path in source_files() if PACKAGE / "rollout" not in path.parents]
+    assert offenders(files, "vllm") == {}
+
+
+def test_only_the_ray_files_import_ray() -> None:
+    files = [p for p in source_files() if not (p.parent == PACKAGE / "distributed" and p.name.startswith("ray"))]
+    assert offenders(files, "ray") == {}
+
+
+def test_barriers_and_synchronizations_go_through_one_place() -> None:
+    files = [path for path in source_files() if PACKAGE / "distributed" not in path.parents]
+    found = {str(p.relative_to(ROOT)): raw_synchronizations(p.read_text(encoding="utf-8")) for p in files}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+@pytest.mark.slow
+def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
+    probe = (
+        "import sys, rlightning.cli, rlightning.callbacks as c\n"
+        "for name in c.__all__: getattr(c, name)\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'vllm', 'ray', 'wandb', 'datasets'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert not loaded & {"vllm", "ray"}
+
+
+def test_the_package_itself_imports_nothing_heavy() -> None:
+    probe = "import sys, rlightning, rlightning.__main__; print('torch' in sys.modules or 'lightning' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import vllm.config", ["vllm.config"]),
+        ("def f():\n    from vllm import LLM", ["vllm.LLM"]),
+        ("from importlib import import_module\nimport_module('vllm')", ["vllm"]),
+        ("import vllmish", []),
+        ("'''import vllm'''", []),
+    ],
+)
+def test_an_import_is_found_wherever_it_stands(source: str, found: list[str]) -> None:
+    assert imports_any(source, "vllm") == found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.distributed.barrier()",
+        "dist.barrier(group)",
+        "torch.cuda.synchronize()",
+        "from torch.cuda import synchronize",
+        "wait = dist.barrier",
+    ],
+)
+def test_a_raw_synchronization_is_found(source: str) -> None:
+    assert raw_synchronizations(source)
+    assert not raw_synchronizations("trainer.strategy.barrier('name')")

