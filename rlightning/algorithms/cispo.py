@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, capped_weight_loss, group_advantages, token_log_ratio
 from rlightning.types import RolloutBatch
 
 
-class CISPO(RLModule):
+class CISPO(GroupModule):
     """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): clip the importance weight, never the update.
 
     Every token keeps its gradient, so that rare tokens at which reasoning forks still learn in later updates.

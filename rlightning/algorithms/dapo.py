@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_clip
 from rlightning.errors import ConfigError
-from rlightning.module import RLModule
 from rlightning.objectives import (
     Aggregation,
     clipped_loss,
@@ -20,7 +20,7 @@ from rlightning.types import RolloutBatch
 OVERLONG = "overlong"
 
 
-class DAPO(RLModule):
+class DAPO(GroupModule):
     """DAPO (arXiv:2503.14476): GRPO without KL, and four changes.
 
     - Clip-higher (eq. 10): the upper bound is 0.28, the lower stays 0.2.

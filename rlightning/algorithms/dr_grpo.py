@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_clip
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, clipped_loss, group_advantages, token_log_ratio
 from rlightning.types import RolloutBatch
 
 
-class DrGRPO(RLModule):
+class DrGRPO(GroupModule):
     """Dr. GRPO (arXiv:2503.20783, section 3.2): GRPO without its two biases, and without KL.
 
     Rewards are not divided by the group's standard deviation, which favours prompts that are too easy or too hard; and

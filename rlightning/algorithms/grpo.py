@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_clip
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, clipped_loss, group_advantages, token_log_ratio
 from rlightning.types import RolloutBatch
 
 
-class GRPO(RLModule):
+class GRPO(GroupModule):
     """GRPO (arXiv:2402.03300): a group's mean and standard deviation in place of a critic, and PPO's clip.
 
     With ``samples_per_prompt=64, prompts_per_step=16`` and one update that is the paper's section 4.2. The paper does

@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_clip
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, clipped_loss, group_advantages, sequence_log_ratio
 from rlightning.types import RolloutBatch
 
 
-class GSPO(RLModule):
+class GSPO(GroupModule):
     """GSPO (arXiv:2507.18071): one ratio a sequence, the geometric mean of its tokens', clipped as a whole.
 
     The ratio is a mean over tokens, so its bounds are a thousandth of GRPO's. They matter from the second update on a

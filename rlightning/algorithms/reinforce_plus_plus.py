@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_clip
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
@@ -85,7 +86,7 @@ class REINFORCEPlusPlus(RLModule):
         """The completion's reward on its last token, less each token's KL: [T]."""
         assert batch.rewards is not None
         ends = batch.cu_seqlens[1:].long() - 1
-        rewards = torch.zeros(batch.num_tokens, device=batch.rewards.device).index_add(0, ends, batch.rewards.float())
+        rewards = batch.rewards.new_zeros(batch.num_tokens).index_add(0, ends, batch.rewards)
         if self.kl_coef and self.kl_placement == "reward":
             assert batch.ref_logprobs is not None
             logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -94,7 +95,7 @@ class REINFORCEPlusPlus(RLModule):
         return rewards
 
 
-class REINFORCEPlusPlusBaseline(RLModule):
+class REINFORCEPlusPlusBaseline(GroupModule):
     """REINFORCE++ with a baseline (arXiv:2501.03262): centred on the group's mean, scaled by the batch's spread.
 
     Unlike GRPO's, its scale does not depend on the few rewards of one group. For tasks with verified rewards.

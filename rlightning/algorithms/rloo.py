@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, KLEstimator, leave_one_out, reinforce_loss
 from rlightning.types import RolloutBatch
 
 
-class RLOO(RLModule):
+class RLOO(GroupModule):
     """RLOO (arXiv:2402.14740): the plain policy gradient, each completion against the mean of its siblings.
 
     A completion is one action: its KL is taken off its reward, and its tokens' losses are summed. The sum is divided
@@ -18,7 +18,7 @@ class RLOO(RLModule):
 
     Args:
         model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        samples_per_prompt: the paper's larger ``k``; at least 2.
+        samples_per_prompt: the paper's larger ``k``.
         kl_coef: the paper's for summarization.
         kl_estimator: k1, the log-ratio itself.
         kl_placement: off the reward.
@@ -36,11 +36,6 @@ class RLOO(RLModule):
         loss_aggregation: Aggregation = "constant",
         **kwargs: Any,
     ) -> None:
-        if samples_per_prompt < 2:
-            raise ConfigError(
-                f"samples_per_prompt={samples_per_prompt}: RLOO compares a completion with others of its prompt. "
-                "Use at least 2."
-            )
         super().__init__(
             model,
             samples_per_prompt=samples_per_prompt,

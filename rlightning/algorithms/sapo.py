@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rlightning.algorithms.groups import GroupModule
 from rlightning.algorithms.ranges import check_positive
-from rlightning.module import RLModule
 from rlightning.objectives import Aggregation, group_advantages, soft_gate_loss, token_log_ratio
 from rlightning.types import RolloutBatch
 
 
-class SAPO(RLModule):
+class SAPO(GroupModule):
     """SAPO (arXiv:2511.20347): a sigmoid gate in place of the clip; off-policy tokens fade instead of dropping out.
 
     Args:

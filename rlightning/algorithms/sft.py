@@ -50,11 +50,11 @@ class SFT(RLModule):
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
         """Zeros [N]: nothing is judged."""
-        return torch.zeros(batch.num_sequences, device=batch.token_ids.device)
+        return torch.zeros(batch.num_sequences, dtype=torch.float32, device=batch.token_ids.device)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Ones [T]: every token of the data is as good as any other."""
-        return torch.ones(batch.num_tokens, device=batch.token_ids.device)
+        return torch.ones(batch.num_tokens, dtype=torch.float32, device=batch.token_ids.device)
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The negative log-likelihood of each token: [T]."""

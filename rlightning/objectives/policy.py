@@ -117,7 +117,7 @@ def soft_gate_loss(
         [T] float32 loss, and ``gate``: that ``4 p (1 - p)``.
     """
     advantages = advantages.float()
-    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    temperature = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
     gate = torch.sigmoid(temperature * (log_ratio.float().exp() - 1))
     return -4 / temperature * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
 

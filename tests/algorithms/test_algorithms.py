@@ -152,6 +152,24 @@ def test_zero_advantages_give_an_exactly_zero_gradient(algorithm: type[RLModule]
     assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
 
 
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, SFT])
+def test_half_precision_as_the_default_changes_nothing(algorithm: type[RLModule], model_folder: str) -> None:
+    """With ``trainer.precision=bf16-true`` a step runs under a default dtype of bfloat16."""
+    module, batch = algorithm(model_folder), make_batch()
+    batch.ref_logprobs, batch.old_logprobs = batch.rollout_logprobs - 0.1, batch.rollout_logprobs
+    results = []
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            batch.advantages = module.compute_advantages(batch)
+            loss, metrics = module.policy_loss(batch.rollout_logprobs + 0.3, batch)
+            results.append([batch.advantages, loss, *metrics.values()])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(value.dtype == torch.float32 for value in results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
     batch = make_batch()
     batch.advantages = torch.ones(batch.num_tokens)
@@ -205,7 +223,6 @@ def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_fol
         (DAPO, {"max_refills": -1}, "max_refills=-1 and overlong_cache=None must be at least 0"),
         (CISPO, {"max_ratio": 0.28}, "max_ratio=0.28 leave out a ratio of 1.*use max_ratio 1.28"),
         (SAPO, {"temperature_negative": 0.0}, "temperature_negative=0.0 must be above 0"),
-        (RLOO, {"samples_per_prompt": 1}, "samples_per_prompt=1: RLOO compares"),
         (RLOO, {"updates_per_rollout": 2}, "updates_per_rollout=2 x epochs_per_rollout=1: RLOO's gradient"),
         (REINFORCEPlusPlus, {"discount": 1.5}, r"discount=1.5 must be in \[0, 1\]"),
     ],
@@ -213,3 +230,11 @@ def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_fol
 def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithm(model_folder, **arguments)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not REINFORCEPlusPlus])
+def test_groups_of_one_are_refused_for_training_only(algorithm: type[RLModule], model_folder: str) -> None:
+    module = algorithm(model_folder, samples_per_prompt=1)
+    with pytest.raises(ConfigError, match=f"samples_per_prompt=1: {algorithm.__name__} compares"):
+        module.setup("fit")
+    module.setup("predict")

@@ -1,0 +1,17 @@
+"""What algorithms that compare the completions of one prompt have in common."""
+
+from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+
+
+class GroupModule(RLModule):
+    """An RLModule whose advantages are taken against other completions of the same prompt."""
+
+    def setup(self, stage: str) -> None:
+        """Refuse to train on groups of one, whose advantages are all 0; prediction may well sample once a prompt."""
+        if stage == "fit" and self.samples_per_prompt < 2:
+            raise ConfigError(
+                f"samples_per_prompt={self.samples_per_prompt}: {type(self).__name__} compares completions of one "
+                "prompt with each other, and one alone teaches nothing. Use at least 2, such as 8."
+            )
+        super().setup(stage)
