@@ -97,6 +97,13 @@ class RLCLI(LightningCLI):
             args=args,
         )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's commands; completions are written to a file, never returned."""
+        commands = LightningCLI.subcommands()
+        commands["predict"].add("return_predictions")
+        return commands
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
         parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
@@ -180,9 +187,14 @@ class RLCLI(LightningCLI):
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
             callbacks.append(predictions(self._get(self.config_init, "output")))
+        folder = Path(trainer["default_root_dir"]) / "checkpoints"
         should_save = self.subcommand == "fit" and trainer["enable_checkpointing"] is not False
         if should_save and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-            callbacks.append(ModelCheckpoint(Path(trainer["default_root_dir"]) / "checkpoints", save_last=True))
+            callbacks.append(ModelCheckpoint(folder, save_last=True))
+        for callback in callbacks:
+            # Lightning's default is a folder of the first logger's.
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(folder.resolve())
         return callbacks
 
     def is_rollout_configured(self) -> bool:
@@ -238,10 +250,11 @@ def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None
                 f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
                 "--ckpt_path last, or set another trainer.default_root_dir."
             )
-    elif ckpt_path == "last" and command == "fit" and not saved:
+    elif ckpt_path == "last" and command == "fit" and not any(path.name.startswith("last") for path in saved):
+        others = f" Name one of the others there, such as {saved[-1]}." if saved else ""
         raise ConfigError(
-            f"ckpt_path=last, but there is no checkpoint in {folder / 'checkpoints'}. Set trainer.default_root_dir to "
-            "the folder of the run to continue, or leave out --ckpt_path to start a new one."
+            f"ckpt_path=last, but there is no last.ckpt in {folder / 'checkpoints'}.{others} Set trainer.default_root_dir "
+            "to the folder of the run to continue, or leave out --ckpt_path to start a new one."
         )
     elif ckpt_path not in CKPT_KEYWORDS and "://" not in ckpt_path and not Path(ckpt_path).exists():
         raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")

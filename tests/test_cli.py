@@ -1,6 +1,7 @@
 """The command line as a user meets it: processes, files, exit codes."""
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -49,12 +50,23 @@ def test_a_folder_holds_one_run_unless_it_is_continued(project: Path) -> None:
     second = rlightning(project, *fit)
     assert (second.returncode, len(second.stderr.strip().splitlines()[-1:])) == (2, 1)
     assert "--ckpt_path last" in second.stderr
-    continued = rlightning(project, *fit, "--ckpt_path", "last", "--trainer.max_steps", "5")
+    saved = ["fit", "--config", "again/config.yaml"]
+    continued = rlightning(project, *saved, "--ckpt_path", "last", "--trainer.max_steps", "5")
     assert continued.returncode == 0, continued.stderr
     assert yaml.safe_load((project / "again/config.yaml").read_text())["trainer"]["max_steps"] == 3
     assert yaml.safe_load((project / "again/config-2.yaml").read_text())["trainer"]["max_steps"] == 5
     rows = list(csv.DictReader((project / "again/metrics/version_1/metrics.csv").open()))
     assert [row["step"] for row in rows if row["policy/loss"]] == ["3", "4"]
+
+
+def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) -> None:
+    fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "listed"]
+    listed = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2"]
+    assert rlightning(project, *fit, *listed).returncode == 0
+    assert [path.name for path in (project / "listed/checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+    continued = rlightning(project, *fit, "--ckpt_path", "last")
+    assert continued.returncode == 2
+    assert "there is no last.ckpt in listed/checkpoints. Name one of the others" in continued.stderr
 
 
 def test_configs_and_overrides_merge_in_their_order(project: Path) -> None:
@@ -168,3 +180,23 @@ def test_two_processes_share_one_run_folder(project: Path) -> None:
     [folder] = set(project.glob("runs/*")) - earlier
     assert len(list(folder.glob("config*.yaml"))) == 1
     assert [path.name for path in (folder / "metrics").iterdir()] == ["version_0"]
+
+
+def test_validate_measures_without_training(project: Path) -> None:
+    options = ["--data.validation", "rows.jsonl", "--trainer.default_root_dir", "measured"]
+    done = rlightning(project, "validate", "--config", "run.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    assert "val/rows/loss" in done.stdout
+    assert not (project / "measured/checkpoints").exists()
+
+
+def test_predict_writes_completions_of_the_real_engine(project: Path) -> None:
+    done = rlightning(
+        project,
+        *("predict", "--config", "run.yaml", "--model", "GRPO", "--model.samples_per_prompt", "2"),
+        *("--data.predict", "rows.jsonl", "--output", "out.jsonl", "--rollout.max_new_tokens", "4"),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (project / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [f"{a}+1=" for a in range(16)]
+    assert {len(row["completions"]) for row in rows} == {2}
