@@ -253,8 +253,8 @@ def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None
     elif ckpt_path == "last" and command == "fit" and not any(path.name.startswith("last") for path in saved):
         others = f" Name one of the others there, such as {saved[-1]}." if saved else ""
         raise ConfigError(
-            f"ckpt_path=last, but there is no last.ckpt in {folder / 'checkpoints'}.{others} Set trainer.default_root_dir "
-            "to the folder of the run to continue, or leave out --ckpt_path to start a new one."
+            f"ckpt_path=last, but there is no last.ckpt in {folder / 'checkpoints'}.{others} "
+            "Set trainer.default_root_dir to the folder of the run to continue, or leave out --ckpt_path to start anew."
         )
     elif ckpt_path not in CKPT_KEYWORDS and "://" not in ckpt_path and not Path(ckpt_path).exists():
         raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
