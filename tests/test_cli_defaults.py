@@ -1,0 +1,80 @@
+"""What the command line settles before it builds anything."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import Namespace
+
+from rlightning.cli import check_checkpoints, new_run_folder, settle_lengths, summarise
+from rlightning.errors import ConfigError
+
+
+def trainer(**given: Any) -> Namespace:
+    unset = {"max_epochs": None, "max_steps": -1, "max_time": None, "val_check_interval": None}
+    return Namespace({**unset, "check_val_every_n_epoch": None, **given})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("given", "max_epochs"),
+    [({}, 1), ({"max_steps": 5}, None), ({"max_time": "00:01:00:00"}, None), ({"max_epochs": 3}, 3)],
+)
+def test_a_run_without_an_end_has_one_epoch(given: dict[str, Any], max_epochs: int | None) -> None:
+    config = trainer(**given)
+    settle_lengths(config)
+    assert config["max_epochs"] == max_epochs
+
+
+@pytest.mark.parametrize(
+    ("given", "every_n_epochs"),
+    [
+        ({}, 1),
+        ({"val_check_interval": 0.5}, 1),
+        ({"val_check_interval": 20}, None),
+        ({"val_check_interval": 20, "check_val_every_n_epoch": 2}, 2),
+    ],
+)
+def test_an_interval_in_steps_counts_over_epochs(given: dict[str, Any], every_n_epochs: int | None) -> None:
+    config = trainer(**given)
+    settle_lengths(config)
+    assert config["check_val_every_n_epoch"] == every_n_epochs
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20300101-120000")
+    names = []
+    for _ in range(3):
+        names.append(new_run_folder())
+        Path(names[-1]).mkdir(parents=True)
+    assert names == ["runs/20300101-120000", "runs/20300101-120000_2", "runs/20300101-120000_3"]
+
+
+def test_ranks_that_were_launched_from_outside_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in values.items() | {("TORCHELASTIC_RUN_ID", "1")}:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"Set it, such as --trainer.default_root_dir runs/first"):
+        new_run_folder()
+
+
+def test_a_folder_with_checkpoints_takes_no_new_run(tmp_path: Path) -> None:
+    check_checkpoints("fit", tmp_path, None)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    with pytest.raises(ConfigError, match="holds a run's checkpoints already"):
+        check_checkpoints("fit", tmp_path, None)
+    check_checkpoints("fit", tmp_path, "last")
+    check_checkpoints("validate", tmp_path, None)
+    check_checkpoints("fit", tmp_path, str(tmp_path / "checkpoints" / "last.ckpt"))
+
+
+def test_the_gist_of_a_long_message_is_its_key_and_its_reason() -> None:
+    message = (
+        'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
+        "  Subtypes: [<class 'rlightning.module.RLModule'>, <class 'NoneType'>]\n  Errors:\n"
+        "    - Problem with given class_path 'rlightning.algorithms.GRPO':\n"
+        "        Parser key \"lr\":\n          Expected a <class 'float'>. Got value: [1]\n"
+        "    - Expected a <class 'NoneType'>\n  Given value type: <class 'dict'>\n  Given value: {}"
+    )
+    assert summarise(message, None) == "model.lr: expected float, got '[1]'"
