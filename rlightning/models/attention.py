@@ -1,9 +1,9 @@
 """Attention over packed sequences, as an attention function of transformers.
 
-The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision that
-is ``torch.nn.attention.varlen.varlen_attn``. Elsewhere (CPU, float32, attention windows) queries, keys and values are
-padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal sequence, so no
-real token sees it.
+The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision
+that is ``torch.nn.attention.varlen.varlen_attn``. Elsewhere (CPU, float32, attention windows) queries, keys and values
+are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal sequence,
+so no real token sees it.
 
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
 """
@@ -27,8 +27,8 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -55,10 +55,12 @@ def packed_attention(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} uses attention with '{name}', which packed attention lacks."
+                f"{type(module).__name__} asks attention for '{name}', which packed attention lacks"
             )
+    if cu_seq_lens_q is None:
+        raise NotImplementedError(f"{type(module).__name__} does not tell attention where a sequence ends")
     if dropout:
-        raise ValueError(f"dropout={dropout} in attention: a policy is trained without. Set attention_dropout to 0.")
+        raise NotImplementedError(f"{type(module).__name__} asks attention for dropout={dropout}; a policy has none")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -84,9 +86,8 @@ def _varlen_attention(
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     # (left, right) = (-1, 0) is causal attention, in every version since 2.11
-    out: Tensor = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scaling, window_size=(-1, 0)
-    )
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scaling, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # a pair only with return_aux
     return out
 
 
@@ -95,7 +96,7 @@ def _padded_attention(
 ) -> Tensor:
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
     # [N, heads, L, D]
-    q, k, v = (pad_sequence(list(x.split(lengths)), batch_first=True).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (pad_sequence(list(torch.split(x, lengths)), batch_first=True).transpose(1, 2) for x in (q, k, v))
     mask = None
     if window is not None:
         positions = torch.arange(q.shape[2], device=q.device)

@@ -45,7 +45,7 @@ def packed_logprobs(
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(
         hidden[asked - 1],
-        model.get_output_embeddings().weight,
+        model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
         batch.token_ids[asked],
         temperature=temperature,
         softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
@@ -81,32 +81,32 @@ def chunked_logprobs(
     """
     compute = _compiled() if hidden.is_cuda else _logprobs_and_entropy
     results = []
-    for h, t in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+    for h, t in zip(torch.split(hidden, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True):
         if torch.is_grad_enabled():
             results.append(
                 checkpoint(compute, h, weight, t, temperature, softcap, needs_entropy_grad, use_reentrant=False)
             )
         else:
             results.append(compute(h, weight, t, temperature, softcap, False))
-    if not results:
-        empty = hidden.sum(dim=1, dtype=torch.float32)
-        return empty, empty.detach()
     return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+
+
+def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """``hidden @ weight.T``, squashed where there is a soft cap: [M, V] float32."""
+    logits = (hidden @ weight.to(hidden.dtype).T).float()
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _logprobs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, softcap: float | None, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ weight.to(hidden.dtype).T).float()
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    logits = logits / temperature
+    logits = compute_logits(hidden, weight, softcap) / temperature
     normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizer
     if not needs_entropy_grad:
         logits, normalizer = logits.detach(), normalizer.detach()
-    entropy = normalizer - (torch.exp(logits - normalizer[:, None]) * logits).sum(-1)
-    return logprobs, entropy
+    table = logits - normalizer[:, None]
+    return logprobs, -(table.exp() * table).sum(-1)
 
 
 @functools.cache

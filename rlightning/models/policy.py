@@ -3,12 +3,23 @@
 import copy
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.models.architecture import check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 
 
@@ -19,7 +30,7 @@ def load_config(model: str) -> PreTrainedConfig:
         model: a folder, or a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is none, or its architecture cannot be trained.
     """
     path = Path(model)
     if not path.is_dir() and (
@@ -30,9 +41,9 @@ def load_config(model: str) -> PreTrainedConfig:
         raise ConfigError(f"model='{model}' is not a folder, nor can it be a hub name.{hint}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model='{model}' has no readable config.json: {reason}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model='{model}' has no readable config.json: {_one_line(error)}") from error
+    check_config(model, config)
     return config
 
 
@@ -45,7 +56,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model='{model}' has no readable tokenizer: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model='{model}' has no readable tokenizer: {_one_line(error)}") from error
     return tokenizer
 
 
@@ -66,34 +77,35 @@ def load_policy(
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
 
     Raises:
-        ConfigError: if its architecture cannot attend over packed sequences.
+        ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences.
     """
     config = load_config(model)
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
+    for name, value in vars(config.get_text_config()).items():
+        if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+            setattr(config.get_text_config(), name, 0.0)
+    policy: PreTrainedModel
+    loaded: dict[str, Any]
     try:
-        policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION
+        policy, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            model, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION, output_loading_info=True
         )
-    except ValueError as error:
-        if "attn_implementation" not in str(error) and "attention" not in str(error):
-            raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {_one_line(error)}") from error
+    if loaded["missing_keys"]:  # transformers has filled them with random numbers
+        missing = sorted(loaded["missing_keys"])
         raise ConfigError(
-            f"model='{model}' ({config.model_type}) cannot run packed sequences: its transformers class takes no "
-            "attention function. Choose a model whose class has _supports_attention_backend, such as Qwen3 or Llama."
-        ) from error
-    head = policy.get_output_embeddings()
-    scaled = [name for name in ("logits_scaling", "logit_scale") if getattr(config, name, 1) not in (None, 1)]
-    if scaled or head is None or getattr(head, "bias", None) is not None:
-        reason = f"its config has {scaled[0]}" if scaled else "its output layer has a bias"
-        raise ConfigError(
-            f"model='{model}' ({config.model_type}) cannot be trained: {reason}, which the fused log-probabilities lack."
+            f"model='{model}' lacks {len(missing)} of its weights, such as '{missing[0]}'. Use a whole model's folder."
         )
     policy.train()  # there is no dropout left; gradient checkpointing asks for it
+    check_policy(model, policy)
     if gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def save_policy(policy: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, dtype: torch.dtype | str | None) -> None:
@@ -111,8 +123,20 @@ def save_policy(policy: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, dt
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         aside = Path(scratch) / path.name
-        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in policy.state_dict().items()}
-        policy.save_pretrained(aside, state_dict=weights)
+        # The copies below share no memory, so that nothing but its name tells that a weight is another one's twin.
+        twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
+        twins -= {name for name, _ in policy.named_parameters()}
+        state = {name: tensor for name, tensor in policy.state_dict().items() if name not in twins}
+        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+        # transformers refuses to write some generation configs that it has read
+        generation = policy.generation_config
+        policy.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+        try:
+            policy.save_pretrained(aside, state_dict=weights)
+        finally:
+            policy.generation_config = generation
+        if generation is not None:
+            generation.to_json_file(aside / "generation_config.json")
         config = copy.deepcopy(policy.config)  # save_pretrained has written the masters' dtype into it
         config.dtype = dtype
         config.save_pretrained(aside)

@@ -1,0 +1,110 @@
+"""Which Hugging Face models can be trained: what their classes declare, then what they do.
+
+transformers hands any attention function to any model. Those that mix tokens in another way too (a recurrent state, a
+convolution, a bias on attention scores) would run, and let each packed sequence see the one before it.
+"""
+
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from rlightning.errors import ConfigError
+from rlightning.models.logprobs import compute_logits
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
+
+
+def check_config(model: str, config: PreTrainedConfig) -> None:
+    """Refuse an architecture that declares something which packed sequences or fused log-probabilities lack.
+
+    Args:
+        model: its name, for the error.
+        config: read, with no weight loaded yet.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    try:
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise ConfigError(f"model='{model}' ({config.model_type}) is no causal language model. {_WAY_OUT}") from error
+    text_config = config.get_text_config()
+    other_layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
+    scaled = [name for name in ("logits_scaling", "logit_scale") if getattr(text_config, name, 1) not in (None, 1)]
+    reason = None
+    if other_layers:
+        reason = f"it has layers of the type '{other_layers[0]}'"
+    elif cls._is_stateful:
+        reason = "its layers carry a recurrent state from token to token"
+    elif getattr(text_config, "attn_logit_softcapping", None) is not None:
+        reason = "it caps attention scores (attn_logit_softcapping)"
+    elif not cls._supports_sdpa:
+        reason = "its attention adds to plain dot products (as attention sinks do)"
+    elif not cls._supports_attention_backend:
+        reason = "its transformers class takes no attention function"
+    elif scaled:
+        reason = f"its config has {scaled[0]}"
+    if reason:
+        raise _refusal(model, config, reason)
+
+
+@torch.no_grad()
+def check_policy(model: str, policy: PreTrainedModel) -> None:
+    """Run two short sequences, packed and alone, and refuse a model for which that makes a difference.
+
+    Left out in half precision, whose rounding hides what is looked for.
+
+    Args:
+        model: its name, for the error.
+        policy: loaded with packed attention.
+
+    Raises:
+        ConfigError: says what differs.
+    """
+    config = policy.config
+    head: Any = policy.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None or getattr(head, "bias", None) is not None:
+        raise _refusal(model, config, "its output layer has a bias" if head is not None else "it has no output layer")
+    if policy.dtype not in (torch.float32, torch.float64):
+        return
+    vocabulary = config.get_text_config().vocab_size
+    tokens = torch.arange(1, 13, device=policy.device) % vocabulary
+    first, second = tokens[:5], tokens[5:]
+    try:
+        hidden = _run(policy.base_model, first, second).last_hidden_state[0]
+        alone = _run(policy.base_model, second).last_hidden_state[0]
+        logits = _run(policy, first, second).logits[0]
+    except NotImplementedError as error:
+        raise _refusal(model, config, str(error)) from error
+    if not _agree(hidden[5:], alone):
+        raise _refusal(model, config, "a sequence's result depends on the one packed before it")
+    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    if not _agree(compute_logits(hidden, head.weight, softcap), logits):
+        raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
+
+
+def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:
+    lengths = [len(sequence) for sequence in sequences]
+    bounds = torch.tensor([0, *lengths], device=sequences[0].device).cumsum(0).int()
+    return model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=torch.cat([torch.arange(length, device=bounds.device) for length in lengths])[None],
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=max(lengths),
+        max_length_k=max(lengths),
+    )
+
+
+def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results differ by rounding only."""
+    return bool((got - expected).norm() <= 1e-3 * expected.norm())
+
+
+def _refusal(model: str, config: PreTrainedConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        f"model='{model}' ({config.model_type}) cannot be trained on packed sequences: {reason}. {_WAY_OUT}"
+    )

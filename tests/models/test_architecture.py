@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlightning.errors import ConfigError
+from rlightning.models import load_config, load_policy
+from rlightning.models.architecture import check_policy
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("gemma2", {}, "caps attention scores"),
+        ("gpt_oss", {}, "adds to plain dot products"),
+        ("mamba", {}, "layers of the type 'linear_attention'"),
+        ("qwen3_next", {}, "layers of the type 'linear_attention'"),
+        ("recurrent_gemma", {}, "recurrent state"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "layers of the type 'conv'"),
+        ("llama4_text", {}, "layers of the type 'chunked_attention'"),
+        ("stablelm", {}, "takes no attention function"),
+        ("bloom", {}, "adds to plain dot products"),
+        ("granite", {"logits_scaling": 8.0}, "its config has logits_scaling"),
+        ("cohere", {}, "its config has logit_scale"),
+        ("t5", {}, "is no causal language model"),
+    ],
+)
+def test_the_config_alone_tells(kind: str, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(kind, **config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"\({kind}\) .*{reason}.* Choose a model") as error:
+        load_config(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("phi", "its output layer has a bias"), ("nemotron", "does not tell attention where a sequence ends")],
+)
+def test_a_trial_run_tells_the_rest(kind: str, reason: str, tmp_path: Path) -> None:
+    folder = save_tiny(kind, tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load_policy(folder)
+
+
+def test_a_sequence_that_sees_the_one_before_it_is_noticed(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    leaking = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    leaking.config.use_cache = False
+    check_policy("leaking", load_policy(folder))
+    with pytest.raises(ConfigError, match="depends on the one packed before it"):
+        check_policy("leaking", NoBounds(leaking))  # type: ignore[arg-type]
+
+
+class NoBounds(torch.nn.Module):
+    """A model that lets every token see all before it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
+        self.base_model = self
+
+    def get_output_embeddings(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        output = self.model(input_ids, output_hidden_states=True)
+        output.last_hidden_state = output.hidden_states[-1]
+        return output
+
+
+def test_a_head_that_does_more_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = load_policy(save_tiny("qwen3", tmp_path, head_dim=8))
+    head = policy.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda hidden: 2 * hidden @ head.weight.T)
+    with pytest.raises(ConfigError, match="its logits are not its output layer times its last hidden states"):
+        check_policy("scaled", policy)
+
+
+def test_what_is_no_config_is_said_in_a_line(tmp_path: Path) -> None:
+    for text in ("{", "{}", '{"model_type": "nope"}', json.dumps({"model_type": "qwen3", "hidden_size": "x"})):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"has no readable config\.json: ") as error:
+            load_config(str(tmp_path))
+        assert "\n" not in str(error.value)

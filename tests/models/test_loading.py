@@ -1,0 +1,145 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_sequences, packed_inputs, save_tiny
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
+
+from rlightning.errors import ConfigError
+from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, save_policy
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer of digits."""
+    vocabulary = {"<eos>": 0, **{str(digit): digit + 1 for digit in range(10)}}
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[])), eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_is_what_transformers_loads(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = save_tiny("qwen3", tmp_path / "source", dtype, head_dim=8, tie_word_embeddings=tied)
+    tokenizer = save_tokenizer(tmp_path / "source")
+    # Not a few models come with this contradiction, which transformers reads and then refuses to write.
+    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    policy = load_policy(source)
+    assert policy.dtype == torch.float32
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    folder = tmp_path / "new" / "saved"
+    save_policy(policy, tokenizer, folder, dtype=load_config(source).dtype)
+    loaded: Any
+    info: dict[str, Any]
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)  # type: ignore[misc]
+    assert not any(info.values())
+    assert loaded.dtype == dtype
+    assert loaded.config.dtype == dtype and loaded.config.tie_word_embeddings == tied
+    weights = policy.state_dict()
+    assert all(torch.equal(value, weights[name].to(dtype)) for name, value in loaded.state_dict().items())
+    names = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    assert ("lm_head.weight" in names) != tied
+    assert loaded.generation_config.temperature == 0.6
+    assert AutoTokenizer.from_pretrained(folder)("12").input_ids == [2, 3]
+    # It is still the policy that trains: masters, packed attention.
+    assert policy.dtype == torch.float32 and policy.config.dtype != torch.bfloat16
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+    load_policy(str(folder))
+
+
+def test_a_failure_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(save_tiny("llama", tmp_path / "source"))
+    tokenizer = save_tokenizer(tmp_path / "source")
+    folder = tmp_path / "saved"
+    save_policy(policy, tokenizer, folder, dtype=None)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+
+    def fail(path: Path) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "save_pretrained", fail)
+        with pytest.raises(OSError, match="No space left"):
+            save_policy(policy, tokenizer, folder, dtype=None)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "source"]
+    save_policy(policy, tokenizer, folder, dtype=None)
+    assert (folder / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "source"]
+
+
+def test_dropout_is_gone(tmp_path: Path) -> None:
+    folder = save_tiny("gpt2", tmp_path, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    policy = load_policy(folder)
+    assert policy.training
+    assert all(module.p == 0 for module in policy.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load_policy(folder, gradient_checkpointing=checkpointing)
+        assert policy.is_gradient_checkpointing == checkpointing
+        policy(**packed_inputs(make_sequences())).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{folder}/modle", r"is not a folder, nor can it be a hub name\. Did you mean 'model'\?"),
+        ("./nowhere", "is not a folder, nor can it be a hub name"),
+        ("~/nowhere", "is not a folder, nor can it be a hub name"),
+        ("/nowhere/at/all", "is not a folder, nor can it be a hub name"),
+        ("a b", r"model='a b' has no readable config\.json"),
+        ("", r"model='' has no readable config\.json"),
+        ("{folder}/empty", r"has no readable config\.json: Unrecognized model"),
+    ],
+)
+def test_no_model(model: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(model.format(folder=tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(ConfigError, match=f"model='{folder}' has no readable tokenizer: ") as error:
+        load_tokenizer(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_broken_weights(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path, tie_word_embeddings=False)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of its weights, such as 'lm_head\.weight'"):
+        load_policy(folder)
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="has no readable weights"):
+        load_policy(folder)
+    file.unlink()
+    with pytest.raises(ConfigError, match="has no readable weights") as error:
+        load_policy(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_max_model_length(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    assert max_model_length(load_config(folder)) == 64
+    assert max_model_length(BloomConfig()) > 1_000_000  # ALiBi has no limit
