@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "rlightning_packed"
@@ -72,7 +71,7 @@ def packed_attention(
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and sliding_window is None:
         out = _varlen_attention(q, k, v, groups, cu_seq_lens_q, max_length_q, scaling)
     else:
-        out = _padded_attention(q, k, v, groups, cu_seq_lens_q, scaling, sliding_window)
+        out = _padded_attention(q, k, v, groups, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
@@ -92,22 +91,34 @@ def _varlen_attention(
 
 
 def _padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: int, cu_seqlens: Tensor, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: int,
+    cu_seqlens: Tensor,
+    max_length: int,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    # [N, heads, L, D]
-    q, k, v = (pad_sequence(list(torch.split(x, lengths)), batch_first=True).transpose(1, 2) for x in (q, k, v))
+    lengths = cu_seqlens.diff().long()
+    num_sequences = lengths.numel()
+    # token t of sequence n goes to row n * L + t: one copy there and one back, whatever the number of sequences
+    shifts = torch.arange(num_sequences, device=q.device) * max_length - cu_seqlens[:-1]
+    rows = torch.arange(q.shape[0], device=q.device) + shifts.repeat_interleave(lengths, output_size=q.shape[0])
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, rows, x)
+        return padded.unflatten(0, (num_sequences, max_length)).transpose(1, 2)  # [N, heads, L, D]
+
     mask = None
     if window is not None:
-        positions = torch.arange(q.shape[2], device=q.device)
+        positions = torch.arange(max_length, device=q.device)
         distance = positions[:, None] - positions[None, :]
         mask = (distance >= 0) & (distance < window)
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
-    positions = torch.arange(out.shape[2], device=out.device)
-    is_real = positions[None, :] < (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
-    return out.transpose(1, 2)[is_real]
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
