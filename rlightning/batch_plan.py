@@ -58,8 +58,8 @@ class BatchPlan:
             )
         if longest > self.max_tokens_per_microbatch:
             raise ConfigError(
-                f"{total} tokens do not fit max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and a sequence is "
-                f"never cut. Use max_tokens_per_microbatch >= {longest}."
+                f"{total} tokens do not fit max_tokens_per_microbatch={self.max_tokens_per_microbatch}, and a sequence "
+                f"is never cut. Use max_tokens_per_microbatch >= {longest}."
             )
 
     def describe(self, world_size: int) -> str:
@@ -67,11 +67,11 @@ class BatchPlan:
         completions = self.prompts_per_step * self.samples_per_prompt
         per_update = completions // self.updates_per_rollout
         epochs = f" x {self.epochs_per_rollout} epochs" if self.epochs_per_rollout > 1 else ""
+        share = f" ({completions // world_size} on each of {world_size} ranks)" if world_size > 1 else ""
         return (
-            f"A step is {self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {completions} completions "
-            f"({completions // world_size} on each of {world_size} ranks), then {self.updates_per_rollout} "
-            f"updates{epochs} = {self.optimizer_steps} optimizer steps of {per_update} completions, in micro-batches of "
-            f"at most {self.max_tokens_per_microbatch:,} tokens."
+            f"A step is {self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {completions} completions"
+            f"{share}, then {self.updates_per_rollout} updates{epochs} = {self.optimizer_steps} optimizer steps of "
+            f"{per_update} completions, in micro-batches of at most {self.max_tokens_per_microbatch:,} tokens."
         )
 
 

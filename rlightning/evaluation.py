@@ -1,6 +1,7 @@
 """Validation through the engine: rewards and pass@k of prompt sets, at an interval and before the first step."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     """Means over one validation batch.
 
     Args:
-        batch: with rewards; a reward of NaN counts as 0, and as not passed.
+        batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
+            of the last prompts: then all values are 0, and weigh nothing.
         num_samples: completions a prompt.
 
     Returns:
@@ -31,31 +33,23 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     decisive = next(iter(batch.reward_components.values()), batch.rewards)
     passed = Counter(batch.group_ids[decisive >= PASS_REWARD].tolist())
     groups = sorted(set(batch.group_ids.tolist()))
+    num_sequences = max(batch.num_sequences, 1)
     result = {
-        "reward": batch.rewards.nan_to_num().mean().item(),
-        "length": batch.completion_lengths.float().mean().item(),
-        "truncated": sum(c.is_truncated for c in batch.completions) / batch.num_sequences,
+        "reward": batch.rewards.nan_to_num().sum().item() / num_sequences,
+        "length": batch.completion_lengths.sum().item() / num_sequences,
+        "truncated": sum(c.is_truncated for c in batch.completions) / num_sequences,
     }
     k = 1
     while k <= num_samples:
-        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / len(groups)
+        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / max(len(groups), 1)
         k *= 2
     return result
 
 
 def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
-    """How a validation set is sampled: as in training, but for its temperature; greedy ones from all tokens."""
+    """How a validation set is sampled: as in training, but for its temperature."""
     assert chosen.temperature is not None
-    return Sampling(
-        temperature=chosen.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_new_tokens=sampling.max_new_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=sampling.seed,
-    )
+    return replace(sampling, temperature=chosen.temperature)
 
 
 def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "ValidationSet") -> dict[str, float]:
@@ -71,6 +65,34 @@ def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "Valida
     batch = RolloutBatch.pack(prompts, completions)
     batch.rewards = module.compute_rewards(batch)
     return batch_metrics(batch, chosen.samples_per_prompt)
+
+
+def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+    """Complete and reward one batch of a validation set, and log it as ``<prefix>/<set>/...`` by rollout step.
+
+    Args:
+        module: an RLModule under a trainer.
+        prompts: of the set; this rank's share.
+        dataloader_idx: which set.
+        prefix: "val" or "test".
+    """
+    chosen: ValidationSet = module.trainer.datamodule.validation_sets[dataloader_idx]
+    metrics = score_validation_prompts(module, prompts, chosen)
+    module.log_dict(
+        {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()},
+        batch_size=len(prompts),
+        add_dataloader_idx=False,
+        sync_dist=True,
+    )
+    # Not a mean, which would round: the loggers' x-axis
+    module.log(
+        "step",
+        float(module.trainer.global_step),
+        on_epoch=True,
+        reduce_fx="max",
+        add_dataloader_idx=False,
+        batch_size=1,
+    )
 
 
 def validate_in_fit(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """The RL hooks, and the one function that fires them.
 
-A training step fires them in this order; those in brackets only when there is something to send::
+A training step fires them in this order; those in brackets only when there is something to send. The first two lines
+come again for each refill, the weights being there already::
 
     on_rollout_start  [on_weight_sync_start  on_weight_sync_end]  on_rollout_end
     on_reward_start  on_reward_end
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class RLCallback(Callback):
     """A Lightning callback with the RL hooks.
 
-    ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's; ``module`` is
-    the policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
+    ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's;
+    ``module`` is the policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
     """
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: "list[Prompt]") -> None:

@@ -13,7 +13,7 @@ AllSum = Callable[[Tensor], Tensor]
 
 
 class RunningMeans:
-    """Means of per-token or per-sequence values over micro-batches and ranks; nothing leaves the device before the end."""
+    """Means of values per token or sequence, over micro-batches and ranks; nothing leaves the device before the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -29,7 +29,7 @@ class RunningMeans:
             mask: which of them count; all when None.
         """
         for name, value in values.items():
-            chosen = value.float() if mask is None else torch.where(mask, value.float(), 0)
+            chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
             count = torch.tensor(value.numel(), device=value.device) if mask is None else mask.sum()
             self._sums[name] = self._sums.get(name, 0) + chosen.sum()
             self._counts[name] = self._counts.get(name, 0) + count
@@ -46,7 +46,7 @@ class RunningMeans:
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(
-                [torch.stack(list(self._sums.values())), torch.stack(list(self._counts.values())).float()]
+                [torch.stack(list(self._sums.values())), torch.stack(list(self._counts.values())).double()]
             )
             sums, counts = all_sum(table).tolist()
             result = {name: s / max(c, 1.0) for name, s, c in zip(self._sums, sums, counts, strict=True)}
@@ -82,7 +82,7 @@ def rollout_metrics(batch: RolloutBatch, all_sum: AllSum) -> dict[str, float]:
 
 def _groups_without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """For each group [G] whether its rewards are all equal, so that it says nothing about what is better."""
-    _, group = group_ids.unique(return_inverse=True)
+    _, group = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group.max()) + 1 if group.numel() else 0
     low = torch.full((num_groups,), torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amin")
     high = torch.full((num_groups,), -torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amax")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from rlightning.batch_plan import BatchPlan
 from rlightning.data.packing import split_microbatches, split_minibatches
 from rlightning.errors import ConfigError
-from rlightning.evaluation import score_validation_prompts, validate_in_fit
+from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
-from rlightning.optimization import clip_gradients
+from rlightning.optimization import check_trainer, clip_gradients
 from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 class RLModule(PolicyModule):
     """Holds the actor and trains it on its own completions.
 
-    One :meth:`training_step` is one rollout step: prompts are completed by the engine, rewarded, turned into advantages, and
-    the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`, :meth:`compute_advantages` or
-    :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences (see :class:`~rlightning.types.RolloutBatch`).
+    One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
+    into advantages, and the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`,
+    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences (see
+    :class:`~rlightning.types.RolloutBatch`).
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
@@ -112,11 +113,6 @@ class RLModule(PolicyModule):
         """Completions of each prompt."""
         return self.plan.samples_per_prompt
 
-    @property
-    def aggregation_constant(self) -> float:
-        """What ``loss_aggregation="constant"`` divides each sequence's sum by: the limit on completion tokens."""
-        return float(self.sampling.max_new_tokens)
-
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
         self.rewarder.check(columns, source)
@@ -124,10 +120,12 @@ class RLModule(PolicyModule):
     # Set-up
 
     def setup(self, stage: str) -> None:
-        """Check the arithmetic and say it, before any model is loaded."""
+        """Check what can be checked before any model is loaded, and say the arithmetic."""
+        if self.generates and stage != "predict":
+            self._check_generation()
         if stage != "fit":
             return
-        self._check_trainer()
+        check_trainer(self.trainer)
         self.plan.check_world_size(self.trainer.world_size)
         if self.trainer.is_global_zero:
             log.info(self.plan.describe(self.trainer.world_size))
@@ -135,7 +133,8 @@ class RLModule(PolicyModule):
     def configure_model(self) -> None:
         """Load the actor and, where it is measured against one, the reference."""
         super().configure_model()
-        if self.kl_coef and self.reference is None and self._is_fitting:
+        is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
+        if self.kl_coef and self.reference is None and is_fitting:
             self.reference = load_policy(self.reference_path, torch.get_default_dtype()).requires_grad_(False)
 
     def on_train_start(self) -> None:
@@ -197,8 +196,8 @@ class RLModule(PolicyModule):
             sampled.append(self.reward(self.rollout(self.take_prompts(missing))))
             kept.append(self._keep(sampled[-1]))
         if self.generates:
-            self.log_dict(rollout_metrics(RolloutBatch.concatenate(_number_groups(sampled)), self.all_sum))
-        batch = RolloutBatch.concatenate(_number_groups(kept))
+            self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.all_sum))
+        batch = RolloutBatch.concatenate(kept)
         if not batch.num_sequences:
             raise RuntimeError(
                 f"No completion of {sum(b.num_sequences for b in sampled)} can be learned from, after "
@@ -227,11 +226,13 @@ class RLModule(PolicyModule):
 
     def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``old_logprobs`` and ``ref_logprobs``, where they are needed, and ``advantages``."""
+        limit = self.plan.max_tokens_per_microbatch
+        evaluate = partial(self.evaluate_logprobs, batch, temperature=self.sampling.temperature, max_tokens=limit)
         if self.plan.optimizer_steps > 1:
-            batch.old_logprobs = self._evaluate(batch, self.loaded_actor)
+            batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
             assert self.reference is not None
-            batch.ref_logprobs = self._evaluate(batch, self.reference)
+            batch.ref_logprobs = evaluate(self.reference)
         if self.kl_coef and self.kl_placement == "reward":
             batch.rewards = self.penalize_rewards(batch)
         batch.advantages = self.compute_advantages(batch)
@@ -246,7 +247,8 @@ class RLModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
         means = RunningMeans()
         order = torch.Generator().manual_seed(self.weight_version)
         minibatches = [
@@ -257,12 +259,12 @@ class RLModule(PolicyModule):
         for minibatch in minibatches:
             self.accumulate_gradients(batch.select(minibatch), means)
             norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
-            means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": torch.tensor([not is_finite])})
+            means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
             # Lightning counts the steps of its own wrapper: one a rollout, so that max_steps counts rollouts.
             (optimizer if minibatch is minibatches[-1] else optimizer.optimizer).step()
             optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
-        self.lr_schedulers().step()
+        schedule.step()
         return means.compute(self.all_sum) | {"optim/lr": lr}
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
@@ -371,7 +373,7 @@ class RLModule(PolicyModule):
             batch.cu_seqlens,
             self.loss_aggregation,
             batch.totals,
-            constant=self.aggregation_constant,
+            constant=self.sampling.max_new_tokens,
         )
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:
@@ -383,41 +385,22 @@ class RLModule(PolicyModule):
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Complete a validation set's prompts and log its rewards and pass@k."""
-        self._score_prompts(prompts, dataloader_idx, "val")
+        log_validation(self, prompts, dataloader_idx, "val")
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As :meth:`validation_step`."""
-        self._score_prompts(prompts, dataloader_idx, "test")
+        log_validation(self, prompts, dataloader_idx, "test")
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
         """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
         completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
         return list(zip(prompts, completions, strict=True))
 
-    def _score_prompts(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        chosen = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
-        metrics = score_validation_prompts(self, prompts, chosen)
-        self.log_dict(
-            {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()}
-            | {"step": float(self.trainer.global_step)},
-            batch_size=len(prompts),
-            add_dataloader_idx=False,
-            sync_dist=True,
-        )
-
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:
         """The completions whose reward did not fail, and of these the ones worth keeping."""
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
         return batch.select(self.keep_sequences(batch).nonzero()[:, 0])
-
-    def _evaluate(self, batch: RolloutBatch, model: PreTrainedModel) -> Tensor:
-        return self.evaluate_logprobs(
-            batch,
-            model,
-            temperature=self.sampling.temperature,
-            max_tokens=self.plan.max_tokens_per_microbatch,
-        )
 
     @property
     def _engine(self) -> Generator:
@@ -427,31 +410,13 @@ class RLModule(PolicyModule):
             )
         return self.generator
 
-    @property
-    def _is_fitting(self) -> bool:
-        return self._trainer is None or self.trainer.state.fn == "fit"
-
-    def _check_trainer(self) -> None:
-        """Refuse what Lightning would apply to the wrong thing, or to nothing."""
-        trainer = self.trainer
-        if trainer.precision == "16-mixed":
-            raise ConfigError("trainer.precision=16-mixed scales the loss, which this step does not. Use bf16-mixed.")
-        if trainer.accumulate_grad_batches != 1:
+    def _check_generation(self) -> None:
+        """Refuse to start without an engine or without rewards."""
+        _ = self._engine
+        # An override of the user's may need no reward function; those of this package do.
+        is_ours = type(self).compute_rewards.__module__.partition(".")[0] == __package__
+        if is_ours and not self.rewarder.functions:
             raise ConfigError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect here. "
-                "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
+                f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
+                "rlightning.rewards.exact_match, or override compute_rewards."
             )
-        if trainer.gradient_clip_val is not None:
-            raise ConfigError(
-                f"trainer.gradient_clip_val has no effect here. Set model.max_grad_norm={trainer.gradient_clip_val}."
-            )
-
-
-def _number_groups(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """The batches with group ids that differ between them."""
-    offset = 0
-    numbered = []
-    for batch in batches:
-        numbered.append(replace(batch, group_ids=batch.group_ids + offset))
-        offset += int(batch.group_ids.max()) + 1 if batch.num_sequences else 0
-    return numbered

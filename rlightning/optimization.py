@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,6 +15,23 @@ from rlightning.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LRSchedule = Literal["constant", "linear", "cosine"]
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
+    if trainer.precision in ("16-mixed", "16-true"):
+        raise ConfigError(
+            f"trainer.precision={trainer.precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect here. "
+            "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
+        )
+    if trainer.gradient_clip_val is not None:
+        raise ConfigError(
+            f"trainer.gradient_clip_val has no effect here. Set model.max_grad_norm={trainer.gradient_clip_val}."
+        )
 
 
 def make_optimizer(
@@ -60,15 +77,15 @@ def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: in
     return LambdaLR(optimizer, factor)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, bool]:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
     """Scale gradients down to a global norm; drop them where they are not finite.
 
     Returns:
-        The norm before, and whether it was finite. Dropped gradients make the optimizer's step change nothing.
+        The norm before, and whether it was finite; scalars. Dropped gradients make the optimizer's step change nothing.
     """
     with_gradients = [p for p in parameters if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(with_gradients, max_norm)
-    is_finite = bool(torch.isfinite(norm))
+    is_finite = norm.isfinite()
     if not is_finite:
         log.warning("The gradients' norm is %s: this optimizer step is skipped.", norm.item())
         for parameter in with_gradients:

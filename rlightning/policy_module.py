@@ -121,7 +121,7 @@ class PolicyModule(LightningModule):
         for sequences in split_microbatches(batch.lengths.tolist(), max_tokens):
             part = batch.select(sequences)
             logprobs, _ = packed_logprobs(model, part, temperature=temperature)
-            for sequence, values in zip(sequences, logprobs.split(part.lengths.tolist()), strict=True):
+            for sequence, values in zip(sequences, torch.split(logprobs, part.lengths.tolist()), strict=True):
                 result[starts[sequence] : starts[sequence + 1]] = values
         return result
 

@@ -1,6 +1,6 @@
 """What travels through a step: prompts in, completions out, and the packed batch that the update reads.
 
-Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt, ``C`` tokens of a completion.
+Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt, ``C`` of a completion.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ class LossTotals(NamedTuple):
 class RolloutBatch:
     """Prompts with their completions, packed end to end; never padded.
 
-    Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of that
-    token given those before it in its sequence (0 for a sequence's first token, which nothing precedes).
+    Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of
+    that token given those before it in its sequence (0 for a sequence's first token, which nothing precedes).
 
     Attributes:
         token_ids: [T] int64.
@@ -103,19 +103,18 @@ class RolloutBatch:
     totals: LossTotals | None = None
 
     @classmethod
-    def pack(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], first_group: int = 0) -> Self:
+    def pack(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Self:
         """Lay every prompt with each of its completions end to end.
 
         Args:
             prompts: one a group.
             completions: for each prompt its completions, in any number.
-            first_group: the first group's id; the others count up from it.
 
         Returns:
             A batch on the CPU, without rewards.
         """
         pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-        groups = [first_group + g for g, group in enumerate(completions) for _ in group]
+        groups = [g for g, group in enumerate(completions) for _ in group]
         prompt_lengths = [len(p.token_ids) for p, _ in pairs]
         lengths = [n + len(c.token_ids) for n, (_, c) in zip(prompt_lengths, pairs, strict=True)]
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -226,12 +225,21 @@ class RolloutBatch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
-        """Lay several batches end to end. Optional tensors must be there in all of them or in none."""
+        """Lay several batches end to end. Optional tensors must be there in all of them or in none.
+
+        Groups stay apart: the ids of each batch are counted on from the one before it.
+        """
         merged: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(b, f.name) for b in batches]
             if isinstance(values[0], Tensor) and f.name != "cu_seqlens":
                 merged[f.name] = torch.cat(values)
+        offset = 0
+        group_ids = []
+        for batch in batches:
+            group_ids.append(batch.group_ids + offset)
+            offset += int(batch.group_ids.max()) + 1 if batch.num_sequences else 0
+        merged["group_ids"] = torch.cat(group_ids)
         lengths = torch.cat([b.lengths for b in batches])
         names = batches[0].reward_components
         return replace(

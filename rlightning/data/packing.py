@@ -1,6 +1,6 @@
 """Cutting a rollout into minibatches and micro-batches.
 
-A minibatch is what one optimizer step sees; a micro-batch is what one forward pass sees. Both are lists of sequence indices.
+A minibatch is what one optimizer step sees, a micro-batch what one forward pass sees; both are lists of sequences.
 """
 
 import heapq
@@ -34,8 +34,8 @@ def split_minibatches(group_ids: Sequence[int], num_minibatches: int, generator:
 def split_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Pack sequences into as few micro-batches as their tokens ask for, of about equal size.
 
-    The longest sequence goes first, each into the emptiest of the micro-batches (longest-processing-time rule); one more is
-    opened only when a sequence fits nowhere.
+    The longest sequence goes first, each into the emptiest of the micro-batches (longest-processing-time rule); one
+    more is opened only when a sequence fits nowhere.
 
     Args:
         lengths: [N], in tokens.

@@ -1,0 +1,64 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlightning.data.packing import split_microbatches, split_minibatches
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=60)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 300))
+def test_microbatches(lengths: list[int], max_tokens: int) -> None:
+    parts = split_microbatches(lengths, max_tokens)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    sums = [sum(lengths[i] for i in part) for part in parts]
+    assert all(total <= max_tokens or len(part) == 1 for total, part in zip(sums, parts, strict=True))
+    assert all(parts)
+    # Any two together are too large, or as few as their tokens ask for were made.
+    fewest = -(-sum(lengths) // max_tokens)
+    if len(parts) > max(fewest, 1):
+        assert 2 * sum(sums) > (len(parts) - 1) * max_tokens
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS.filter(bool))
+def test_microbatches_are_balanced(lengths: list[int]) -> None:
+    parts = split_microbatches(lengths, max(max(lengths), 10 * max(lengths)))
+    sums = [sum(lengths[i] for i in part) for part in parts]
+    # Within one sequence: the last that came into the fullest went there when it was the emptiest.
+    assert max(sums) - min(sums) <= max(lengths)
+
+
+def test_microbatches_by_hand() -> None:
+    assert split_microbatches([5, 4, 3, 2], 7) == [[0, 3], [1, 2]]
+    assert split_microbatches([5, 5, 5], 8) == [[0], [1], [2]]
+    assert split_microbatches([9, 1], 4) == [[0], [1]]
+    assert split_microbatches([], 4) == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8), st.integers(0, 3))
+def test_minibatches(group_ids: list[int], num_minibatches: int, seed: int) -> None:
+    parts = split_minibatches(group_ids, num_minibatches, torch.Generator().manual_seed(seed))
+    assert sorted(i for part in parts for i in part) == list(range(len(group_ids)))
+    groups = [{group_ids[i] for i in part} for part in parts]
+    num_groups = len(set(group_ids))
+    assert sum(len(one) for one in groups) == num_groups  # none is in two
+    assert len(parts) == min(num_minibatches, num_groups)
+    if groups:
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+def test_minibatches_follow_from_the_generator() -> None:
+    group_ids = [i // 2 for i in range(32)]
+    deals = [split_minibatches(group_ids, 4, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert deals[0] == deals[1] != deals[2]
+    generator = torch.Generator().manual_seed(0)
+    assert split_minibatches(group_ids, 4, generator) != split_minibatches(group_ids, 4, generator)
+
+
+def test_one_minibatch_keeps_the_order() -> None:
+    assert split_minibatches([0, 1, 0, 2], 1, torch.Generator()) == [[0, 2, 1, 3]]
+    assert split_minibatches([], 2, torch.Generator()) == []

@@ -1,0 +1,134 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from tiny import make_completion
+from torch import Tensor
+
+from rlightning.types import Prompt, RolloutBatch
+
+
+def make_batch() -> RolloutBatch:
+    """Two prompts of two tokens and one, with completions of 1 and 2 tokens, and of none and 3: T = 3+4+1+4 = 12."""
+    prompts = [Prompt(7, "01", [1, 2], {"answer": "3"}), Prompt(4, "2", [3], {})]
+    completions = [
+        [make_completion([0], [-0.1]), make_completion([5, 6], [-0.2, -0.3], version=2)],
+        [make_completion([]), make_completion([7, 8, 0], [-0.4, -0.5, -0.6])],
+    ]
+    return RolloutBatch.pack(prompts, completions)
+
+
+def test_pack() -> None:
+    batch = make_batch()
+    assert batch.token_ids.tolist() == [1, 2, 0, 1, 2, 5, 6, 3, 3, 7, 8, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 8, 12] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.completion_mask.tolist() == [False, False, True, False, False, True, True, False, False] + [True] * 3
+    expected = [0, 0, -0.1, 0, 0, -0.2, -0.3, 0, 0, -0.4, -0.5, -0.6]
+    assert batch.rollout_logprobs.tolist() == pytest.approx(expected)
+    assert batch.weight_versions.tolist() == [-1, -1, 0, -1, -1, 2, 2, -1, -1, 0, 0, 0]
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert [prompt.index for prompt in batch.prompts] == [7, 7, 4, 4]
+    assert [completion.text for completion in batch.completions] == ["", "45", "", "67"]
+    assert [completion.is_truncated for completion in batch.completions] == [False, True, True, False]
+    assert (batch.num_tokens, batch.num_sequences) == (12, 4)
+    assert batch.lengths.tolist() == [3, 4, 1, 4]
+    assert batch.completion_lengths.tolist() == [1, 2, 0, 3]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
+    assert batch.token_ids.dtype == batch.position_ids.dtype == torch.int64
+
+
+def test_pack_nothing() -> None:
+    batch = RolloutBatch.pack([], [])
+    assert (batch.num_tokens, batch.num_sequences) == (0, 0)
+    assert batch.lengths.tolist() == batch.completion_lengths.tolist() == []
+    assert batch.to_tokens(torch.zeros(0)).shape == (0,)
+
+
+def test_of_sequence() -> None:
+    batch = RolloutBatch.of_sequence([5, 6, 7])
+    assert batch.token_ids.tolist() == [5, 6, 7]
+    assert batch.completion_mask.tolist() == [False, True, True]
+    assert RolloutBatch.of_sequence([5]).completion_mask.tolist() == [False]
+
+
+def test_sequences_to_tokens_and_back() -> None:
+    batch = make_batch()
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert batch.to_tokens(values).tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 4, 4]
+    assert batch.sum_by_sequence(batch.to_tokens(values)).tolist() == [3, 8, 3, 16]
+    assert batch.sum_by_sequence(torch.arange(12)).tolist() == [3, 18, 7, 38]
+
+
+def fill(batch: RolloutBatch) -> RolloutBatch:
+    """Every optional tensor, each different."""
+    batch.rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    batch.reward_components = {"a": torch.tensor([5.0, 6.0, 7.0, 8.0])}
+    batch.advantages = torch.arange(12.0)
+    batch.old_logprobs = -torch.arange(12.0)
+    batch.ref_logprobs = 100 - torch.arange(12.0)
+    return batch
+
+
+def assert_equal(got: RolloutBatch, expected: RolloutBatch) -> None:
+    for field in fields(RolloutBatch):
+        value, other = getattr(got, field.name), getattr(expected, field.name)
+        if isinstance(other, Tensor):
+            assert value.dtype == other.dtype and torch.equal(value, other), field.name
+        elif field.name == "reward_components":
+            assert value.keys() == other.keys() and all(torch.equal(value[n], other[n]) for n in other)
+        elif field.name == "completions":
+            assert all(a is b or np.array_equal(a.token_ids, b.token_ids) for a, b in zip(value, other, strict=True))
+        else:
+            assert value == other, field.name
+
+
+def test_select() -> None:
+    batch = fill(make_batch()).select([3, 0])
+    assert batch.token_ids.tolist() == [3, 7, 8, 0, 1, 2, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 4, 7] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.completion_mask.tolist() == [False, True, True, True, False, False, True]
+    assert batch.group_ids.tolist() == [1, 0]
+    assert [prompt.index for prompt in batch.prompts] == [4, 7]
+    assert [completion.text for completion in batch.completions] == ["67", ""]
+    assert batch.rewards is not None and batch.rewards.tolist() == [4, 1]
+    assert batch.reward_components["a"].tolist() == [8, 5]
+    assert batch.advantages is not None and batch.advantages.tolist() == [8, 9, 10, 11, 0, 1, 2]
+    assert batch.old_logprobs is not None and batch.old_logprobs.tolist() == [-8, -9, -10, -11, 0, -1, -2]
+    assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [92, 91, 90, 89, 100, 99, 98]
+
+
+def test_select_all_nothing_and_again() -> None:
+    batch = fill(make_batch())
+    assert_equal(batch.select(range(4)), batch)
+    assert_equal(batch.select([2, 3, 0, 1]).select([2, 3, 0, 1]), batch)
+    nothing = batch.select(torch.zeros(0, dtype=torch.int64))
+    assert (nothing.num_tokens, nothing.num_sequences, nothing.prompts) == (0, 0, [])
+
+
+def test_concatenate_keeps_groups_apart() -> None:
+    batch = fill(make_batch())
+    parts = [batch.select([0, 1]), batch.select([]), batch.select([2, 3])]
+    joined = RolloutBatch.concatenate(parts)
+    # The second part's one group had the id 1 and comes after the ids 0 and 0: it is counted on to 2.
+    assert joined.group_ids.tolist() == [0, 0, 2, 2]
+    joined.group_ids = batch.group_ids
+    assert_equal(joined, batch)
+    assert RolloutBatch.concatenate([batch, batch, batch]).group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_concatenate_leaves_out_what_is_not_there() -> None:
+    joined = RolloutBatch.concatenate([make_batch(), make_batch()])
+    assert joined.rewards is None and joined.advantages is None and joined.reward_components == {}
+    assert joined.num_sequences == 8 and joined.lengths.tolist() == [3, 4, 1, 4] * 2
+
+
+def test_to_moves_every_tensor() -> None:
+    moved = fill(make_batch()).to("meta")
+    tensors = [getattr(moved, field.name) for field in fields(RolloutBatch)]
+    assert all(tensor.is_meta for tensor in tensors if isinstance(tensor, Tensor))
+    assert moved.reward_components["a"].is_meta
+    batch = fill(make_batch())
+    assert_equal(batch.to("cpu"), batch)

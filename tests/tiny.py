@@ -1,0 +1,152 @@
+"""A model small enough to train in a test, a Trainer for it, and an engine that needs no process."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlightning.data import PromptDataModule
+from rlightning.module import RLModule
+from rlightning.rollout import Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
+MAX_NEW_TOKENS = 6
+
+
+def save_model(folder: Path, seed: int = 0) -> str:
+    """Write a two-layer Qwen3 of some thousand parameters that reads characters; token 0 ends a sequence."""
+    tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return str(folder)
+
+
+def make_completion(token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Completion:
+    """A completion of the given tokens; it is truncated unless token 0 ends it."""
+    characters = {token: character for character, token in VOCABULARY.items() if token}
+    return Completion(
+        text="".join(characters[token] for token in token_ids if token),
+        token_ids=np.array(token_ids, np.int64),
+        logprobs=np.array([0.0] * len(token_ids) if logprobs is None else logprobs, np.float32),
+        weight_versions=np.full(len(token_ids), version, np.int32),
+        finish_reason="stop" if token_ids and token_ids[-1] == 0 else "length",
+    )
+
+
+class ActorGenerator:
+    """Samples from the module's own actor; what it samples depends on weights, prompt and weight version alone."""
+
+    def __init__(self, module: RLModule) -> None:
+        self.module = module
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """Sample ``num_samples`` completions of each prompt."""
+        return [[self._complete(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+
+    @torch.no_grad()
+    def _complete(self, prompt: Prompt, sample: int, sampling: Sampling) -> Completion:
+        version = self.module.weight_version
+        random = torch.Generator().manual_seed((version * 1000 + prompt.index) * 1000 + sample)
+        token_ids = list(prompt.token_ids)
+        logprobs: list[float] = []
+        while len(logprobs) < sampling.max_new_tokens and (not logprobs or token_ids[-1] != 0):
+            logits = self._predict(token_ids)
+            if sampling.temperature == 0:
+                token, chances = int(logits.argmax()), logits.softmax(-1)
+            else:
+                chances = (logits / sampling.temperature).softmax(-1)
+                token = int(chances.multinomial(1, generator=random))
+            token_ids.append(token)
+            logprobs.append(chances[token].log().item())
+        return make_completion(token_ids[-len(logprobs) :], logprobs, version)
+
+    def _predict(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits of the token that comes next: [V]."""
+        length = len(token_ids)
+        bounds = torch.tensor([0, length], dtype=torch.int32)
+        logits: torch.Tensor = self.module.loaded_actor(
+            torch.tensor([token_ids]), use_cache=False, cu_seq_lens_q=bounds, max_length_q=length
+        ).logits
+        return logits[0, -1].float()
+
+
+class UseGenerator(Callback):
+    """Gives the module something to generate with, as VLLMRollout does."""
+
+    def __init__(self, make: Callable[[RLModule], Any] = ActorGenerator, **sampling: Any) -> None:
+        self.make = make
+        self.sampling = Sampling(**{"max_new_tokens": MAX_NEW_TOKENS} | sampling)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called before the actor is loaded."""
+        assert isinstance(pl_module, RLModule)
+        pl_module.generator = self.make(pl_module)
+        pl_module.sampling = self.sampling
+
+
+def write_sums(folder: Path) -> str:
+    """Sixteen prompts of three or four characters."""
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(4) for b in range(4)]
+    path = folder / "sums.jsonl"
+    path.write_text("\n".join(rows))
+    return str(path)
+
+
+def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    """The real Trainer, without a console; an engine that samples from the actor unless a callback brings another."""
+    if not any(isinstance(callback, UseGenerator) for callback in callbacks):
+        callbacks = (UseGenerator(), *callbacks)
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": max_steps,
+        "max_epochs": -1,
+        "callbacks": list(callbacks),
+        "logger": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "default_root_dir": folder,
+    }
+    return Trainer(**arguments | kwargs)
+
+
+def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
+    """Sixteen sums, in their order."""
+    return PromptDataModule(write_sums(folder), max_prompt_tokens=16, shuffle=False, **kwargs)
+
+
+def make_batch(groups: Sequence[Sequence[Sequence[int]]], prompt: Sequence[int] = (1, 2)) -> RolloutBatch:
+    """A batch of completions given by their tokens, all after the same prompt tokens."""
+    prompts = [Prompt(i, "01", list(prompt), {}) for i in range(len(groups))]
+    return RolloutBatch.pack(prompts, [[make_completion(tokens) for tokens in group] for group in groups])
+
+
+def copy_weights(module: RLModule) -> dict[str, torch.Tensor]:
+    """The actor's weights now."""
+    return {name: weight.detach().clone() for name, weight in module.named_weights()}
