@@ -84,8 +84,8 @@ def _groups_without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """For each group [G] whether its rewards are all equal, so that it says nothing about what is better."""
     _, group = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group.max()) + 1 if group.numel() else 0
-    low = torch.full((num_groups,), torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amin")
-    high = torch.full((num_groups,), -torch.inf, device=rewards.device).scatter_reduce(0, group, rewards, "amax")
+    low = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group, rewards, "amin")
+    high = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group, rewards, "amax")
     return low == high
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -119,15 +120,26 @@ class RLModule(PolicyModule):
 
     # Set-up
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
+        stage = self.trainer.state.fn
+        # An override of the user's may need no reward function; those of this package do.
+        is_ours = type(self).compute_rewards.__module__.partition(".")[0] == __package__
+        if self.generates and stage != "predict" and is_ours and not self.rewarder.functions:
+            raise ConfigError(
+                f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
+                "rlightning.rewards.exact_match, or override compute_rewards."
+            )
+        if stage == "fit":
+            check_trainer(self.trainer)
+            self.plan.check_world_size(self.trainer.world_size)
+        return []
+
     def setup(self, stage: str) -> None:
-        """Check what can be checked before any model is loaded, and say the arithmetic."""
+        """Say the arithmetic; refuse to start without an engine."""
         if self.generates and stage != "predict":
-            self._check_generation()
-        if stage != "fit":
-            return
-        check_trainer(self.trainer)
-        self.plan.check_world_size(self.trainer.world_size)
-        if self.trainer.is_global_zero:
+            _ = self._engine
+        if stage == "fit" and self.trainer.is_global_zero:
             log.info(self.plan.describe(self.trainer.world_size))
 
     def configure_model(self) -> None:
@@ -409,14 +421,3 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
             )
         return self.generator
-
-    def _check_generation(self) -> None:
-        """Refuse to start without an engine or without rewards."""
-        _ = self._engine
-        # An override of the user's may need no reward function; those of this package do.
-        is_ours = type(self).compute_rewards.__module__.partition(".")[0] == __package__
-        if is_ours and not self.rewarder.functions:
-            raise ConfigError(
-                f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
-                "rlightning.rewards.exact_match, or override compute_rewards."
-            )

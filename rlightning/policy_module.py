@@ -116,7 +116,7 @@ class PolicyModule(LightningModule):
         Returns:
             [T] float32; 0 on prompts.
         """
-        result = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
+        result = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.token_ids.device)
         starts = batch.cu_seqlens.tolist()
         for sequences in split_microbatches(batch.lengths.tolist(), max_tokens):
             part = batch.select(sequences)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One row of a prompt set, ready for the engine.
+
+    A tuple like :class:`Completion`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
 
     Attributes:
         index: the row's place in its set; stable over epochs and resumes.
@@ -30,8 +31,7 @@ class Prompt:
     columns: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """What the policy wrote after a prompt.
 
     Attributes:

@@ -1,0 +1,359 @@
+"""What a step computes: the same update however it is cut, and whatever fails beside it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import ActorGenerator, UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model
+from torch import Tensor
+
+from rlightning import module as module_file
+from rlightning import policy_module
+from rlightning.algorithms import DAPO, GRPO
+from rlightning.data import ValidationSet
+from rlightning.errors import ConfigError
+from rlightning.models import load_policy, packed_logprobs
+from rlightning.module import RLModule
+from rlightning.objectives.kl import estimate_kl
+from rlightning.rewards import RewardFunction
+from rlightning.rollout import Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+Weights = dict[str, Tensor]
+SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 4, "lr": 1e-3}
+
+
+async def share_of_ones(completion: str) -> float:
+    """A reward that a random model gets some of; async, so that it needs no process."""
+    return completion.count("1") / max(len(completion), 1)
+
+
+REWARDS = (RewardFunction(share_of_ones),)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def train(module: RLModule, folder: Path, max_steps: int, *callbacks: Any, **kwargs: Any) -> Weights:
+    """The weights after some steps."""
+    make_trainer(folder, max_steps, *callbacks, **kwargs).fit(module, make_data(folder))
+    return copy_weights(module)
+
+
+def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> None:
+    for name, weight in expected.items():
+        torch.testing.assert_close(got[name], weight, atol=tolerance, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# However it is cut
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folder: str, tmp_path: Path) -> None:
+    arguments = SMALL | {"loss_aggregation": aggregation, "updates_per_rollout": 2, "entropy_coef": 0.01}
+    start: Weights = {}
+    results: list[Weights] = []
+    passes: list[int] = []
+    for limit in (40, 10_000):
+        module = GRPO(model_folder, rewards=REWARDS, max_tokens_per_microbatch=limit, **arguments)
+        module.configure_model()
+        start = copy_weights(module)
+        counter = Counter(module)
+        results.append(train(module, tmp_path, 3, counter))
+        passes.append(counter.num_losses)
+    assert passes[1] == 3 * 2 < passes[0]
+    assert max((results[0][name] - start[name]).abs().max().item() for name in start) > 1e-3
+    assert_close(results[0], results[1], 1e-5)
+
+
+class Counter(UseGenerator):
+    """Counts forward passes with and without gradient."""
+
+    def __init__(self, module: RLModule) -> None:
+        super().__init__()
+        self.num_losses = self.num_evaluations = 0
+        loss, evaluate = module.loss, module.evaluate_logprobs
+
+        def counted_loss(*args: Any) -> Tensor:
+            self.num_losses += 1
+            return loss(*args)
+
+        def counted_evaluate(*args: Any, **kwargs: Any) -> Tensor:
+            self.num_evaluations += 1
+            return evaluate(*args, **kwargs)
+
+        module.loss = counted_loss  # type: ignore[method-assign]
+        module.evaluate_logprobs = counted_evaluate  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("updates", "epochs", "evaluations"), [(1, 1, 0), (2, 1, 1), (1, 2, 1)])
+def test_old_logprobs_cost_a_pass_only_with_several_updates(
+    updates: int, epochs: int, evaluations: int, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+
+    def counted(model: Any, batch: RolloutBatch, **kwargs: Any) -> Any:
+        tokens.append(batch.num_sequences)
+        return packed_logprobs(model, batch, **kwargs)
+
+    for file in (module_file, policy_module):
+        monkeypatch.setattr(file, "packed_logprobs", counted)
+    module = GRPO(
+        model_folder, rewards=REWARDS, kl_coef=0.0, updates_per_rollout=updates, epochs_per_rollout=epochs, **SMALL
+    )
+    train(module, tmp_path, 1)
+    assert sum(tokens) == 16 * (epochs + evaluations)
+
+
+def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder: str, tmp_path: Path) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watched(GRPO):
+        def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            assert batch.old_logprobs is not None and not batch.old_logprobs.requires_grad
+            seen.append((logprobs.detach(), batch.old_logprobs))
+            return super().policy_loss(logprobs, batch)
+
+    train(Watched(model_folder, rewards=REWARDS, **SMALL), tmp_path, 1)
+    assert all(torch.equal(new, old) for new, old in seen)
+    seen.clear()
+    train(Watched(model_folder, rewards=REWARDS, updates_per_rollout=2, **SMALL), tmp_path, 1)
+    torch.testing.assert_close(seen[0][0], seen[0][1], atol=1e-5, rtol=0)
+    assert not torch.allclose(seen[1][0], seen[1][1], atol=1e-4)  # the second update is off its rollout's policy
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
+    class Watched(GRPO):
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            values = (batch.rewards, batch.advantages, batch.old_logprobs, batch.ref_logprobs)
+            assert [None if value is None else value.dtype for value in values] == [torch.float32] * 4
+            return super().update(batch)
+
+    module = Watched(model_folder, rewards=REWARDS, updates_per_rollout=2, **SMALL)
+    weights = train(module, tmp_path, 2, precision=precision)
+    dtype = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
+    assert all(weight.dtype == dtype and weight.isfinite().all() for weight in weights.values())
+
+
+# Whatever fails beside it
+
+
+class DropSamples(ActorGenerator):
+    """Samples like the actor, but some completions of a group never come."""
+
+    dropped: Sequence[int] = ()
+
+    def generate(self, prompts: Any, num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        groups = super().generate(prompts, num_samples, sampling)
+        return [[c for i, c in enumerate(group) if i not in self.dropped] for group in groups]
+
+
+class FailSamples(GRPO):
+    """Rewards two completions of four with NaN, of the first prompt's all."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        rewards = super().compute_rewards(batch)
+        if batch.num_sequences == 16:
+            rewards[1::4] = rewards[3::4] = math.nan
+        return rewards
+
+
+def test_a_failed_reward_costs_its_sample_only(model_folder: str, tmp_path: Path) -> None:
+    class Dropping(DropSamples):
+        dropped = (1, 3)
+
+    arguments = SMALL | {"updates_per_rollout": 2}
+    failed = train(FailSamples(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
+    dropped = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2, UseGenerator(Dropping))
+    whole = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
+    assert_close(failed, dropped)
+    assert any(not torch.equal(failed[name], whole[name]) for name in whole)
+
+
+def test_a_group_without_any_reward_is_left_out(model_folder: str, tmp_path: Path) -> None:
+    class FailGroup(GRPO):
+        def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+            rewards = super().compute_rewards(batch)
+            rewards[:4] = math.nan
+            return rewards
+
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            assert batch.group_ids.unique().tolist() == [1, 2, 3]
+            return super().update(batch)
+
+    # Three groups cannot fill four minibatches: the step has three optimizer steps and counts as one.
+    module = FailGroup(model_folder, rewards=REWARDS, updates_per_rollout=4, **SMALL)
+    train(module, tmp_path, 2)
+    assert module.trainer.global_step == module.weight_version == 2
+    assert module.trainer.callback_metrics["reward/failed"] == 0.25
+
+
+def test_nothing_to_learn_from_is_an_error(model_folder: str, tmp_path: Path) -> None:
+    class FailAll(GRPO):
+        def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+            return torch.full((batch.num_sequences,), math.nan)
+
+    with pytest.raises(RuntimeError, match="No completion of 16 can be learned from, after 0 refills"):
+        train(FailAll(model_folder, **SMALL), tmp_path, 1)
+
+
+def test_gradients_that_are_not_finite_skip_their_step(model_folder: str, tmp_path: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    weights: list[Weights] = []
+
+    class Explodes(GRPO):
+        def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, values = super().policy_loss(logprobs, batch)
+            return (loss * math.inf if self.weight_version == 1 else loss), values
+
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            metrics.append(super().update(batch))
+            weights.append(copy_weights(self))
+            return metrics[-1]
+
+    module = Explodes(model_folder, rewards=REWARDS, weight_decay=0.1, updates_per_rollout=2, **SMALL)
+    train(module, tmp_path, 3)
+    assert module.trainer.global_step == module.weight_version == 3
+    assert [one["optim/skipped"] for one in metrics] == [0.0, 1.0, 0.0]
+    assert_close(weights[1], weights[0])
+    assert any(not torch.equal(weights[2][name], weights[1][name]) for name in weights[1])
+    assert all(weight.isfinite().all() for weight in weights[2].values())
+
+
+# The reference
+
+
+def test_kl_in_the_loss_starts_at_zero_and_grows(model_folder: str, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Watched(GRPO):
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            assert batch.ref_logprobs is not None
+            metrics = super().update(batch)
+            seen.append(metrics["policy/kl"])
+            return metrics
+
+    free = train(GRPO(model_folder, rewards=REWARDS, kl_coef=0.0, **SMALL), tmp_path, 3)
+    held = train(Watched(model_folder, rewards=REWARDS, kl_coef=1.0, **SMALL), tmp_path, 3)
+    assert seen[0] == pytest.approx(0.0, abs=1e-6) and seen[1] > 1e-6
+    assert any(not torch.allclose(free[name], held[name], atol=1e-5) for name in free)
+
+
+def test_a_module_without_kl_loads_no_reference(model_folder: str, tmp_path: Path) -> None:
+    module = GRPO(model_folder, rewards=REWARDS, kl_coef=0.0, **SMALL)
+    train(module, tmp_path, 1)
+    assert module.reference is None
+
+
+def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", seed=1)
+    batches: list[RolloutBatch] = []
+    raw: list[Tensor] = []
+
+    class Watched(GRPO):
+        def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+            raw.append(super().compute_rewards(batch))
+            return raw[-1].clone()
+
+        def update(self, batch: RolloutBatch) -> dict[str, float]:
+            batches.append(batch)
+            return super().update(batch)
+
+    arguments = SMALL | {"kl_coef": 0.5, "kl_estimator": "k1", "kl_placement": "reward"}
+    module = Watched(model_folder, rewards=REWARDS, reference_model=other, **arguments)
+    train(module, tmp_path, 1, UseGenerator(temperature=0.7))
+    batch = batches[0]
+    with torch.no_grad():
+        actor, reference = (
+            packed_logprobs(load_policy(folder), batch, temperature=0.7)[0] for folder in (model_folder, other)
+        )
+    divergence = batch.sum_by_sequence(torch.where(batch.completion_mask, actor - reference, 0))
+    assert batch.rewards is not None
+    torch.testing.assert_close(batch.rewards, raw[0] - 0.5 * divergence, atol=1e-4, rtol=1e-4)
+    assert estimate_kl(actor, reference, "k1").shape == (batch.num_tokens,)
+    assert module.trainer.callback_metrics["policy/kl"] == pytest.approx(
+        (divergence.sum() / batch.completion_mask.sum()).item(), abs=1e-4
+    )
+
+
+# What cannot work is said before any model is loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "message"),
+    [
+        ({"rewards": ()}, {}, "GRPO has no reward function"),
+        ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 has no effect"),
+        ({}, {"gradient_clip_val": 1.0}, r"Set model\.max_grad_norm=1\.0"),
+    ],
+)
+def test_refused_before_the_model_loads(
+    arguments: dict[str, Any], trainer: dict[str, Any], message: str, model_folder: str, tmp_path: Path
+) -> None:
+    module = GRPO(model_folder, **{"rewards": REWARDS} | SMALL | arguments)
+    generator = UseGenerator()
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, 1, generator, **trainer).fit(module, make_data(tmp_path))
+    assert module.actor is None
+    assert module.generator is None  # no callback has been set up: no engine would have been started
+
+
+def test_no_rewards_for_what_derives_from_ours(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"DAPO has no reward function. Name at least one in model\.rewards"):
+        make_trainer(tmp_path, 1).fit(DAPO(model_folder, **SMALL), make_data(tmp_path))
+
+    class Own(DAPO):
+        def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+            return batch.completion_lengths.float()
+
+    train(Own(model_folder, **SMALL), tmp_path, 1)
+
+
+def test_no_engine(model_folder: str, tmp_path: Path) -> None:
+    module = GRPO(model_folder, rewards=REWARDS, **SMALL)
+    trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
+    with pytest.raises(
+        ConfigError, match=r"GRPO has nothing to generate with\. Add VLLMRollout to trainer\.callbacks\."
+    ):
+        trainer.fit(module, make_data(tmp_path))
+    assert module.actor is None
+
+
+def test_batches_that_cannot_be_divided(model_folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prompts_per_step=10 cannot be split into updates_per_rollout=4 minibatches"
+    ):
+        GRPO(model_folder, prompts_per_step=10, updates_per_rollout=4)
+
+
+def test_what_a_subclass_must_define(model_folder: str) -> None:
+    module = RLModule(model_folder)
+    batch = make_batch([[[0]]])
+    with pytest.raises(NotImplementedError, match=r"RLModule does not define compute_advantages\(batch\)"):
+        module.compute_advantages(batch)
+    with pytest.raises(NotImplementedError, match=r"RLModule does not define policy_loss\(logprobs, batch\)"):
+        module.policy_loss(torch.zeros(3), batch)
+
+
+# Validation and prediction by themselves
+
+
+def test_validate_and_predict(model_folder: str, tmp_path: Path) -> None:
+    module = GRPO(model_folder, rewards=REWARDS, **SMALL)
+    path = str(tmp_path / "sums.jsonl")
+    data = make_data(tmp_path, validation={"sums": ValidationSet(path, samples_per_prompt=2)}, predict=path)
+    (metrics,) = make_trainer(tmp_path, 1).validate(module, data, verbose=False)
+    assert {"val/sums/reward", "val/sums/pass@1", "val/sums/pass@2", "val/sums/length"} <= set(metrics)
+    (metrics,) = make_trainer(tmp_path, 1).test(module, data, verbose=False)
+    assert "test/sums/reward" in metrics
+    assert module.reference is None  # only training measures from it
+    predicted: Any = make_trainer(tmp_path, 1).predict(module, data)
+    pairs: list[tuple[Prompt, list[Completion]]] = [pair for batch in predicted for pair in batch]
+    assert len(pairs) == 16 and all(len(completions) == 4 for _, completions in pairs)
+    assert pairs[5][0].text == "1+1="
