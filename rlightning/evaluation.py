@@ -68,7 +68,7 @@ def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "Valida
 
 
 def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-    """Complete and reward one batch of a validation set, and log it as ``<prefix>/<set>/...`` by rollout step.
+    """Complete and reward one batch of a validation set, and log it as ``<prefix>/<set>/...``.
 
     Args:
         module: an RLModule under a trainer.
@@ -83,15 +83,6 @@ def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, pref
         batch_size=len(prompts),
         add_dataloader_idx=False,
         sync_dist=True,
-    )
-    # Not a mean, which would round: the loggers' x-axis
-    module.log(
-        "step",
-        float(module.trainer.global_step),
-        on_epoch=True,
-        reduce_fx="max",
-        add_dataloader_idx=False,
-        batch_size=1,
     )
 
 

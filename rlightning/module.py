@@ -403,6 +403,14 @@ class RLModule(PolicyModule):
         """As :meth:`validation_step`."""
         log_validation(self, prompts, dataloader_idx, "test")
 
+    def on_validation_epoch_end(self) -> None:
+        """Tell the loggers their x-axis, once for all sets: rollout steps."""
+        self.log("step", float(self.trainer.global_step))
+
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
         """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
         completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
         columns: the row as it was read; reward functions get these by name.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index()
     text: str
     token_ids: list[int]
     columns: dict[str, Any]
