@@ -108,7 +108,7 @@ def _padded_attention(
 
     def pad(x: Tensor) -> Tensor:
         padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, rows, x)
-        return padded.unflatten(0, (num_sequences, max_length)).transpose(1, 2)  # [N, heads, L, D]
+        return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)  # [N, heads, L, D]
 
     mask = None
     if window is not None:
