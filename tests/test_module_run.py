@@ -193,3 +193,16 @@ def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:
         got = module.evaluate_logprobs(batch, module.loaded_actor, temperature=0.5, max_tokens=limit)
         torch.testing.assert_close(got, expected)
         assert not got.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_steps_on_a_gpu(precision: str, model_folder: str, tmp_path: Path) -> None:
+    module = make_module(model_folder, updates_per_rollout=2, kl_coef=0.1, entropy_coef=0.01)
+    trainer = make_trainer(tmp_path, 2, accelerator="gpu", precision=precision)
+    trainer.fit(module, make_data(tmp_path, validation=str(tmp_path / "sums.jsonl")))
+    metrics = trainer.callback_metrics
+    assert trainer.global_step == module.weight_version == 2
+    assert metrics["optim/skipped"] == 0.0 and metrics["policy/rollout_gap_max"] < 0.1
+    assert all(weight.is_cuda and weight.isfinite().all() for _, weight in module.named_weights())

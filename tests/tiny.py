@@ -85,11 +85,11 @@ class ActorGenerator:
     def _predict(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of the token that comes next: [V]."""
         length = len(token_ids)
-        bounds = torch.tensor([0, length], dtype=torch.int32)
-        logits: torch.Tensor = self.module.loaded_actor(
-            torch.tensor([token_ids]), use_cache=False, cu_seq_lens_q=bounds, max_length_q=length
-        ).logits
-        return logits[0, -1].float()
+        actor = self.module.loaded_actor
+        bounds = torch.tensor([0, length], dtype=torch.int32, device=actor.device)
+        inputs = torch.tensor([token_ids], device=actor.device)
+        logits: torch.Tensor = actor(inputs, use_cache=False, cu_seq_lens_q=bounds, max_length_q=length).logits
+        return logits[0, -1].float().cpu()
 
 
 class UseGenerator(Callback):

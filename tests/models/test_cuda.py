@@ -1,0 +1,63 @@
+"""The kernels that only CUDA has, against those that the other tests hold to transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_sequences, packed_inputs, save_tiny
+
+from rlightning.models import load_policy, logprobs
+from rlightning.models.attention import packed_attention
+from rlightning.models.logprobs import chunked_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_in_half_precision(groups: int, window: int | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    bounds = torch.tensor([0, 7, 8, 13, 77], dtype=torch.int32, device="cuda")
+    shapes = [(1, 8, 77, 64), (1, 8 // groups, 77, 64), (1, 8 // groups, 77, 64)]
+    exact = [torch.randn(shape, device="cuda", generator=generator, requires_grad=True) for shape in shapes]
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    direction = torch.randn(1, 77, 8, 64, device="cuda", generator=generator)
+    results = []
+    for inputs in (exact, half):
+        query, key, value = inputs
+        out, _ = packed_attention(
+            torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=64, sliding_window=window
+        )
+        results.append([out, *torch.autograd.grad((out.float() * direction).sum(), inputs)])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_compiled_logprobs(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 128)
+    results = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        hidden, weight = (torch.randn(n, 16, generator=generator) for n in (300, 1000))
+        hidden, weight = (tensor.to(device).requires_grad_() for tensor in (hidden, weight))
+        targets = torch.randint(1000, (300,), generator=generator).to(device)
+        picked, entropy = chunked_logprobs(
+            hidden, weight, targets, temperature=0.7, softcap=softcap, needs_entropy_grad=True
+        )
+        gradients = torch.autograd.grad((picked + entropy).sum(), [hidden, weight])
+        results.append([tensor.cpu() for tensor in (picked, entropy, *gradients)])
+    torch.testing.assert_close(results[1], results[0], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_models_in_mixed_precision(kind: str, tmp_path: Path) -> None:
+    policy = load_policy(save_tiny(kind, tmp_path, head_dim=16, sliding_window=3))
+    inputs = packed_inputs(make_sequences())
+    exact = policy(**inputs).logits
+    torch.nn.Module.cuda(policy)
+    on_gpu = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        mixed = policy(**on_gpu).logits
+    assert (mixed.float().cpu() - exact).norm() < 0.02 * exact.norm()
