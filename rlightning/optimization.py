@@ -23,6 +23,11 @@ def check_trainer(trainer: Trainer) -> None:
         raise ConfigError(
             f"trainer.precision={trainer.precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
         )
+    if trainer.precision == "bf16-true":
+        log.warning(
+            "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below about "
+            "1/256 of a weight: at a small lr nothing is learned. Use bf16-mixed."
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect here. "

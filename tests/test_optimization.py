@@ -90,6 +90,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, caplog: pyt
     assert (matrix == 2.0).all() and (bias == 2.0).all()
 
 
+def test_weights_too_coarse_to_learn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    weight, update = torch.tensor(0.02, dtype=torch.bfloat16), 1e-6
+    assert weight - update == weight
+    settings = {"precision": "bf16-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    with caplog.at_level(logging.WARNING):
+        check_trainer(SimpleNamespace(**settings))  # type: ignore[arg-type]
+    assert "Use bf16-mixed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
