@@ -25,8 +25,8 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if trainer.precision == "bf16-true":
         log.warning(
-            "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below about "
-            "1/256 of a weight: at a small lr nothing is learned. Use bf16-mixed."
+            "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
+            "1/256 of a weight or so: at a small lr nothing is learned. Use bf16-mixed."
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
