@@ -175,8 +175,8 @@ def _column(values: Tensor | None, num: int) -> list[float]:
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     """Write the rows so that a reader sees all of them or no file."""
     # Half a second that only a written table should cost.
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow
+    import pyarrow.parquet
 
     with written_aside(path) as aside:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)

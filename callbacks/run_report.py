@@ -189,6 +189,6 @@ def machine() -> dict[str, str]:
             continue
     found["system"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
     found["CPU cores"] = str(os.cpu_count())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         found["GPU"] = torch.cuda.get_device_name()
     return found

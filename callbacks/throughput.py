@@ -58,7 +58,7 @@ def _can_log(module: Any) -> bool:
 def memory_gib() -> dict[str, float]:
     """Memory of this process in GiB; of the GPU only if it uses one already: asking would create a context."""
     memory = {"memory/rss_gib": _resident_bytes() / _GIB}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         memory["memory/allocated_gib"] = torch.cuda.memory_allocated() / _GIB
         memory["memory/reserved_gib"] = torch.cuda.memory_reserved() / _GIB
         memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / _GIB

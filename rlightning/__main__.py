@@ -93,7 +93,7 @@ def run(args: list[str]) -> None:
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+        disable_progress_bar()
     RLCLI(args=args)
 
 

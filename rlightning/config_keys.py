@@ -111,8 +111,9 @@ class ConfigKeys:
                 self.check_spec(value, bases or item_bases, key)
             for option in options:
                 if is_mapping(option) and not bases and len(get_args(option)) == 2:
-                    for name, item in value.items():
-                        self.check_value(item, get_args(option)[1], f"{key}.{name}")
+                    for written, item in value.items():
+                        name, _, rest = str(written).partition(".")
+                        self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
 
     def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
         """Check a class and its arguments, given under ``init_args`` or directly."""

@@ -76,7 +76,7 @@ def make_project(folder: Path) -> None:
     vocabulary = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(CHARACTERS)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     fast.save_pretrained(folder / "model")
     config = Qwen3Config(
         vocab_size=len(vocabulary),
@@ -91,7 +91,7 @@ def make_project(folder: Path) -> None:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")  # type: ignore[no-untyped-call]
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(16)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN_YAML)

@@ -12,7 +12,7 @@ from rlightning.errors import ConfigError
 
 def trainer(**given: Any) -> Namespace:
     unset = {"max_epochs": None, "max_steps": -1, "max_time": None, "val_check_interval": None}
-    return Namespace({**unset, "check_val_every_n_epoch": None, **given})  # type: ignore[no-untyped-call]
+    return Namespace({**unset, "check_val_every_n_epoch": None, **given})
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,11 @@ def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys
     code, errors = fit(capsys, "--config", "run.yaml", "--model", "needs_more.Mine")
     assert code == 2
     assert "importing 'needs_more' failed: No module named 'a_package_nobody_has'" in errors
+
+
+def test_a_key_inside_a_named_set_can_be_overridden(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "sets.yaml").write_text("data: {validation: {easy: {path: rows.jsonl}}}\n")
+    files = ("--config", "run.yaml", "--config", "sets.yaml")
+    assert fit(capsys, *files, "--data.validation.easy.path", "rows.jsonl", "--print_config")[0] == 0
+    code, errors = fit(capsys, *files, "--data.validation.easy.limt", "3")
+    assert (code, errors) == (2, "error: data.validation.easy.limt: there is no such key. Did you mean 'limit'?\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 NUM_HELDOUT = 500
 NUM_SFT = 4000
@@ -31,7 +31,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(seed: int, vocab_size: int) -> torch.nn.Module:
+def make_model(seed: int, vocab_size: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random weights."""
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -48,7 +48,7 @@ def make_model(seed: int, vocab_size: int) -> torch.nn.Module:
         eos_token_id=1,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
+    return Qwen3ForCausalLM(config)
 
 
 def make_problems(seed: int) -> list[dict[str, str]]:

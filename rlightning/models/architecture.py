@@ -64,7 +64,7 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
         ConfigError: says what differs.
     """
     config = policy.config
-    head: Any = policy.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = policy.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise _refusal(model, config, "its output layer has a bias" if head is not None else "it has no output layer")
     if policy.dtype not in (torch.float32, torch.float64):

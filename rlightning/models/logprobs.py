@@ -45,7 +45,7 @@ def packed_logprobs(
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(
         hidden[asked - 1],
-        model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
+        model.get_output_embeddings().weight,
         batch.token_ids[asked],
         temperature=temperature,
         softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),

@@ -130,7 +130,7 @@ def save_policy(policy: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, dt
         weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
         # transformers refuses to write some generation configs that it has read
         generation = policy.generation_config
-        policy.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+        policy.generation_config = GenerationConfig()
         try:
             policy.save_pretrained(aside, state_dict=weights)
         finally:

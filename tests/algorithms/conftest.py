@@ -26,7 +26,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     vocabulary = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(CHARACTERS)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     fast.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(vocabulary),
@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

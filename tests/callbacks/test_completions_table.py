@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet  # type: ignore[import-untyped]
+import pyarrow.parquet
 import pytest
 import rich
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer, messages
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
 

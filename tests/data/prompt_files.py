@@ -14,7 +14,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     model = models.WordLevel({character: i for i, character in enumerate(alphabet)}, unk_token=" ")
     characters = Tokenizer(model)
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=characters)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=characters)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from rlightning.models import load_config, load_policy, load_tokenizer, max_mode
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """A tokenizer of digits."""
     vocabulary = {"<eos>": 0, **{str(digit): digit + 1 for digit in range(10)}}
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[])), eos_token="<eos>"
     )
     tokenizer.save_pretrained(folder)

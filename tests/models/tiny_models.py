@@ -25,9 +25,7 @@ LENGTHS = [7, 1, 5, 12]
 def save_tiny(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> str:
     """Write a model of the architecture ``kind``, with norms that are not all ones, into a folder."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.for_model(kind, **SIZES | config), dtype=dtype
-    )
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | config), dtype=dtype)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.3)

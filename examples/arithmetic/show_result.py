@@ -1,0 +1,28 @@
+"""Says what a run of the demo achieved: python examples/arithmetic/show_result.py FOLDER."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+
+METRIC = "val/heldout/pass@1"
+
+
+def main() -> None:
+    """Write greedy pass@1 before and after, the way in between, and the last step's completions."""
+    folder = Path(sys.argv[1])
+    metrics = max(folder.glob("metrics/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    with metrics.open(newline="") as file:
+        points = [(int(row["step"]), 100 * float(row[METRIC])) for row in csv.DictReader(file) if row.get(METRIC)]
+    lines = ["", "Greedy pass@1 on 500 held-out problems, by rollout step:"]
+    lines += [f"  {step:4d} {score:5.1f}%  {'#' * round(score / 2)}" for step, score in points]
+    lines += [f"From {points[0][1]:.1f}% to {points[-1][1]:.1f}%: {points[-1][1] - points[0][1]:+.1f} points.", ""]
+    completions = parquet.read_table(max((folder / "completions").glob("*.parquet"))).to_pylist()
+    lines += [f"  {row['prompt']}{row['completion']:<6} reward {row['reward']:.0f}" for row in completions[::100]]
+    lines += ["", f"Curves, phase times, configuration and completions: {folder / 'report.html'}", ""]
+    sys.stdout.write("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Every YAML in configs/ is run as it stands, shortened by options alone, with real vLLM."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+import yaml
+from metrics_table import undocumented
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
+GSM8K = Path(os.environ.get("GSM8K_FOLDER", ROOT.parent / "shared" / "data" / "gsm8k"))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
+    """Run `rlightning fit` in ``folder``; the rows of its metrics."""
+    command = [sys.executable, "-m", "rlightning", "fit", "--config", str(CONFIGS / config), *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Path(options[options.index("--trainer.default_root_dir") + 1])
+    with next((folder / run).glob("metrics/version_*/metrics.csv")).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def save_byte_model(folder: Path) -> str:
+    """A tiny Qwen3 with a chat template that reads any text, byte by byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0, **{byte: i + 1 for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def count_keys(tree: object) -> int:
+    """Keys that are set to a value; those that only group others do not count."""
+    return sum(map(count_keys, tree.values())) if isinstance(tree, dict) else 1
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_config_says_what_it_is_for_and_stays_short(path: Path) -> None:
+    text = path.read_text()
+    head = [line for line in text.splitlines() if line.startswith("#")]
+    assert any(f"rlightning fit --config configs/{path.name}" in line for line in head)
+    assert any("Hardware:" in line for line in head)
+    assert any("Expect" in line for line in head)
+    assert count_keys(yaml.safe_load(text)) <= 30
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) -> None:
+    make_task = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make_task.py"), "runs/arithmetic"]
+    subprocess.run(make_task, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+
+    sft = fit(
+        "arithmetic_sft.yaml",
+        tmp_path,
+        "--trainer.max_steps",
+        "30",
+        "--trainer.default_root_dir",
+        "runs/arithmetic/sft",
+    )
+    losses = [float(row["policy/loss"]) for row in sft]
+    assert losses[-1] < losses[0] - 0.5
+    assert [int(row["step"]) for row in sft] == list(range(1, 31))
+
+    options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2")
+    grpo = fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/grpo")
+    validated = [int(row["step"]) for row in grpo if row["val/heldout/pass@1"]]
+    assert validated == [0, 2]
+    trained = [row for row in grpo if row["reward/mean"]]
+    assert [int(row["step"]) for row in trained] == [1, 2]
+    # the engine sampled from the weights that were trained: its log-probabilities are the actor's, after an update too
+    assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in trained)
+    assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
+    rows = parquet.read_table(tmp_path / "runs/arithmetic/grpo/completions/step_000001.parquet").to_pylist()
+    assert len(rows) == 64 * 16
+
+    show = [sys.executable, str(ROOT / "examples" / "arithmetic" / "show_result.py"), "runs/arithmetic/grpo"]
+    shown = subprocess.run(show, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert "Greedy pass@1 on 500 held-out problems" in shown
+    assert (tmp_path / "runs/arithmetic/grpo/report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
+    rows = fit(
+        "grpo_gsm8k.yaml",
+        tmp_path,
+        *("--model.model", save_byte_model(tmp_path / "model")),
+        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
+        *("--data.train", str(GSM8K / "train.jsonl")),
+        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
+        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu", "--trainer.max_steps", "2"),
+        *("--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run"),
+    )
+    assert [int(row["step"]) for row in rows if row["val/gsm8k/pass@1"]] == [0, 2]
+    trained = [row for row in rows if row["reward/mean"]]
+    assert [int(row["step"]) for row in trained] == [1, 2]
+    assert all(float(row["reward/failed"]) == 0 for row in trained)
+    # prompts above 512 bytes are dropped; thousands are left
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
