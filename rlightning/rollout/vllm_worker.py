@@ -2,6 +2,7 @@
 
 import ctypes
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,8 +43,20 @@ class WeightReceiver:
         if index == 0:
             self._rl_loaded = set()
         model = self.model_runner.model
-        weights = ((slot.name, slot.view(bucket, dtype)) for slot in chunks[index])
-        self._rl_loaded |= set(model.load_weights(weights) or ())
+        sent: list[Slot] = []
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for slot in chunks[index]:
+                sent.append(slot)
+                yield slot.name, slot.view(bucket, dtype)
+
+        try:
+            self._rl_loaded |= set(model.load_weights(weights()) or ())
+        except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the actor's {sent[-1].name} {sent[-1].shape} does not fit the engine's model: "
+                f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
+            ) from error
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sender refills the bucket after this returns
         if index < len(chunks) - 1:

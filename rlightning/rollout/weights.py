@@ -1,8 +1,9 @@
 """The actor's weights on their way to an engine: one flat bucket, filled and emptied as often as the model needs.
 
-The trainer fills a :class:`WeightBucket` chunk by chunk in the engine's dtype; the engine's worker opens the same memory and
-loads from it. The bucket is made once and reused, so a sync allocates nothing. On the CPU it is an anonymous memory file
-(``memfd_create``), which leaves nothing behind however its processes end; on CUDA it travels by an IPC handle.
+The trainer fills a :class:`WeightBucket` chunk by chunk in the engine's dtype; the engine's worker opens the same
+memory and loads from it. The bucket is made once and reused, so a sync allocates nothing. On the CPU it is an anonymous
+memory file (``memfd_create``), which leaves nothing behind however its processes end; on CUDA it travels by an IPC
+handle.
 """
 
 import mmap
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlightning.errors import EngineError
 
 ALIGNMENT = 256
 """Bytes. Each tensor starts at a multiple of this, which suits every dtype and CUDA's wide copies."""
@@ -112,12 +115,15 @@ class WeightBucket:
             for slot in chunk:
                 name, tensor = next(source, ("nothing", None))
                 if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:
-                    raise RuntimeError(f"The actor's weights changed between syncs: expected {slot.name}, got {name}.")
+                    got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
+                    raise _changed(f"{slot.name} {slot.shape}", got)
                 slot.view(self._bytes, self.dtype).copy_(tensor)
             if self.device.type == "cuda":
                 # The engine reads from another process, whose streams know nothing of this one's.
                 torch.cuda.current_stream(self.device).synchronize()
             yield index
+        for name, _ in source:
+            raise _changed("nothing more", name)
 
     def close(self) -> None:
         """Give the memory back. The engine must be done with it."""
@@ -125,6 +131,13 @@ class WeightBucket:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _changed(expected: str, got: str) -> EngineError:
+    return EngineError(
+        f"The actor's weights changed between two syncs: expected {expected}, got {got}. "
+        "Another architecture needs another engine."
+    )
 
 
 def open_bucket(handle: bytes, device: torch.device) -> tuple[list[list[Slot]], torch.dtype, Tensor]:

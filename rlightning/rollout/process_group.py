@@ -1,0 +1,76 @@
+"""Ending everything that an engine has started, without leaving its shared memory behind.
+
+vLLM's parts talk through named shared memory, which outlives its processes. Python's resource tracker, a process of the
+same group, removes what is left once all of its users are gone: so it has to be the last to go.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TRACKER_SECONDS = 5.0
+"""How long resource trackers get for cleaning up, and then whatever does not die of SIGKILL."""
+
+
+def end_group(group: int) -> None:
+    """Kill every process of ``group`` but this one; return when they are gone.
+
+    Args:
+        group: its id, that of the process that began it.
+    """
+    started = time.monotonic()
+    while members := _others(group):
+        waited = time.monotonic() - started
+        _kill(pid for pid in members if waited > TRACKER_SECONDS or not _is_tracker(pid))
+        if waited > 2 * TRACKER_SECONDS:
+            log.warning("Processes %s of the engine do not end, though killed.", members)
+            return
+        time.sleep(0.01)
+
+
+def end_own_group(scratch: Path) -> None:
+    """Kill the group of this process, this process included, and remove its folder ``scratch``."""
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while time.monotonic() < deadline:
+        # Trackers stay: they see this process go, and clean up behind it.
+        members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
+        if not members:
+            break
+        _kill(members)
+        time.sleep(0.01)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _others(group: int) -> list[int]:
+    """The group's living processes, this one left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            # After the name, which is in brackets and may hold anything: state, parent, group.
+            state, _, pgrp = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,117 @@
+"""Models that vLLM takes on a CPU (a head_dim of 32), and an engine that holds one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlightning.models import load_policy, packed_logprobs
+from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+CHARACTERS = "0123456789+= "
+VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate(CHARACTERS)}}
+
+
+def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
+    """Write a two-layer Qwen3 that reads characters, of weights wide enough for an opinion; token 0 ends a sequence."""
+    tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(Qwen3Config(**sizes | config)).save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> Iterator[VLLMEngine]:
+    """A small engine on the CPU."""
+    engine_args = {
+        "model": model_folder,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 32,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 28,
+        "distributed_executor_backend": "uni",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+    }
+    engine = VLLMEngine(
+        VLLMConfig(
+            engine_args=engine_args,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            log_file=log_file,
+            bucket_bytes=bucket_bytes,
+        )
+    )
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Actor:
+    """A policy on the CPU, whose weights a test changes at will."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = load_policy(folder, torch.float32)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As RLModule.named_weights."""
+        yield from self.model.named_parameters()
+
+    @torch.no_grad()
+    def perturb(self, seed: int) -> None:
+        """Change every weight by a good share of its size."""
+        generator = torch.Generator().manual_seed(seed)
+        for weight in self.model.parameters():
+            weight.add_(0.5 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
+
+    @torch.no_grad()
+    def logprobs(self, prompt: Prompt, completion: Completion, temperature: float) -> Tensor:
+        """[C], of the completion's tokens."""
+        batch = RolloutBatch.pack([prompt], [[completion]])
+        return packed_logprobs(self.model, batch, temperature=temperature)[0][batch.completion_mask]
+
+    @torch.no_grad()
+    def greedy(self, prompt: Prompt, num_tokens: int) -> list[int]:
+        """The likeliest tokens, one by one, as transformers itself sees it; up to and with token 0."""
+        tokens = list(prompt.token_ids)
+        length = torch.tensor([0, 0], dtype=torch.int32)
+        while len(tokens) < len(prompt.token_ids) + num_tokens and (
+            len(tokens) == len(prompt.token_ids) or tokens[-1] != 0
+        ):
+            length[1] = len(tokens)
+            logits = self.model(
+                torch.tensor([tokens]), use_cache=False, cu_seq_lens_q=length, max_length_q=len(tokens)
+            ).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        return tokens[len(prompt.token_ids) :]
+
+
+def make_prompt(text: str, index: int = 0) -> Prompt:
+    """A prompt, tokenized by character."""
+    return Prompt(index, text, [VOCABULARY[character] for character in text], {})

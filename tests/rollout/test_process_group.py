@@ -1,0 +1,106 @@
+"""Real processes that have to end, with real shared memory that has to go."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rlightning.rollout.process_group import end_group
+
+# A process that ignores signals, its child, and shared memory that nobody unlinks.
+STUBBORN = """
+import multiprocessing as mp, signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+
+def child(name):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    SharedMemory(name=name)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    memory = SharedMemory(create=True, size=1000)
+    process = mp.get_context("spawn").Process(target=child, args=(memory.name,))
+    process.start()
+    print(memory.name, process.pid, flush=True)
+    time.sleep(600)
+"""
+
+# As the engine's process does it when the trainer is gone.
+ENDS_ITSELF = """
+import subprocess, sys
+from pathlib import Path
+from multiprocessing.shared_memory import SharedMemory
+from rlightning.rollout.process_group import end_own_group
+memory = SharedMemory(create=True, size=1000)
+child = subprocess.Popen(["sleep", "600"])
+print(memory.name, child.pid, flush=True)
+end_own_group(Path(sys.argv[1]))
+"""
+
+
+def start(tmp_path: Path, source: str, *arguments: str) -> tuple["subprocess.Popen[str]", Path, int]:
+    """The process, its shared memory, and its child's id."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    name, child = process.stdout.readline().split()
+    return process, Path("/dev/shm") / name, int(child)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(memory: Path) -> bool:
+    deadline = time.monotonic() + 10
+    while memory.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not memory.exists()
+
+
+def test_a_group_ends_and_takes_its_shared_memory_along(tmp_path: Path) -> None:
+    process, memory, child = start(tmp_path, STUBBORN)
+    assert memory.exists() and is_running(child)
+    end_group(process.pid)
+    assert process.wait(1) == -9
+    assert not is_running(child)
+    assert not memory.exists()
+    end_group(process.pid)  # there is none any more
+
+
+def test_a_group_whose_first_process_died_before_ends_too(tmp_path: Path) -> None:
+    process, memory, child = start(tmp_path, STUBBORN)
+    process.kill()
+    process.wait()
+    end_group(process.pid)
+    assert not is_running(child) and not memory.exists()
+
+
+def test_a_group_ends_itself(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "socket").touch()
+    process, memory, child = start(tmp_path, ENDS_ITSELF, str(scratch))
+    assert process.wait(10) == -9
+    assert wait_until_gone(memory) and not is_running(child) and not scratch.exists()
+
+
+def test_other_groups_are_left_alone(tmp_path: Path) -> None:
+    process, _, child = start(tmp_path, STUBBORN)
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    end_group(process.pid)
+    assert other.poll() is None and not is_running(child) and is_running(os.getpid())
+    other.kill()
+    other.wait()

@@ -1,0 +1,250 @@
+"""The engine against the actor: what it samples, with what probability, from which weights."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_models import CHARACTERS, VOCABULARY, Actor, make_prompt, running_engine, save_model
+
+from rlightning.errors import EngineError
+from rlightning.rollout import Sampling
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.types import Completion, Prompt
+
+PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
+LONG_PROMPT = make_prompt("12+3=15 " * 25)
+"""It fills a block of the prefix cache, of 128 tokens."""
+GREEDY = Sampling(temperature=0, max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    # A bucket that takes several chunks: the model has about 400 kB of weights, none larger than 33 kB.
+    with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log", bucket_bytes=50_000) as engine:
+        yield engine
+
+
+@pytest.fixture
+def actor(folder: str, engine: VLLMEngine) -> Actor:
+    """The actor as it was saved; the engine holds its weights as version 0."""
+    actor = Actor(folder)
+    engine.load_weights(actor.weights(), 0)
+    return actor
+
+
+def assert_sampled_from(actor: Actor, prompt: Prompt, completion: Completion, temperature: float) -> None:
+    expected = actor.logprobs(prompt, completion, temperature).numpy()
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def expect_other_weights(engine: VLLMEngine) -> None:
+    """Let the next weights be of other names and shapes, as an engine's very first ones."""
+    engine._bucket = None
+    engine._is_bucket_open = False
+
+
+def texts(groups: list[list[Completion]]) -> list[list[str]]:
+    return [[completion.text for completion in group] for group in groups]
+
+
+def test_weights_first(folder: str, engine: VLLMEngine) -> None:
+    engine.weight_version = None
+    with pytest.raises(EngineError, match="not been sent any weights yet"):
+        engine.generate(PROMPTS, 1, GREEDY)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, temperature: float) -> None:
+    groups = engine.generate(PROMPTS, 5, Sampling(temperature=temperature, max_new_tokens=16))
+    assert [len(group) for group in groups] == [5, 5, 5, 5]
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert len({completion.token_ids.tobytes() for completion in group}) > 1
+        for completion in group:
+            assert_sampled_from(actor, prompt, completion, temperature)
+
+
+def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
+    groups = engine.generate(PROMPTS, 16, Sampling(max_new_tokens=16))
+    completions = [completion for group in groups for completion in group]
+    characters = {token: character for character, token in VOCABULARY.items()}
+    for completion in completions:
+        tokens = completion.token_ids.tolist()
+        assert len(tokens) == len(completion.logprobs) == len(completion.weight_versions)
+        assert completion.token_ids.dtype == np.int64 and completion.logprobs.dtype == np.float32
+        if completion.finish_reason == "stop":
+            assert tokens[-1] == 0 and 0 not in tokens[:-1]
+        else:
+            assert len(tokens) == 16 and 0 not in tokens and completion.is_truncated
+        assert completion.text == "".join(characters[token] for token in tokens if token)
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+
+
+def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
+    (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, stop=("1", "+2")))
+    stopped = [completion for completion in group if completion.finish_reason == "stop"]
+    by_string = [completion for completion in stopped if completion.token_ids[-1] != 0]
+    assert by_string
+    assert not any("1" in completion.text or "+2" in completion.text for completion in group)
+    # Its tokens were sampled and belong to the policy's output, so they are there, and no more after them.
+    for completion in by_string:
+        whole = "".join(CHARACTERS[token - 1] for token in completion.token_ids)
+        assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
+
+
+def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
+    (free,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32))
+    sampled = Counter(int(token) for completion in free for token in completion.token_ids if token)
+    tokens = tuple(token for token, _ in sampled.most_common(2))
+    (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, stop_token_ids=tokens))
+    assert {completion.token_ids[-1] for completion in group} >= set(tokens)
+    for completion in group:
+        assert not set(tokens) & set(completion.token_ids[:-1].tolist())
+        assert completion.is_truncated == (completion.token_ids[-1] not in (0, *tokens))
+
+
+def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> None:
+    def sample(seed: int | None, prompts: list[Prompt] = PROMPTS) -> list[list[str]]:
+        return texts(engine.generate(prompts, 4, Sampling(max_new_tokens=16, seed=seed)))
+
+    first = sample(7)
+    assert sample(7) == first
+    assert sample(8) != first and sample(None) != first and sample(None) != sample(None)
+    # Prompts that are alike do not get completions that are alike, nor do samples of one.
+    same = sample(7, [PROMPTS[0]] * 4)
+    assert len({text for group in same for text in group}) > 12
+
+
+def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> None:
+    # What is asked again after a restart comes out as it would have, whatever was done before.
+    sampling = Sampling(max_new_tokens=16, seed=7)
+    whole = dict(engine.generate_as_finished([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling))
+    rest = dict(engine.generate_as_finished([(PROMPTS[2], 10)], 4, sampling))
+    assert texts([rest[0]]) == texts([whole[2]])
+
+
+def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
+    for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, 1, GREEDY), strict=True):
+        assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
+        assert not np.isnan(completion.logprobs).any() and (completion.logprobs <= 0).all()
+
+
+def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEngine, actor: Actor) -> None:
+    prompts = [*PROMPTS, LONG_PROMPT]
+    before = engine.generate(prompts, 1, GREEDY)
+    for version in (1, 2, 3):
+        actor.perturb(version)
+        engine.load_weights(actor.weights(), version)
+        assert engine.weight_version == version
+        after = engine.generate(prompts, 1, GREEDY)
+        for prompt, (completion,) in zip(prompts, after, strict=True):
+            assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
+            assert completion.weight_versions.tolist() == [version] * len(completion.token_ids)
+        for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, Sampling()), strict=True):
+            assert_sampled_from(actor, prompt, completion, 1.0)
+        assert texts(after) != texts(before)
+        before = after
+
+
+def test_keys_and_values_of_old_weights_are_forgotten(engine: VLLMEngine, actor: Actor) -> None:
+    sampling = Sampling(max_new_tokens=4)
+    engine.generate([LONG_PROMPT], 1, sampling)
+    actor.perturb(1)
+    assert engine._bucket is not None
+    for chunk in engine._bucket.fill(actor.weights()):
+        engine._call("load_chunk", chunk)
+    # The new weights alone would go on from what the old ones have cached ...
+    ((stale,),) = engine.generate([LONG_PROMPT], 1, sampling)
+    expected = actor.logprobs(LONG_PROMPT, stale, 1.0).numpy()
+    assert abs(stale.logprobs - expected).max() > 0.01
+    # ... and that is what a sync clears.
+    engine.load_weights(actor.weights(), 1)
+    ((fresh,),) = engine.generate([LONG_PROMPT], 1, sampling)
+    assert_sampled_from(actor, LONG_PROMPT, fresh, 1.0)
+
+
+def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) -> None:
+    engine.generate(PROMPTS[:1], 1, GREEDY)
+    unfinished = {"n": 8, "max_tokens": 240, "ignore_eos": True}
+    engine._num_requests += 1
+    engine._send(engine._num_requests, "generate", (PROMPTS[0].token_ids, unfinished))
+    with pytest.raises(EngineError, match="still busy with requests"):
+        engine.load_weights(actor.weights(), 1)
+    assert engine.weight_version is None
+    while engine._receive(60, "gave no sign of life")[1] == "alive":
+        pass
+    engine.load_weights(actor.weights(), 1)
+    assert engine.generate(PROMPTS, 1, GREEDY)
+
+
+def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
+    prompt, completion = make_prompt("1"), "2+34=46"
+    tokens = make_prompt("1" + completion).token_ids
+    scored = engine.score(tokens)
+    assert scored.shape == (8,) and scored[0] == 0
+    given = Completion(completion, np.array(tokens[1:]), np.zeros(7, np.float32), np.zeros(7, np.int32), "stop")
+    np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
+
+
+def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
+    fewer = [(name, weight) for name, weight in actor.weights() if "layers.1.self_attn" not in name]
+    expect_other_weights(engine)
+    with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
+        engine.load_weights(fewer, 4)
+    assert engine.weight_version is None
+    expect_other_weights(engine)
+
+
+def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    wrong = [(n, w[:, :100] if n == name else w) for n, w in actor.weights()]
+    expect_other_weights(engine)
+    with pytest.raises(EngineError, match=rf"{name} \(64, 100\) does not fit the engine's model"):
+        engine.load_weights(wrong, 4)
+    expect_other_weights(engine)
+
+
+def test_weights_that_change_between_syncs_are_refused(engine: VLLMEngine, actor: Actor) -> None:
+    weights = list(actor.weights())
+    name, weight = weights[0]
+    with pytest.raises(EngineError, match=rf"expected {name} \(14, 64\), got {name} \(20, 64\)"):
+        engine.load_weights([(name, torch.zeros(20, 64)), *weights[1:]], 5)
+    with pytest.raises(EngineError, match="got nothing"):
+        engine.load_weights(weights[:-1], 5)
+    with pytest.raises(EngineError, match="expected nothing more, got extra"):
+        engine.load_weights([*weights, ("extra", weight)], 5)
+
+
+def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor: Actor) -> None:
+    with pytest.raises(EngineError, match=r"(?s)refused a request.*256"):
+        engine.generate([make_prompt("1" * 300)], 1, GREEDY)
+    assert engine.generate(PROMPTS, 1, GREEDY)  # and it goes on
+
+
+def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
+    engine.sleep()
+    engine.wake()
+    assert engine.weight_version == 0
+    assert engine.generate(PROMPTS[:1], 1, GREEDY)
+
+
+@pytest.mark.slow
+def test_tied_weights_travel_once(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", tie_word_embeddings=True)
+    actor = Actor(folder)
+    names = [name for name, _ in actor.weights()]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    with running_engine(folder, tmp_path / "engine.log") as engine:
+        for version in (0, 1):
+            engine.load_weights(actor.weights(), version)
+            for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, 2, Sampling()), strict=True):
+                for completion in group:
+                    assert_sampled_from(actor, prompt, completion, 1.0)
+            actor.perturb(version)
