@@ -32,6 +32,7 @@ OWN_ARGUMENTS = {
 }
 """Engine arguments that are not passed through, with the reason."""
 VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+TF32_TOLERANCE = 0.02
 """Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
 with one wrong matrix 0.2 and more."""
 
@@ -63,6 +64,7 @@ class VLLMRollout(RLCallback):
         seed: see there.
         dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
         gpu_memory_utilization: share of the device's memory that an awake engine may take.
+        sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
         verify_every: syncs between two verifications; 0 verifies nothing.
         verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
         bucket_bytes: memory that weights travel through, on the actor's device.
@@ -84,6 +86,7 @@ class VLLMRollout(RLCallback):
         seed: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         gpu_memory_utilization: float = 0.45,
+        sleep: bool = True,
         verify_every: int = 20,
         verify_tolerance: float | None = None,
         bucket_bytes: int = 2 << 30,
@@ -103,7 +106,7 @@ class VLLMRollout(RLCallback):
             seed=seed,
         )
         self.dtype = dtype
-        self.gpu_memory_utilization = gpu_memory_utilization
+        self.gpu_memory_utilization, self.sleep = gpu_memory_utilization, sleep
         self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
         self.bucket_bytes = bucket_bytes
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
@@ -251,7 +254,9 @@ class VLLMRollout(RLCallback):
         expected = self._module.score(token_ids).cpu().numpy()
         got = engine.score(token_ids)
         gap = float(abs(expected - got)[1:].mean())
-        default = VERIFY_TOLERANCE[engine.config.dtype]
+        # vLLM multiplies float32 matrices in TF32, whose mantissa has 10 bits, on GPUs that can
+        is_tf32 = engine.config.dtype == torch.float32 and engine.config.device.type == "cuda"
+        default = TF32_TOLERANCE if is_tf32 else VERIFY_TOLERANCE[engine.config.dtype]
         tolerance = default if self.verify_tolerance is None else self.verify_tolerance
         if not gap <= tolerance:
             version, engine.weight_version = engine.weight_version, None  # nobody may sample from it
@@ -320,7 +325,7 @@ class VLLMRollout(RLCallback):
             "disable_log_stats": True,
         }
         if is_cuda:
-            arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": True}
+            arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
         else:
             # in one process; compiling costs 30 s and gains nothing there
             arguments |= {
@@ -333,7 +338,7 @@ class VLLMRollout(RLCallback):
             device=device,
             dtype=getattr(torch, dtype),
             log_file=log_file,
-            can_sleep=is_cuda,
+            can_sleep=is_cuda and self.sleep,
             bucket_bytes=self.bucket_bytes,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
