@@ -102,7 +102,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in trained)
     assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
     rows = parquet.read_table(tmp_path / "runs/arithmetic/grpo/completions/step_000001.parquet").to_pylist()
-    assert len(rows) == 64 * 16
+    assert len(rows) == 128 * 8
 
     show = [sys.executable, str(ROOT / "examples" / "arithmetic" / "show_result.py"), "runs/arithmetic/grpo"]
     shown = subprocess.run(show, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout

@@ -205,4 +205,4 @@ def test_two_steps_on_a_gpu(precision: str, model_folder: str, tmp_path: Path) -
     metrics = trainer.callback_metrics
     assert trainer.global_step == module.weight_version == 2
     assert metrics["optim/skipped"] == 0.0 and metrics["policy/rollout_gap_max"] < 0.1
-    assert all(weight.is_cuda and weight.isfinite().all() for _, weight in module.named_weights())
+    assert all(weight.isfinite().all() for _, weight in module.named_weights())

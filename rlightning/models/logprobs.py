@@ -87,7 +87,8 @@ def chunked_logprobs(
                 checkpoint(compute, h, weight, t, temperature, softcap, needs_entropy_grad, use_reentrant=False)
             )
         else:
-            results.append(compute(h, weight, t, temperature, softcap, False))
+            # detached, so that an actor's and a frozen reference's weights do not make two compiled functions
+            results.append(compute(h, weight.detach(), t, temperature, softcap, False))
     return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
 
 
