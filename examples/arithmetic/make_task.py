@@ -2,9 +2,9 @@
 
     python examples/arithmetic/make_task.py runs/arithmetic
 
-writes ``model/`` (a Hugging Face folder with random weights), ``sft.jsonl`` (problems with solutions), ``train.jsonl`` and
-``heldout.jsonl`` (problems with answers). A problem is two numbers of up to two digits, added or subtracted. No held-out
-problem is among the others.
+writes ``model/`` (a Hugging Face folder with random weights), ``sft.jsonl`` (problems with solutions),
+``train.jsonl`` and ``heldout.jsonl`` (problems with answers). A problem is two numbers of up to two digits, added or
+subtracted. No held-out problem is among the others.
 """
 
 import argparse

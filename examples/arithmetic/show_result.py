@@ -1,20 +1,16 @@
 """Says what a run of the demo achieved: python examples/arithmetic/show_result.py FOLDER."""
 
-import csv
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as parquet
-
-METRIC = "val/heldout/pass@1"
+from draw_curves import read_curve
 
 
 def main() -> None:
     """Write greedy pass@1 before and after, the way in between, and the last step's completions."""
     folder = Path(sys.argv[1])
-    metrics = max(folder.glob("metrics/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
-    with metrics.open(newline="") as file:
-        points = [(int(row["step"]), 100 * float(row[METRIC])) for row in csv.DictReader(file) if row.get(METRIC)]
+    points = read_curve(folder)
     lines = ["", "Greedy pass@1 on 500 held-out problems, by rollout step:"]
     lines += [f"  {step:4d} {score:5.1f}%  {'#' * round(score / 2)}" for step, score in points]
     lines += [f"From {points[0][1]:.1f}% to {points[-1][1]:.1f}%: {points[-1][1] - points[0][1]:+.1f} points.", ""]
