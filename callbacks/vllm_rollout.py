@@ -40,18 +40,18 @@ with one wrong matrix 0.2 and more."""
 class VLLMRollout(RLCallback):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
 
-    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent when a
-    rollout or a validation begins and the actor has changed; the first time and every ``verify_every``-th time a canary
-    sequence must have the same log-probabilities under the actor and the engine. On a GPU that it shares with the actor
-    it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the current
-    weights, and finishes the step with what was done already; the second death in a step ends the run with the engine's
-    last log lines.
+    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
+    first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
+    a canary sequence must have the same log-probabilities under the actor and the engine. On a GPU that it shares with
+    the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the
+    current weights, and finishes the step with what was done already; the second death in a step ends the run with the
+    engine's last log lines.
 
-    A loop of your own fires ``on_rollout_start``, calls :meth:`generate`, fires ``on_rollout_end`` and, after the
-    update, ``on_update_end``; it calls :meth:`setup` before and :meth:`close` after. It needs of ``trainer``:
+    A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
+    ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
     ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
     ``device``, ``weight_version`` (which must change with the weights), ``named_weights()``, and ``score(token_ids)``,
-    the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one.
+    the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one such loop.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -156,11 +156,6 @@ class VLLMRollout(RLCallback):
         """Forgive one death a step."""
         self._has_restarted = False
 
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
-        """Wake the engine, with current weights."""
-        if self.engine is not None:
-            self._prepare()
-
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
         self._rest()
@@ -168,11 +163,6 @@ class VLLMRollout(RLCallback):
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Forgive one death a step, in a loop without batches too."""
         self._has_restarted = False
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Wake the engine, with current weights."""
-        if self.engine is not None:
-            self._prepare()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Leave the device to the actor."""
@@ -184,10 +174,8 @@ class VLLMRollout(RLCallback):
         """Forgive one death a batch."""
         self._has_restarted = False
 
-    on_test_start: Any = on_validation_start
     on_test_end: Any = on_validation_end
     on_test_batch_start: Any = on_validation_batch_start
-    on_predict_start: Any = on_validation_start
     on_predict_end: Any = on_validation_end
     on_predict_batch_start: Any = on_validation_batch_start
 
@@ -195,6 +183,8 @@ class VLLMRollout(RLCallback):
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
+
+        The engine is woken and sent the weights first, if need be.
 
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.

@@ -1,0 +1,144 @@
+"""Runs with a real engine on the CPU: a tiny model, a Trainer for it, and what such a run may leave behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlightning.algorithms import GRPO
+from rlightning.callbacks import VLLMRollout
+from rlightning.data import PromptDataModule
+from rlightning.hooks import RLCallback
+from rlightning.rewards import RewardFunction
+from rlightning.types import Prompt, RolloutBatch
+
+VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
+
+
+def save_model(folder: Path) -> str:
+    """Write a two-layer Qwen3 that reads characters; token 0 ends a sequence. vLLM on a CPU wants a head_dim of 32."""
+    tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+async def share_of_ones(completion: str) -> float:
+    """A reward that a random model gets some of; async, so that it needs no process."""
+    return completion.count("1") / max(len(completion), 1)
+
+
+def make_module(model_folder: str, **kwargs: Any) -> GRPO:
+    """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
+    arguments: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 2, "lr": 3e-2}
+    return GRPO(model_folder, rewards=[RewardFunction(share_of_ones)], **arguments | kwargs)
+
+
+def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
+    """Sixteen sums, which are what there is to predict too."""
+    path = folder / "sums.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{a}+{b}="}) for a in range(4) for b in range(4)))
+    return PromptDataModule(str(path), predict=str(path), max_prompt_tokens=16, **kwargs)
+
+
+def make_rollout(**kwargs: Any) -> VLLMRollout:
+    """A small engine, verified at every sync."""
+    engine = {"kv_cache_memory_bytes": 1 << 28, **kwargs.pop("engine", {})}
+    return VLLMRollout(**{"max_new_tokens": 8, "verify_every": 1, **kwargs}, engine=engine)
+
+
+def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    """The real Trainer, without a console."""
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": max_steps,
+        "max_epochs": -1,
+        "callbacks": list(callbacks),
+        "logger": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "default_root_dir": folder,
+    }
+    return Trainer(**arguments | kwargs)
+
+
+class Witness(RLCallback):
+    """Notes which hooks came, the batches, and the metrics of each step and validation."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.batches: list[RolloutBatch] = []
+        self.steps: list[dict[str, float]] = []
+        self.validations: list[tuple[int, dict[str, float]]] = []
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
+        self.events.append("rollout")
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        self.events.append(f"sync {weight_version}")
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.batches.append(batch)
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.events.append("update")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.events.append("validation")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        self.validations.append((trainer.global_step, metrics))
+
+
+def in_session(session: int) -> list[str]:
+    """The command lines of a session's living processes."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state not in "ZX":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def find_core(session: int) -> int:
+    """vLLM's EngineCore among the processes of an engine's session."""
+    for entry in Path("/proc").iterdir():
+        try:
+            sid = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            if sid == session and "EngineCore" in (entry / "cmdline").read_text():
+                return int(entry.name)
+        except (OSError, ValueError, IndexError):
+            continue
+    raise AssertionError("There is no EngineCore.")

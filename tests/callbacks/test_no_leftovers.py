@@ -1,0 +1,227 @@
+"""Whatever ends a run, no process, no shared memory and no scratch folder of it stays."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engine_run import in_session, make_data, make_rollout, make_trainer, save_model
+
+from rlightning.algorithms import GRPO
+from rlightning.hooks import RLCallback
+from rlightning.rewards import RewardFunction
+from rlightning.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+END_SECONDS = 30.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temp folder of the run, of a short name: sockets are in it."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def shared_memory() -> set[str]:
+    """What Python's shared memory, vLLM's and torch's is called."""
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("psm_", "sem.", "torch_"))}
+
+
+def engine_files(scratch: Path) -> list[str]:
+    return [path.name for path in scratch.iterdir() if "engine" in path.name or "vllm" in path.name]
+
+
+def sessions_below(pid: int) -> set[int]:
+    """The sessions of a process and of all that it has started."""
+    parents, sessions = {}, {}
+    for entry in Path("/proc").iterdir():
+        try:
+            _, parent, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            parents[int(entry.name)], sessions[int(entry.name)] = int(parent), int(session)
+        except (OSError, ValueError):
+            continue
+    family = {pid}
+    while grown := {child for child, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return {sessions[member] for member in family}
+
+
+def leftovers(sessions: set[int], memory_before: set[str], scratch: Path) -> list[str]:
+    """What is still there after a while."""
+    deadline = time.monotonic() + END_SECONDS
+    while True:
+        processes = [line for session in sessions for line in in_session(session)]
+        found = [*processes, *(shared_memory() - memory_before), *engine_files(scratch)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+class Stumbling(GRPO):
+    """Fails in its second step, when completions are there and reward processes are up."""
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        super().training_step(prompts, batch_idx)
+        if batch_idx == 1:
+            raise ZeroDivisionError("the user's mistake")
+
+
+class NoteSessions(RLCallback):
+    """Which sessions there are while the run is at work."""
+
+    def __init__(self) -> None:
+        self.sessions: set[int] = set()
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.sessions |= sessions_below(os.getpid()) - {os.getsid(0)}
+
+
+def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
+    before = shared_memory()
+    module = Stumbling(
+        model_folder,
+        rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"})],
+        prompts_per_step=4,
+        samples_per_prompt=2,
+    )
+    note, rollout = NoteSessions(), make_rollout()
+    with pytest.raises(ZeroDivisionError, match="the user's mistake"):
+        make_trainer(tmp_path, 5, rollout, note).fit(module, make_data(tmp_path))
+    started = time.monotonic()
+    assert len(note.sessions) >= 2  # the engine's, and the reward processes'
+    assert leftovers(note.sessions, before, scratch) == []
+    assert time.monotonic() - started < 5
+    assert rollout.engine is None
+
+
+def write_config(folder: Path, model_folder: str) -> Path:
+    """A run without an end; its engine has a worker process and shared memory, where there is room for that."""
+    make_data(folder)
+    disk = os.statvfs(SHARED_MEMORY)
+    has_room = disk.f_bavail * disk.f_frsize > 1 << 30
+    config = {
+        "model": {
+            "class_path": "rlightning.algorithms.GRPO",
+            "init_args": {
+                "model": model_folder,
+                "rewards": [{"function": "engine_run.share_of_ones"}],
+                "prompts_per_step": 4,
+                "samples_per_prompt": 2,
+            },
+        },
+        "data": {
+            "class_path": "rlightning.data.PromptDataModule",
+            "init_args": {"train": str(folder / "sums.jsonl"), "max_prompt_tokens": 16},
+        },
+        "rollout": {
+            "max_new_tokens": 100,
+            "engine": {"kv_cache_memory_bytes": 1 << 28} | ({"distributed_executor_backend": "mp"} if has_room else {}),
+        },
+        "trainer": {
+            "max_steps": 100_000,
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "default_root_dir": str(folder / "run"),
+        },
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_codes"),
+    [(signal.SIGINT, {1, 130}), (signal.SIGTERM, {143, 0, 1, -15}), (signal.SIGKILL, {-9})],
+    ids=["SIGINT", "SIGTERM", "SIGKILL"],
+)
+def test_a_signal(
+    number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
+) -> None:
+    before = shared_memory()
+    config = write_config(tmp_path, model_folder)
+    environment = os.environ | {"PYTHONPATH": str(HERE), "TMPDIR": str(scratch)}
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlightning", "fit", "--config", str(config)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 180
+        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        sessions = sessions_below(process.pid)
+        assert len(sessions) >= 2 and engine_files(scratch)
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.wait(END_SECONDS) in exit_codes, output.read_text()
+        assert leftovers(sessions, before, scratch) == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_engine_notices_that_its_trainer_is_gone_though_a_child_holds_the_socket(
+    model_folder: str, tmp_path: Path, scratch: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FORKING)
+    process = subprocess.Popen(
+        [sys.executable, str(script), model_folder, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdout is not None
+    engine, child = json.loads(process.stdout.readline())
+    assert in_session(engine)
+    process.kill()
+    process.wait()
+    assert leftovers({engine}, shared_memory(), scratch) == []
+    os.kill(child, signal.SIGKILL)  # it has held the socket all the time
+
+
+FORKING = """
+import json, os, sys, time
+from pathlib import Path
+from engine_run import make_module, make_rollout, make_trainer
+rollout = make_rollout()
+module = make_module(sys.argv[1])
+trainer = make_trainer(Path(sys.argv[2]), 1, rollout)
+module.trainer = trainer
+rollout.setup(trainer, module, "validate")
+rollout.engine.wait_until_ready()
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(json.dumps([rollout.engine._process.pid, child]), flush=True)
+time.sleep(600)
+"""
