@@ -6,11 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-CHARACTERS = "0123456789+= "
+from tiny import save_model
 
 RUN_YAML = """\
 model:
@@ -73,25 +69,7 @@ class Announce(Callback):
 
 def make_project(folder: Path) -> None:
     """Write all of it into ``folder``."""
-    vocabulary = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(CHARACTERS)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.save_pretrained(folder / "model")
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # vLLM's attention on the CPU has none smaller
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    save_model(folder / "model", num_hidden_layers=1)
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(16)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN_YAML)

@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-import torch
 import yaml
 from metrics_table import undocumented
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny import save_byte_model
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 GSM8K = Path(os.environ.get("GSM8K_FOLDER", ROOT.parent / "shared" / "data" / "gsm8k"))
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
@@ -31,33 +25,6 @@ def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
     run = Path(options[options.index("--trainer.default_root_dir") + 1])
     with next((folder / run).glob("metrics/version_*/metrics.csv")).open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def save_byte_model(folder: Path) -> str:
-    """A tiny Qwen3 with a chat template that reads any text, byte by byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<eos>": 0, **{byte: i + 1 for i, byte in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def count_keys(tree: object) -> int:
@@ -116,7 +83,7 @@ def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
     rows = fit(
         "grpo_gsm8k.yaml",
         tmp_path,
-        *("--model.model", save_byte_model(tmp_path / "model")),
+        *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
         *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
         *("--data.train", str(GSM8K / "train.jsonl")),
         *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),

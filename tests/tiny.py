@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.data import PromptDataModule
@@ -18,28 +18,60 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 
 VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
 MAX_NEW_TOKENS = 6
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
-def save_model(folder: Path, seed: int = 0) -> str:
-    """Write a two-layer Qwen3 of some thousand parameters that reads characters; token 0 ends a sequence."""
+def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
+    """Write a two-layer Qwen3 of some thousand parameters that reads characters; token 0 ends a sequence.
+
+    Args:
+        folder: gets the model and its tokenizer.
+        seed: of the weights.
+        config: of Qwen3Config, in place of the sizes here.
+    """
     tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[]))
     tokenizer.decoder = decoders.Fuse()
+    save_tokenizer(folder, tokenizer)
+    return save_weights(folder, len(VOCABULARY), seed, **config)
+
+
+def save_byte_model(folder: Path, **config: Any) -> str:
+    """As :func:`save_model`, but it reads any text, byte by byte, and has a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0, **{byte: i + 1 for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    save_tokenizer(folder, tokenizer, CHAT_TEMPLATE)
+    return save_weights(folder, len(vocabulary), 0, **config)
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+    """Write a tokenizer whose token 0 ends a sequence."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = chat_template
     fast.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
+
+
+def save_weights(folder: Path, vocab_size: int, seed: int, **config: Any) -> str:
+    """Write a random Qwen3; the folder's name."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # vLLM's attention on the CPU has none smaller
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+    }
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**sizes | config)).save_pretrained(folder)
     return str(folder)
 
 
