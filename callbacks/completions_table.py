@@ -72,6 +72,8 @@ class CompletionsTable(RLCallback):
 
     def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are there; a refill of the same step takes its place."""
+        if not getattr(module, "generates", True):  # supervised fine-tuning: the completions are the data's
+            return
         step = self._count(trainer)
         if self._pending is not None and self._pending[0] != step:
             self._flush(trainer)
@@ -79,7 +81,7 @@ class CompletionsTable(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Show the batch that is trained on."""
-        if batch.rewards is None:  # supervised fine-tuning: nothing was generated
+        if batch.rewards is None or not getattr(module, "generates", True):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
         self._pending = (step, batch)
