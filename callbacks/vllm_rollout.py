@@ -244,10 +244,9 @@ class VLLMRollout(RLCallback):
         expected = self._module.score(token_ids).cpu().numpy()
         got = engine.score(token_ids)
         gap = float(abs(expected - got)[1:].mean())
-        # vLLM multiplies float32 matrices in TF32, whose mantissa has 10 bits, on GPUs that can
-        is_tf32 = engine.config.dtype == torch.float32 and engine.config.device.type == "cuda"
-        default = TF32_TOLERANCE if is_tf32 else VERIFY_TOLERANCE[engine.config.dtype]
-        tolerance = default if self.verify_tolerance is None else self.verify_tolerance
+        tolerance = self.verify_tolerance
+        if tolerance is None:
+            tolerance = _default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
         if not gap <= tolerance:
             version, engine.weight_version = engine.weight_version, None  # nobody may sample from it
             raise EngineError(
@@ -333,6 +332,16 @@ class VLLMRollout(RLCallback):
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
+
+
+def _default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:
+    """The coarser of the two precisions, the engine's and the actor's, decides."""
+    tolerance = VERIFY_TOLERANCE[engine.dtype]
+    if engine.device.type == "cuda":
+        tolerance = max(tolerance, TF32_TOLERANCE)  # which vLLM multiplies float32 matrices in
+    if "16" in actor_precision:
+        tolerance = max(tolerance, VERIFY_TOLERANCE[torch.bfloat16])
+    return tolerance
 
 
 def _canary(tokenizer: Any, max_tokens: int) -> list[int]:
