@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.rollout.process_group import end_own_group
 
+RESET_TRIES = 5
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 2.0
 """Between two looks whether the trainer is there."""
@@ -72,8 +73,16 @@ class VLLMServer:
         return sorted({name for names in missing for name in names})
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of prompts: they belong to the weights that computed them."""
-        return bool(await self.engine.reset_prefix_cache())
+        """Forget the keys and values of prompts: they belong to the weights that computed them.
+
+        Returns:
+            False if requests still hold some.
+        """
+        for _ in range(RESET_TRIES):
+            if await self.engine.reset_prefix_cache():
+                return True
+            await asyncio.sleep(0.02)  # a step that was scheduled ahead may still run
+        return False
 
     async def sleep(self) -> None:
         """Free the weights' and the KV cache's memory."""
