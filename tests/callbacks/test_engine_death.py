@@ -1,0 +1,191 @@
+"""Engines that are killed or stopped under the real Trainer: in a rollout, between steps, in validation; and twice."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_run import Witness, find_core, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+
+from rlightning.data import ValidationSet
+from rlightning.errors import EngineError
+from rlightning.hooks import RLCallback
+from rlightning.rollout import Sampling
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.types import Completion, Prompt
+
+pytestmark = pytest.mark.slow
+
+# The engine works on one prompt at a time, its two samples, so that the first is done long before the last.
+ONE_BY_ONE: dict[str, Any] = {"max_new_tokens": 64, "hang_timeout": 8.0, "engine": {"max_num_seqs": 2}}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def kill_engine(engine: VLLMEngine) -> None:
+    assert engine._process is not None
+    os.kill(engine._process.pid, signal.SIGKILL)
+
+
+def kill_core(engine: VLLMEngine) -> None:
+    assert engine._process is not None
+    os.kill(find_core(engine._process.pid), signal.SIGKILL)
+
+
+def stop_core(engine: VLLMEngine) -> None:
+    assert engine._process is not None
+    os.kill(find_core(engine._process.pid), signal.SIGSTOP)
+
+
+def lose_answers(engine: VLLMEngine) -> None:
+    """Drop what the engine had sent already: on a busy machine that may be everything."""
+    assert engine._connection is not None
+    with contextlib.suppress(EOFError, OSError):
+        while engine._connection.poll(0.5):
+            engine._connection.recv()
+
+
+class Request(NamedTuple):
+    """One call of the engine: how many prompts were asked for, and what came back until it died."""
+
+    weight_version: int
+    num_prompts: int
+    finished: list[list[Completion]]
+
+
+class Assassin:
+    """Strikes in chosen calls, after the first prompt is done; notes all calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: dict[int, Callable[[VLLMEngine], None]]) -> None:
+        self.requests: list[Request] = []
+        self.sessions: list[int] = []
+        generate, start = VLLMEngine.generate_as_finished, VLLMEngine.start
+
+        def watched(
+            engine: VLLMEngine, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
+        ) -> Iterator[tuple[int, list[Completion]]]:
+            request = Request(engine.weight_version or 0, len(requests), [])
+            self.requests.append(request)
+            for item in generate(engine, requests, num_samples, sampling):
+                request.finished.append(item[1])
+                yield item
+                if len(request.finished) == 1 and len(self.requests) - 1 in strikes:
+                    strikes[len(self.requests) - 1](engine)
+                    lose_answers(engine)
+
+        def noted(engine: VLLMEngine) -> None:
+            start(engine)
+            assert engine._process is not None
+            self.sessions.append(engine._process.pid)
+
+        monkeypatch.setattr(VLLMEngine, "generate_as_finished", watched)
+        monkeypatch.setattr(VLLMEngine, "start", noted)
+
+
+class StrikeBetween(RLCallback):
+    """Kills the engine when it is not at work: in the update of one step, and before a validation."""
+
+    def __init__(self, at_update: int, at_validation: int) -> None:
+        self.at_update, self.at_validation = at_update, at_validation
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        if module.weight_version == self.at_update:
+            kill_core(module.generator.engine)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if module.weight_version == self.at_validation:
+            kill_engine(module.generator.engine)
+
+
+def test_a_run_survives_one_death_a_step(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Calls of the engine: 0 and 1 are step 1, 2 and 3 are step 2, 4 and 5 are step 3; then 6, validation 7, 8.
+    assassin = Assassin(monkeypatch, {0: kill_engine, 2: kill_core, 4: stop_core})
+    witness = Witness()
+    rollout = make_rollout(**ONE_BY_ONE)
+    between = StrikeBetween(at_update=2, at_validation=4)
+    trainer = make_trainer(tmp_path, 5, rollout, between, witness, val_check_interval=4, check_val_every_n_epoch=None)
+    module = make_module(model_folder, validate_first=False)
+    sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
+    trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
+    assert trainer.global_step == 5
+    assert witness.events == [
+        *("rollout", "sync 0", "sync 0", "update"),  # in the rollout of step 1
+        *("rollout", "sync 1", "sync 1", "update"),
+        *("rollout", "sync 2", "sync 2", "update"),
+        *("rollout", "sync 3", "sync 3", "update"),  # found dead: the first attempt failed
+        *("validation", "sync 4", "sync 4"),
+        *("rollout", "update"),
+    ]
+    assert len(assassin.sessions) == 1 + 5
+    # What was done stays: after a death in a rollout fewer prompts are asked for.
+    for first, second in ((0, 1), (2, 3), (4, 5)):
+        asked, again = assassin.requests[first], assassin.requests[second]
+        assert (asked.num_prompts, len(asked.finished)) == (4, 1)
+        assert (again.num_prompts, len(again.finished)) == (3, 3)
+        batch = witness.batches[first // 2]
+        kept = {completion.token_ids.tobytes() for completion in batch.completions}
+        assert all(completion.token_ids.tobytes() in kept for group in asked.finished for completion in group)
+    for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
+        assert batch.num_sequences == 8
+        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert np.isfinite(batch.rollout_logprobs.numpy()).all()
+        assert metrics["policy/rollout_gap_max"] < 1e-4  # sampled from the current weights, before and after
+    assert len(witness.validations) == 1
+    assert caplog.text.count("The engine is restarted, once in this step") == 5
+    assert "gave no sign of life for 8 s" in caplog.text and "(exit status -9)" in caplog.text
+    assert [in_session(session) for session in assassin.sessions] == [[]] * 6
+
+
+def test_the_second_death_in_a_step_ends_the_run(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assassin = Assassin(monkeypatch, {0: kill_core, 1: kill_engine})
+    trainer = make_trainer(tmp_path, 2, make_rollout(**ONE_BY_ONE))
+    with pytest.raises(EngineError, match=r"^The engine died twice in one step\. The engine died") as caught:
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert [request.num_prompts for request in assassin.requests] == [4, 3]
+    log_lines = (tmp_path / "engine.log").read_text().splitlines()
+    assert str(caught.value).splitlines()[-5:] == log_lines[-5:]
+    assert len(assassin.sessions) == 2
+    assert [in_session(session) for session in assassin.sessions] == [[], []]
+
+
+def test_an_engine_that_cannot_start_is_not_started_twice(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assassin = Assassin(monkeypatch, {})
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"max_num_seqs": -1}))
+    with pytest.raises(EngineError, match=r"(?s)could not start \(exit status 1\)\. The end of .*max_num_seqs"):
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
+
+
+def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:
+    rollout = make_rollout(hang_timeout=5.0)
+    module = make_module(model_folder)
+    module.configure_model()
+    trainer: Any = make_trainer(tmp_path, 1, rollout)
+    module.trainer = trainer
+    rollout.setup(trainer, module, "validate")
+    engine = rollout.engine
+    assert engine is not None and engine._process is not None
+    engine.wait_until_ready()
+    engine.load_weights(module.named_weights(), 0)
+    session = engine._process.pid
+    os.kill(session, signal.SIGSTOP)
+    # More than a socket holds
+    prompts = [Prompt(i, "", torch.zeros(250, dtype=torch.int64).tolist(), {}) for i in range(4000)]
+    with pytest.raises(EngineError, match="The engine died"):
+        engine.generate(prompts, 1, Sampling())
+    assert in_session(session) == []
+    rollout.close()

@@ -1,0 +1,297 @@
+"""VLLMRollout in runs of the real Trainer, in a loop of one's own, and refusing what cannot work."""
+
+import importlib.util
+import logging
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from lightning.pytorch import Trainer
+
+from rlightning.callbacks import VLLMRollout
+from rlightning.callbacks.vllm_rollout import _canary
+from rlightning.data import PromptDataModule, ValidationSet
+from rlightning.errors import ConfigError, EngineError
+from rlightning.module import RLModule
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weights import WeightBucket
+from rlightning.types import Prompt
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+# A whole run
+
+
+class Run(NamedTuple):
+    trainer: Trainer
+    module: RLModule
+    data: PromptDataModule
+    rollout: VLLMRollout
+    witness: Witness
+    sessions: list[int]
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
+    folder = tmp_path_factory.mktemp("run")
+    sessions: list[int] = []
+    start = VLLMEngine.start
+
+    def noted(engine: VLLMEngine) -> None:
+        start(engine)
+        assert engine._process is not None
+        sessions.append(engine._process.pid)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMEngine, "start", noted)
+        witness, rollout = Witness(), make_rollout(temperature=0.7, bucket_bytes=50_000)
+        trainer = make_trainer(folder, 5, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
+        path = str(folder / "sums.jsonl")
+        sets = {"greedy": ValidationSet(path, limit=4), "sampled": ValidationSet(path, limit=3, samples_per_prompt=4)}
+        data = make_data(folder, validation=sets)
+        module = make_module(model_folder)
+        trainer.fit(module, data)
+        yield Run(trainer, module, data, rollout, witness, sessions)
+
+
+def test_weights_are_sent_once_an_update(run: Run) -> None:
+    step = ["rollout", "update"]
+    assert run.witness.events == [
+        *("validation", "sync 0", *step),
+        *("rollout", "sync 1", "update", "validation", "sync 2", *step),
+        *("rollout", "sync 3", "update", "validation", "sync 4", *step),
+    ]
+
+
+def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
+    assert len(run.witness.batches) == len(run.witness.steps) == 5
+    for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
+        assert batch.num_sequences == 8
+        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert metrics["policy/rollout_gap_max"] < 1e-4
+
+
+def test_validation_goes_through_the_engine(run: Run) -> None:
+    assert [step for step, _ in run.witness.validations] == [0, 2, 4]
+    for _, metrics in run.witness.validations:
+        assert {"val/greedy/pass@1", "val/sampled/pass@1", "val/sampled/pass@2", "val/sampled/pass@4"} <= set(metrics)
+        assert not {"val/greedy/pass@2", "val/sampled/pass@8"} & set(metrics)
+        assert metrics["val/sampled/pass@1"] <= metrics["val/sampled/pass@2"] <= metrics["val/sampled/pass@4"]
+        assert 1 <= metrics["val/greedy/length"] <= 8
+        assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_the_engine_ends_with_the_run(run: Run) -> None:
+    assert run.rollout.engine is None
+    assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
+    assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
+
+
+@pytest.mark.slow
+def test_the_same_objects_serve_again(run: Run) -> None:
+    first, version = len(run.sessions), run.module.weight_version
+    run.trainer.fit_loop.epoch_loop.max_steps = version + 1
+    run.trainer.fit(run.module, run.data)
+    assert run.module.weight_version == version + 1
+    assert run.witness.events[-5:] == ["rollout", "sync 5", "update", "validation", "sync 6"]
+    greedy, sampled = run.trainer.validate(run.module, run.data, verbose=False)
+    assert "val/greedy/pass@1" in greedy and "val/sampled/pass@4" in sampled
+    predictions: Any = run.trainer.predict(run.module, run.data)
+    pairs = [pair for batch in predictions for pair in batch]
+    assert [prompt.index for prompt, _ in pairs] == list(range(16))
+    for _, completions in pairs:
+        assert len(completions) == 2
+        assert all((one.weight_versions == version + 1).all() for one in completions)
+    assert len(run.sessions) == first + 3
+    assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
+
+
+# A loop of one's own
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLE))
+
+
+@pytest.mark.slow
+def test_the_example_learns(example: dict[str, Any], model_folder: str, tmp_path: Path) -> None:
+    rewards = example["main"](model_folder, num_steps=12, run_dir=str(tmp_path))
+    assert len(rewards) == 12
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
+
+
+class PlainLoop(NamedTuple):
+    rollout: VLLMRollout
+    policy: Any
+    prompts: list[Prompt]
+
+
+@pytest.fixture(scope="module")
+def loop(example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLoop]:
+    """A policy and an engine that stays up, verified at each sync; no Trainer."""
+    policy, rollout = example["Policy"](model_folder), make_rollout(seed=3)
+    trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
+    rollout.setup(trainer, policy, "fit")
+    prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(["1+1=", "2+3="])]
+    yield PlainLoop(rollout, policy, prompts)
+    rollout.close()
+
+
+@torch.no_grad()
+def change_weights(policy: Any) -> None:
+    for weight in policy.model.parameters():
+        weight.add_(torch.randn_like(weight), alpha=0.05)
+    policy.weight_version += 1
+
+
+def sample(loop: PlainLoop) -> list[list[str]]:
+    groups = loop.rollout.generate(loop.prompts, 8, loop.rollout.sampling)
+    return [[completion.text for completion in group] for group in groups]
+
+
+def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
+    first = sample(loop)
+    assert sample(loop) == first
+    # The same weights under the next version draw from other streams: no step repeats the one before.
+    loop.policy.weight_version += 1
+    assert sample(loop) != first
+    loop.policy.weight_version -= 1
+    assert sample(loop) == first
+
+
+def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample(loop)
+    before = loop.policy.weight_version
+    call = VLLMEngine._call
+
+    def skip_loading(engine: VLLMEngine, method: str, *arguments: Any) -> Any:
+        return [] if method == "load_chunk" else call(engine, method, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMEngine, "_call", skip_loading)
+        change_weights(loop.policy)
+        with pytest.raises(EngineError, match="does not hold the actor's weights") as caught:
+            sample(loop)
+        with pytest.raises(EngineError):  # nor does it the next time
+            sample(loop)
+    canary = _canary(loop.policy.tokenizer, 255)
+    assert len(canary) == 32
+    assert f"of version {before + 1}" in str(caught.value)
+    assert f"is {loop.policy.score(canary)[1:].mean():.4f} under the actor and -" in str(caught.value)
+    assert sample(loop)  # sent in full, it passes
+
+
+def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample(loop)
+
+    def leave_as_it_was(bucket: WeightBucket, weights: Any) -> Iterator[int]:
+        yield from range(len(bucket.chunks))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightBucket, "fill", leave_as_it_was)
+        change_weights(loop.policy)
+        with pytest.raises(EngineError, match=r"is -\d+\.\d+ under the actor and -\d+\.\d+ under the engine"):
+            sample(loop)
+    assert sample(loop)
+
+
+def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_weights(loop.policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.policy, "score", lambda token_ids: torch.full((len(token_ids),), float("nan")))
+        with pytest.raises(EngineError, match="nan under the actor"):
+            sample(loop)
+    assert sample(loop)
+
+
+# What is refused before an engine starts
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(engine: VLLMEngine) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(VLLMEngine, "start", fail)
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"engine": {"max_num_seq": 4}}, r"rollout\.engine\.max_num_seq is not .* Did you mean 'max_num_seqs'\?"),
+        ({"engine": {"dtype": "float16"}}, r"rollout\.engine\.dtype cannot be set: use rollout\.dtype"),
+        ({"temperature": 0}, r"rollout\.temperature=0 makes all samples of a prompt alike"),
+        ({"max_new_tokens": 250}, r"250.*256"),
+        ({"hang_timeout": 1}, r"rollout\.hang_timeout=1 must be at least 5 s"),
+    ],
+)
+def test_what_cannot_work_is_refused(rollout: dict[str, Any], message: str, model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, make_rollout(**rollout))
+    with pytest.raises(ConfigError, match=message) as caught:
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_sequence_must_fit_a_microbatch(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, make_rollout())
+    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch=20"):
+        trainer.fit(make_module(model_folder, max_tokens_per_microbatch=20), make_data(tmp_path))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_vllm_must_be_installed(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    trainer = make_trainer(tmp_path, 1, make_rollout())
+    with pytest.raises(ConfigError, match=r"vLLM is not installed.*pip install 'rlightning\[vllm\]'"):
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+
+
+def started_with(rollout: VLLMRollout, model_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The configuration that an engine would have been started with."""
+    monkeypatch.setattr(VLLMEngine, "start", lambda engine: None)
+    trainer = make_trainer(folder, 1, rollout)
+    monkeypatch.setattr(rollout, "generate", lambda *_: (_ for _ in ()).throw(KeyError("far enough")))
+    engines: list[VLLMEngine] = []
+    monkeypatch.setattr(VLLMEngine, "close", lambda engine: engines.append(engine))
+    with pytest.raises(KeyError, match="far enough"):
+        trainer.fit(make_module(model_folder), make_data(folder))
+    return engines[0].config
+
+
+def test_engine_arguments_pass_through(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = make_rollout(engine={"max_num_seqs": 3, "enable_prefix_caching": False})
+    config = started_with(rollout, model_folder, tmp_path, monkeypatch)
+    assert config.engine_args["max_num_seqs"] == 3
+    assert config.engine_args["enable_prefix_caching"] is False
+    assert config.engine_args["max_model_len"] == 33  # 16 + 8 would do, but for the canary
+    assert config.dtype == torch.float32 and not config.can_sleep
+
+
+def test_a_cut_distribution_is_said(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        started_with(make_rollout(top_p=0.9), model_folder, tmp_path, monkeypatch)
+    assert "Consider model.rollout_correction" in caplog.text
+
+
+def test_a_single_stop_string_is_not_taken_apart() -> None:
+    assert VLLMRollout(stop="###").sampling.stop == ("###",)
+    assert VLLMRollout(stop=["a", "b"]).sampling.stop == ("a", "b")
