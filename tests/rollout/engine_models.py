@@ -5,41 +5,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tiny import VOCABULARY
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
 from rlightning.types import Completion, Prompt, RolloutBatch
 
-CHARACTERS = "0123456789+= "
-VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate(CHARACTERS)}}
+CHARACTERS = "".join(list(VOCABULARY)[1:])
 
 
 def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
-    """Write a two-layer Qwen3 that reads characters, of weights wide enough for an opinion; token 0 ends a sequence."""
-    tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.save_pretrained(folder)
+    """A tiny model with weights wide enough for an opinion, and an output layer of its own."""
     sizes: dict[str, Any] = {
-        "vocab_size": len(VOCABULARY),
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
-        "eos_token_id": 0,
         "initializer_range": 0.1,
     }
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**sizes | config)).save_pretrained(folder)
-    return str(folder)
+    return tiny.save_model(folder, seed, **sizes | config)
 
 
 @contextmanager

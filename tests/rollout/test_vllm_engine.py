@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import CHARACTERS, VOCABULARY, Actor, make_prompt, running_engine, save_model
+from engine_models import CHARACTERS, Actor, make_prompt, running_engine, save_model
+from tiny import VOCABULARY
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling

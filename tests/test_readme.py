@@ -1,0 +1,36 @@
+"""The README's first screen is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from test_configs import count_keys
+from tiny import save_byte_model
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_yaml_of_the_first_screen_is_understood(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    assert len(example.splitlines()) <= 16 and count_keys(yaml.safe_load(example)) <= 12
+    (tmp_path / "run.yaml").write_text(example)
+    options = ["--config", "run.yaml", "--model.lr", "2e-6", "--model.model", save_byte_model(tmp_path / "model")]
+    command = [sys.executable, "-m", "rlightning", "fit", *options, "--print_config"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    resolved = yaml.safe_load(done.stdout)
+    assert resolved["model"]["init_args"]["lr"] == 2e-6
+    assert resolved["rollout"]["init_args"]["max_new_tokens"] == 1024
+
+
+def test_every_link_leads_to_a_file_and_every_command_to_a_target() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert len(links) > 8
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(
+        re.search(rf"^{name}:", targets, re.MULTILINE) for name in re.findall(r"^make (\w+)", README, re.MULTILINE)
+    )
