@@ -1,6 +1,7 @@
 """RLModule: the actor, and one training step from prompts to updated weights."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -203,9 +204,11 @@ class RLModule(PolicyModule):
         kept = [self._keep(sampled[0])]
         for _ in range(self.max_refills):
             missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-            if missing <= 0:
+            # Every rank has to take as many prompts as the others, whoever it is that misses some.
+            share = math.ceil(self.all_sum(torch.tensor(missing)).item() / self.trainer.world_size)
+            if share <= 0:
                 break
-            sampled.append(self.reward(self.rollout(self.take_prompts(missing))))
+            sampled.append(self.reward(self.rollout(self.take_prompts(share))))
             kept.append(self._keep(sampled[-1]))
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.all_sum))
@@ -283,12 +286,14 @@ class RLModule(PolicyModule):
         """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient."""
         counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
         totals = LossTotals(*self.all_sum(counts).tolist())
-        for sequences in split_microbatches(minibatch.lengths.tolist(), self.plan.max_tokens_per_microbatch):
+        microbatches = split_microbatches(minibatch.lengths.tolist(), self.plan.max_tokens_per_microbatch)
+        for sequences in microbatches:
             batch = minibatch.select(sequences)
             batch.totals = totals
             loss = self.loss(batch, means)
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
-            self.manual_backward(loss * self.trainer.world_size)
+            with self.local_gradients(sequences is not microbatches[-1]):
+                self.manual_backward(loss * self.trainer.world_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
         """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""

@@ -1,11 +1,13 @@
 """PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -130,8 +132,18 @@ class PolicyModule(LightningModule):
         trainer = self._trainer
         if trainer is None or trainer.world_size == 1:
             return tensor
-        reduced: Tensor = trainer.strategy.reduce(tensor.to(self.device), reduce_op="sum")
+        # The strategy reduces in place, and the tensor is the caller's.
+        reduced: Tensor = trainer.strategy.reduce(tensor.to(self.device, copy=True), reduce_op="sum")
         return reduced
+
+    def local_gradients(self, are_local: bool = True) -> AbstractContextManager[None]:
+        """Inside, a backward adds to this rank's gradients without averaging them over the ranks.
+
+        Ranks cut their shares into different numbers of micro-batches: only the last one of each may wait for the
+        others, or they wait for each other forever.
+        """
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if are_local and isinstance(strategy, ParallelStrategy) else nullcontext()
 
     @property
     def loaded_actor(self) -> PreTrainedModel:
