@@ -148,6 +148,8 @@ class RLCLI(LightningCLI):
                 sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
         check_trainer(trainer)
         folder = Path(trainer["default_root_dir"])
+        if folder.is_file():
+            raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
         check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
         settle_lengths(trainer)
         if trainer["logger"] is True:

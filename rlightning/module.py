@@ -93,6 +93,8 @@ class RLModule(PolicyModule):
             epochs_per_rollout=epochs_per_rollout,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
         )
+        if kl_coef < 0:
+            raise ConfigError(f"kl_coef={kl_coef} must be at least 0: it is a penalty. Use 0 for none.")
         self.rewarder = RewardRunner(rewards, max_failed_share=max_failed_share)
         self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation

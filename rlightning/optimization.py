@@ -39,6 +39,22 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
+def check_optimizer(
+    *, lr: float, weight_decay: float, betas: tuple[float, float], warmup_steps: int, max_grad_norm: float
+) -> None:
+    """Refuse numbers with which nothing would be learned, before anything is loaded."""
+    rules = {
+        f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
+        f"weight_decay={weight_decay} must be at least 0. Use 0 for none": weight_decay >= 0,
+        f"betas={list(betas)} must be in [0, 1). Try [0.9, 0.999]": all(0 <= beta < 1 for beta in betas),
+        f"warmup_steps={warmup_steps} must be at least 0. Use 0 for none": warmup_steps >= 0,
+        f"max_grad_norm={max_grad_norm} must be above 0. Use .inf for no limit": max_grad_norm > 0,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ConfigError(f"{rule}.")
+
+
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> AdamW:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
-from rlightning.optimization import LRSchedule, make_lr_schedule, make_optimizer
+from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
 from rlightning.types import RolloutBatch
 
 
@@ -47,6 +47,9 @@ class PolicyModule(LightningModule):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        check_optimizer(
+            lr=lr, weight_decay=weight_decay, betas=betas, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm
+        )
         self.automatic_optimization = False
         self.model_path = model
         self.model_config = load_config(model)

@@ -51,6 +51,9 @@ def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
         ("--ckpt_path=gone.ckpt", "ckpt_path=gone.ckpt: there is no such file."),
         ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val=1 has no effect here"),
         ("--trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2 has no effect here"),
+        ("--trainer.default_root_dir=rows.jsonl", "trainer.default_root_dir=rows.jsonl is a file. Name a folder"),
+        ("--model.lr=-1", "lr=-1.0 must be at least 0."),
+        ("--model.kl_coef=-1", "kl_coef=-1.0 must be at least 0: it is a penalty."),
         ("--trainer.accelerator=gpuu", "trainer: You selected an invalid accelerator name"),
         ("--model.lr", "--model.lr: its value is missing. Write --model.lr VALUE."),
         ("run.yaml", "'run.yaml' follows no option"),
@@ -148,3 +151,16 @@ def test_a_key_inside_a_named_set_can_be_overridden(project: Path, capsys: pytes
     assert fit(capsys, *files, "--data.validation.easy.path", "rows.jsonl", "--print_config")[0] == 0
     code, errors = fit(capsys, *files, "--data.validation.easy.limt", "3")
     assert (code, errors) == (2, "error: data.validation.easy.limt: there is no such key. Did you mean 'limit'?\n")
+
+
+def test_a_validation_set_may_be_a_path_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "sets.yaml").write_text("data: {validation: {easy: rows.jsonl, hard: {path: rows.jsonl, limit: 3}}}\n")
+    files = ("--config", "run.yaml", "--config", "sets.yaml")
+    try:
+        code = main(["fit", *files, "--print_config"])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "easy: rows.jsonl" in shown.out
+    assert "limit: 3" in shown.out

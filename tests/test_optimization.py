@@ -1,4 +1,5 @@
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from rlightning.errors import ConfigError
-from rlightning.optimization import check_trainer, clip_gradients, make_lr_schedule, make_optimizer
+from rlightning.optimization import check_optimizer, check_trainer, clip_gradients, make_lr_schedule, make_optimizer
 
 
 def make_parameters() -> tuple[nn.Parameter, nn.Parameter]:
@@ -113,3 +114,21 @@ def test_settings_of_the_trainer_that_do_not_reach_here(setting: dict[str, Any],
     check_trainer(SimpleNamespace(**settings))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         check_trainer(SimpleNamespace(**settings | setting))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": -1.0}, r"lr=-1\.0 must be at least 0\. Try 1e-6\."),
+        ({"lr": math.nan}, "lr=nan must be at least 0"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
+        ({"betas": (0.9, 1.5)}, r"betas=\[0\.9, 1\.5\] must be in \[0, 1\)"),
+        ({"warmup_steps": -3}, "warmup_steps=-3 must be at least 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be above 0\. Use \.inf for no limit\."),
+    ],
+)
+def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "warmup_steps": 0}
+    check_optimizer(**usual, max_grad_norm=math.inf)
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(**usual | {"max_grad_norm": 1.0} | setting)

@@ -72,7 +72,7 @@ class PromptDataModule(LightningDataModule):
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
             configuration and split, ``owner/name:config:split``.
-        validation: sets by name, or one path.
+        validation: sets by name, each a path or a :class:`ValidationSet`; or one path.
         predict: the set of ``rlightning predict``.
         prompt_column: the column that holds the prompt, a text or a list of chat messages.
         prompt_template: a format string over the columns, used instead, such as ``"Q: {question}\\nA:"``.
@@ -90,7 +90,7 @@ class PromptDataModule(LightningDataModule):
         self,
         train: str | None = None,
         *,
-        validation: dict[str, ValidationSet] | str | None = None,
+        validation: dict[str, ValidationSet | str] | str | None = None,
         predict: str | None = None,
         prompt_column: str = "prompt",
         prompt_template: str | None = None,
@@ -104,9 +104,14 @@ class PromptDataModule(LightningDataModule):
         validation_batch_size: int = 256,
     ) -> None:
         super().__init__()
+        if validation_batch_size < 1:
+            raise ConfigError(f"validation_batch_size={validation_batch_size} must be at least 1.")
         if isinstance(validation, str):
-            validation = {_name_of(validation): ValidationSet(validation)}
-        self.validation_sets = [chosen.resolve(name) for name, chosen in (validation or {}).items()]
+            validation = {_name_of(validation): validation}
+        self.validation_sets = [
+            (ValidationSet(chosen) if isinstance(chosen, str) else chosen).resolve(name)
+            for name, chosen in (validation or {}).items()
+        ]
         self.train = train
         self.predict = predict
         self.format = PromptFormat(

@@ -258,6 +258,17 @@ def test_mistakes_in_a_validation_set(options: dict[str, Any], message: str) -> 
         PromptDataModule(validation={"v": ValidationSet("v.jsonl", **options)})
 
 
+def test_a_validation_set_may_be_a_path_alone() -> None:
+    of_name = PromptDataModule(validation={"v": "other.jsonl"}).validation_sets
+    assert of_name == [ValidationSet("other.jsonl").resolve("v")]
+    assert PromptDataModule(validation="other.jsonl").validation_sets == [ValidationSet("other.jsonl").resolve("other")]
+
+
+def test_validation_batches_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="validation_batch_size=0 must be at least 1"):
+        PromptDataModule(validation_batch_size=0)
+
+
 class Writer(Recorder):
     """Writes what its rank saw to a file."""
 
