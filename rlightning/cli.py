@@ -36,8 +36,6 @@ TRAINER_DEFAULTS = {
     "check_val_every_n_epoch": None,
 }
 
-CKPT_KEYWORDS = ("last", "best", "hpc")
-
 
 class RLArgumentParser(LightningArgumentParser):
     """A parser whose errors are one line, without the usage of two hundred options."""
@@ -190,8 +188,9 @@ class RLCLI(LightningCLI):
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
             callbacks.append(predictions(self._get(self.config_init, "output")))
         folder = Path(trainer["default_root_dir"]) / "checkpoints"
-        should_save = self.subcommand == "fit" and trainer["enable_checkpointing"] is not False
-        if should_save and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
+        has_checkpoints = trainer["enable_checkpointing"] is not False
+        if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
             callbacks.append(ModelCheckpoint(folder, save_last=True))
         for callback in callbacks:
             # Lightning's default is a folder of the first logger's.
@@ -252,13 +251,19 @@ def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None
                 f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
                 "--ckpt_path last, or set another trainer.default_root_dir."
             )
-    elif ckpt_path == "last" and command == "fit" and not any(path.name.startswith("last") for path in saved):
+    elif ckpt_path == "last" and not any(path.name.startswith("last") for path in saved):
         others = f" Name one of the others there, such as {saved[-1]}." if saved else ""
+        start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
         raise ConfigError(
             f"ckpt_path=last, but there is no last.ckpt in {folder / 'checkpoints'}.{others} "
-            "Set trainer.default_root_dir to the folder of the run to continue, or leave out --ckpt_path to start anew."
+            f"Set trainer.default_root_dir to the folder of the run to {start}."
         )
-    elif ckpt_path not in CKPT_KEYWORDS and "://" not in ckpt_path and not Path(ckpt_path).exists():
+    elif ckpt_path == "best":
+        raise ConfigError(
+            "ckpt_path=best: which one that is only the run itself knew. "
+            + (f"Name a file, such as {saved[0]}." if saved else "Name a file.")
+        )
+    elif ckpt_path not in ("last", "hpc") and "://" not in ckpt_path and not Path(ckpt_path).exists():
         raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,19 @@ def test_validate_measures_without_training(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "val/rows/loss" in done.stdout
     assert not (project / "measured/checkpoints").exists()
+
+
+def test_the_last_checkpoint_is_the_one_that_is_measured(project: Path) -> None:
+    options = ["--data.validation", "rows.jsonl", "--trainer.default_root_dir", "trained"]
+    fitted = rlightning(project, "fit", "--config", "run.yaml", "--trainer.val_check_interval", "3", *options)
+    assert fitted.returncode == 0, fitted.stderr
+    losses = re.findall(r"validation at step (\d) \| rows \| loss ([\d.]+)", fitted.stderr + fitted.stdout)
+    assert [step for step, _ in losses] == ["0", "3"]
+    assert losses[0][1] != losses[1][1]
+    done = rlightning(project, "test", "--config", "run.yaml", *options, "--ckpt_path", "last")
+    assert done.returncode == 0, done.stderr
+    [measured] = re.findall(r"test/rows/loss\W+([\d.]+)", done.stdout)
+    assert f"{float(measured):.3f}" == losses[1][1]
 
 
 def test_predict_writes_completions_of_the_real_engine(project: Path) -> None:

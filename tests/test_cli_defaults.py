@@ -69,6 +69,16 @@ def test_a_folder_with_checkpoints_takes_no_new_run(tmp_path: Path) -> None:
     check_checkpoints("fit", tmp_path, str(tmp_path / "checkpoints" / "last.ckpt"))
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_a_checkpoint_that_nobody_can_find(command: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    other = tmp_path / "checkpoints" / "epoch=0-step=2.ckpt"
+    other.touch()
+    for keyword, message in (("last", "there is no last.ckpt in"), ("best", "only the run itself knew")):
+        with pytest.raises(ConfigError, match=rf"ckpt_path={keyword}.*{message}.* such as .*step=2\.ckpt"):
+            check_checkpoints(command, tmp_path, keyword)
+
+
 def test_the_gist_of_a_long_message_is_its_key_and_its_reason() -> None:
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n'

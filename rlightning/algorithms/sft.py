@@ -62,6 +62,13 @@ class SFT(RLModule):
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss a token over the validation set's completions."""
+        self._log_loss(prompts, dataloader_idx, "val")
+
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As :meth:`validation_step`."""
+        self._log_loss(prompts, dataloader_idx, "test")
+
+    def _log_loss(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
         batch = self._pack(prompts).to(self.device)
         logprobs, _ = self.compute_logprobs(batch)
         mask = batch.completion_mask
@@ -69,7 +76,11 @@ class SFT(RLModule):
         name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]
         # Weighted by tokens, batches of unequal length average to the mean over all tokens.
         self.log(
-            f"val/{name}/loss", loss / max(tokens, 1), on_epoch=True, batch_size=int(tokens), add_dataloader_idx=False
+            f"{prefix}/{name}/loss",
+            loss / max(tokens, 1),
+            on_epoch=True,
+            batch_size=int(tokens),
+            add_dataloader_idx=False,
         )
 
     def _pack(self, prompts: list[Prompt]) -> RolloutBatch:

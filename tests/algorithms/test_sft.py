@@ -81,6 +81,8 @@ def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: 
     # Batches of unequal length average to the mean over all tokens.
     again = trainer.validate(module, make_data(tmp_path, validation_batch_size=5), verbose=False)[0]["val/sums/loss"]
     assert again == pytest.approx(loss, rel=1e-5)
+    tested = trainer.test(module, make_data(tmp_path, validation_batch_size=5), verbose=False)[0]["test/sums/loss"]
+    assert tested == pytest.approx(loss, rel=1e-5)
     batch = module._pack(make_prompts(module))
     with torch.no_grad():
         logprobs, _ = module.compute_logprobs(batch)
