@@ -268,6 +268,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
+        fitting += getattr(module, "__all__", ())  # what a module imports when it is asked for, too
         near = suggest(path, [f"{module_name}.{n}" for n in fitting if not n.startswith("_")])
         raise ConfigError(f"{key}: there is no '{name}' in '{module_name}'. {near}")
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):

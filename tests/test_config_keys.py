@@ -47,6 +47,11 @@ def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
         ("--data.overlong=drob", "data.overlong: expected Literal['drop', 'truncate'], got 'drob'"),
         ("--rollout.temp=1", "rollout.temp: there is no such key. Did you mean 'temperature'?"),
         ("--trainer.callbacks+=EarlyStoping", "trainer.callbacks: there is no class 'EarlyStoping'. Did you mean"),
+        (
+            "--trainer.callbacks+=rlightning.callbacks.SafeHF",
+            "trainer.callbacks: there is no 'SafeHF' in 'rlightning.callbacks'. "
+            "Did you mean 'rlightning.callbacks.SaveHF'?",
+        ),
         ("--config=runn.yaml", "--config runn.yaml: there is no such file. Did you mean 'run.yaml'?"),
         ("--ckpt_path=gone.ckpt", "ckpt_path=gone.ckpt: there is no such file."),
         ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val=1 has no effect here"),
