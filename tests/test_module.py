@@ -289,6 +289,7 @@ def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> 
     ("arguments", "trainer", "message"),
     [
         ({"rewards": ()}, {}, "GRPO has no reward function"),
+        ({"samples_per_prompt": 1}, {}, "samples_per_prompt=1: GRPO compares completions of one prompt"),
         ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 has no effect"),
         ({}, {"gradient_clip_val": 1.0}, r"Set model\.max_grad_norm=1\.0"),
     ],

@@ -1,5 +1,7 @@
 """What algorithms that compare the completions of one prompt have in common."""
 
+from lightning.pytorch import Callback
+
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 
@@ -7,11 +9,11 @@ from rlightning.module import RLModule
 class GroupModule(RLModule):
     """An RLModule whose advantages are taken against other completions of the same prompt."""
 
-    def setup(self, stage: str) -> None:
+    def configure_callbacks(self) -> list[Callback]:
         """Refuse to train on groups of one, whose advantages are all 0; prediction may well sample once a prompt."""
-        if stage == "fit" and self.samples_per_prompt < 2:
+        if self.trainer.state.fn == "fit" and self.samples_per_prompt < 2:
             raise ConfigError(
                 f"samples_per_prompt={self.samples_per_prompt}: {type(self).__name__} compares completions of one "
                 "prompt with each other, and one alone teaches nothing. Use at least 2, such as 8."
             )
-        super().setup(stage)
+        return super().configure_callbacks()

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from tiny import make_trainer
 from torch import Tensor
 
 from rlightning.algorithms import (
@@ -233,8 +236,13 @@ def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not REINFORCEPlusPlus])
-def test_groups_of_one_are_refused_for_training_only(algorithm: type[RLModule], model_folder: str) -> None:
+def test_groups_of_one_are_refused_for_training_only(
+    algorithm: type[RLModule], model_folder: str, tmp_path: Path
+) -> None:
     module = algorithm(model_folder, samples_per_prompt=1)
+    module.trainer = trainer = make_trainer(tmp_path, 1)
+    trainer.state.fn = TrainerFn.FITTING
     with pytest.raises(ConfigError, match=f"samples_per_prompt=1: {algorithm.__name__} compares"):
-        module.setup("fit")
-    module.setup("predict")
+        module.configure_callbacks()
+    trainer.state.fn = TrainerFn.PREDICTING
+    module.configure_callbacks()
