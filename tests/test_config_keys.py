@@ -1,11 +1,13 @@
 """Every mistake in a configuration: one line, the key, the nearest valid name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_project import make_project
 
 from rlightning.__main__ import main
+from rlightning.callbacks import VLLMRollout
 
 
 @pytest.fixture
@@ -169,3 +171,20 @@ def test_a_validation_set_may_be_a_path_alone(project: Path, capsys: pytest.Capt
     assert code == 0, shown.err
     assert "easy: rows.jsonl" in shown.out
     assert "limit: 3" in shown.out
+
+
+def test_the_engine_may_be_listed_as_a_callback_instead(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = project / "run.yaml"
+    text = path.read_text().replace("rollout:\n  temperature: 0.8\n", "")
+    listed = "  callbacks: [{class_path: rlightning.callbacks.VLLMRollout, init_args: {temperature: 0.7}}]\n"
+    path.write_text(text + listed)
+    found: list[VLLMRollout] = []
+
+    def note(self: VLLMRollout, trainer: Any, module: Any, stage: str) -> None:
+        found.append(self)
+
+    monkeypatch.setattr(VLLMRollout, "setup", note)
+    assert fit(capsys, "--config", "run.yaml", "--trainer.max_steps", "1")[0] == 0
+    assert [rollout.sampling.temperature for rollout in found] == [0.7]
