@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlightning.errors import ConfigError, EngineError, did_you_mean
+from rlightning.errors import ConfigError, EngineError, check_rules, did_you_mean
 from rlightning.hooks import RLCallback, fire
 from rlightning.rollout import Sampling
 from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
@@ -81,7 +81,7 @@ class VLLMRollout(RLCallback):
         top_k: int = 0,
         min_p: float = 0.0,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
@@ -105,6 +105,15 @@ class VLLMRollout(RLCallback):
             stop_token_ids=tuple(stop_token_ids),
             seed=seed,
         )
+        rules = {
+            f"gpu_memory_utilization={gpu_memory_utilization} must be above 0 and at most 1": 0
+            < gpu_memory_utilization
+            <= 1,
+            f"verify_every={verify_every} must be at least 0, where 0 verifies nothing": verify_every >= 0,
+            f"bucket_bytes={bucket_bytes} must be at least 1": bucket_bytes >= 1,
+            f"start_timeout={start_timeout} must be above 0 seconds": start_timeout > 0,
+        }
+        check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
         self.dtype = dtype
         self.gpu_memory_utilization, self.sleep = gpu_memory_utilization, sleep
         self.verify_every, self.verify_tolerance = verify_every, verify_tolerance

@@ -80,6 +80,8 @@ class RLCLI(LightningCLI):
 
     def __init__(self, args: list[str]) -> None:
         self.args = args
+        for name in import_module("rlightning.callbacks").__all__:
+            find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
         super().__init__(
             model_class=RLModule,
             datamodule_class=PromptDataModule,

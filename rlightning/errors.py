@@ -1,7 +1,7 @@
 """The errors that reach a user."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class ConfigError(ValueError):
@@ -14,6 +14,13 @@ class EngineError(RuntimeError):
 
 class RewardError(RuntimeError):
     """Too large a share of rewards failed; the message ends with the first failure's traceback."""
+
+
+def check_rules(rules: Mapping[str, bool]) -> None:
+    """Raise a ConfigError with the first rule, which names the value too, that does not hold."""
+    for rule, holds in rules.items():
+        if not holds:
+            raise ConfigError(f"{rule}.")
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -166,6 +167,10 @@ class RLModule(PolicyModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting; the reference is the one that was loaded anew."""
+        if "weight_version" not in checkpoint:
+            raise ConfigError(
+                "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
+            )
         self.weight_version = checkpoint["weight_version"]
         if self.reference is not None:
             frozen = self.reference.state_dict(prefix="reference.")
@@ -250,9 +255,10 @@ class RLModule(PolicyModule):
         if self.kl_coef:
             assert self.reference is not None
             batch.ref_logprobs = evaluate(self.reference)
+        judged = batch
         if self.kl_coef and self.kl_placement == "reward":
-            batch.rewards = self.penalize_rewards(batch)
-        batch.advantages = self.compute_advantages(batch)
+            judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
+        batch.advantages = self.compute_advantages(judged)
         return batch
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:

@@ -219,3 +219,21 @@ def test_predict_writes_completions_of_the_real_engine(project: Path) -> None:
     rows = [json.loads(line) for line in (project / "out.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [f"{a}+1=" for a in range(16)]
     assert {len(row["completions"]) for row in rows} == {2}
+
+
+def test_three_loggers_and_a_callback_by_its_bare_name(project: Path) -> None:
+    loggers = {
+        "CSVLogger": {"save_dir": "runs/logged", "name": "csv"},
+        "TensorBoardLogger": {"save_dir": "runs/logged", "name": "tensorboard"},
+        "WandbLogger": {"save_dir": "runs/logged", "offline": True},
+    }
+    config = {"trainer": {"logger": [{"class_path": name, "init_args": args} for name, args in loggers.items()]}}
+    (project / "loggers.yaml").write_text(yaml.safe_dump(config))
+    options = ("--config", "run.yaml", "--config", "loggers.yaml", "--trainer.callbacks+=SaveHF")
+    done = rlightning(project, "fit", *options, "--trainer.default_root_dir", "runs/logged")
+    assert done.returncode == 0, done.stderr
+    folder = project / "runs" / "logged"
+    assert logged_steps(folder / "csv" / "version_0") == [1, 2, 3]
+    assert list((folder / "tensorboard" / "version_0").glob("events.out.tfevents.*"))
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert (folder / "hf" / "model.safetensors").is_file()

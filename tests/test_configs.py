@@ -22,6 +22,7 @@ def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "rlightning", "fit", "--config", str(CONFIGS / config), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("A step is ") == 1  # the derivation, once
     run = Path(options[options.index("--trainer.default_root_dir") + 1])
     with next((folder / run).glob("metrics/version_*/metrics.csv")).open(newline="") as file:
         return list(csv.DictReader(file))
@@ -42,6 +43,12 @@ def test_a_config_says_what_it_is_for_and_stays_short(path: Path) -> None:
     assert count_keys(yaml.safe_load(text)) <= 30
 
 
+def read_completions(run: Path) -> list[tuple[str, str]]:
+    """Prompts and completions of a run's first step."""
+    rows = parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    return [(row["prompt"], row["completion"]) for row in rows]
+
+
 @pytest.mark.slow
 def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) -> None:
     make_task = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make_task.py"), "runs/arithmetic"]
@@ -59,7 +66,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert losses[-1] < losses[0] - 0.5
     assert [int(row["step"]) for row in sft] == list(range(1, 31))
 
-    options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2")
+    options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5")
     grpo = fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/grpo")
     validated = [int(row["step"]) for row in grpo if row["val/heldout/pass@1"]]
     assert validated == [0, 2]
@@ -68,8 +75,11 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     # the engine sampled from the weights that were trained: its log-probabilities are the actor's, after an update too
     assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in trained)
     assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
-    rows = parquet.read_table(tmp_path / "runs/arithmetic/grpo/completions/step_000001.parquet").to_pylist()
-    assert len(rows) == 128 * 8
+    completions = read_completions(tmp_path / "runs/arithmetic/grpo")
+    assert len(completions) == 128 * 8
+    # the seed repeats the run, on a CPU
+    fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/again")
+    assert read_completions(tmp_path / "runs/arithmetic/again") == completions
 
     show = [sys.executable, str(ROOT / "examples" / "arithmetic" / "show_result.py"), "runs/arithmetic/grpo"]
     shown = subprocess.run(show, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout

@@ -254,12 +254,13 @@ def test_a_module_without_kl_loads_no_reference(model_folder: str, tmp_path: Pat
 def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
     batches: list[RolloutBatch] = []
-    raw: list[Tensor] = []
+    judged: list[Tensor] = []
 
     class Watched(GRPO):
-        def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-            raw.append(super().compute_rewards(batch))
-            return raw[-1].clone()
+        def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+            assert batch.rewards is not None
+            judged.append(batch.rewards)
+            return super().compute_advantages(batch)
 
         def update(self, batch: RolloutBatch) -> dict[str, float]:
             batches.append(batch)
@@ -275,7 +276,9 @@ def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> 
         )
     divergence = batch.sum_by_sequence(torch.where(batch.completion_mask, actor - reference, 0))
     assert batch.rewards is not None
-    torch.testing.assert_close(batch.rewards, raw[0] - 0.5 * divergence, atol=1e-4, rtol=1e-4)
+    # advantages go by the penalised rewards; what was rewarded stays for everybody else to see
+    torch.testing.assert_close(judged[0], batch.rewards - 0.5 * divergence, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(batch.rewards, module.rewarder.score(batch.prompts, batch.completions).rewards)
     assert estimate_kl(actor, reference, "k1").shape == (batch.num_tokens,)
     assert module.trainer.callback_metrics["policy/kl"] == pytest.approx(
         (divergence.sum() / batch.completion_mask.sum()).item(), abs=1e-4

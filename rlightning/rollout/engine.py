@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlightning.errors import ConfigError
+from rlightning.errors import check_rules
 from rlightning.types import Completion, Prompt
 
 
@@ -44,9 +44,7 @@ class Sampling:
             f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
             f"max_new_tokens={self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ConfigError(f"{rule}.")
+        check_rules(rules)
 
 
 class Generator(Protocol):
