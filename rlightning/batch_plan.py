@@ -66,12 +66,15 @@ class BatchPlan:
         """The derivation, for people."""
         completions = self.prompts_per_step * self.samples_per_prompt
         per_update = completions // self.updates_per_rollout
-        epochs = f" x {self.epochs_per_rollout} epochs" if self.epochs_per_rollout > 1 else ""
         share = f" ({completions // world_size} on each of {world_size} ranks)" if world_size > 1 else ""
+        steps = "1 optimizer step"
+        if self.optimizer_steps > 1:
+            epochs = f" x {self.epochs_per_rollout} epochs" if self.epochs_per_rollout > 1 else ""
+            steps = f"{self.updates_per_rollout} updates{epochs} = {self.optimizer_steps} optimizer steps"
         return (
             f"A step is {self.prompts_per_step} prompts x {self.samples_per_prompt} samples = {completions} completions"
-            f"{share}, then {self.updates_per_rollout} updates{epochs} = {self.optimizer_steps} optimizer steps of "
-            f"{per_update} completions, in micro-batches of at most {self.max_tokens_per_microbatch:,} tokens."
+            f"{share}, then {steps} of {per_update} completions, in micro-batches of at most "
+            f"{self.max_tokens_per_microbatch:,} tokens."
         )
 
 

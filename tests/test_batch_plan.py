@@ -26,6 +26,10 @@ def test_the_arithmetic_is_said() -> None:
         "A step is 12 prompts x 8 samples = 96 completions, then 3 updates = 3 optimizer steps of 32 completions, "
         "in micro-batches of at most 16,384 tokens."
     )
+    assert BatchPlan(**SIZES | {"epochs_per_rollout": 1, "updates_per_rollout": 1}).describe(1) == (
+        "A step is 12 prompts x 8 samples = 96 completions, then 1 optimizer step of 96 completions, "
+        "in micro-batches of at most 16,384 tokens."
+    )
 
 
 @pytest.mark.parametrize("name", SIZES)
