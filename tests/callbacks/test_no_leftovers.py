@@ -24,6 +24,8 @@ from rlightning.types import Prompt
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])
+"""Where the processes that a test starts find engine_run and tiny."""
 END_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -161,7 +163,7 @@ def test_a_signal(
 ) -> None:
     before = shared_memory()
     config = write_config(tmp_path, model_folder)
-    environment = os.environ | {"PYTHONPATH": str(HERE), "TMPDIR": str(scratch)}
+    environment = os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)}
     output = tmp_path / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -196,7 +198,7 @@ def test_an_engine_notices_that_its_trainer_is_gone_though_a_child_holds_the_soc
     process = subprocess.Popen(
         [sys.executable, str(script), model_folder, str(tmp_path)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(HERE)},
+        env=os.environ | {"PYTHONPATH": IMPORTABLE},
         start_new_session=True,
         text=True,
     )
