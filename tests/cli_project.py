@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny import save_model
+from tiny import heed_ctrl_c, save_model
+
+heed_ctrl_c()
 
 RUN_YAML = """\
 model:
@@ -77,8 +79,8 @@ def make_project(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """A user's environment: one thread, and no path to this repository's tests."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """A user's environment: one thread, no path to this repository's tests, no W&B service of another test's."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("WANDB")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -1,6 +1,7 @@
 """A model small enough to train in a test, a Trainer for it, and an engine that needs no process."""
 
 import json
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def heed_ctrl_c() -> None:
+    """Let Ctrl-C end the processes that tests start: a run that began in the background ignores it, and so would they."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def save_model(folder: Path, seed: int = 0, **config: Any) -> str:

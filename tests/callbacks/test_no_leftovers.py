@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from engine_run import in_session, make_data, make_rollout, make_trainer, save_model
+from tiny import heed_ctrl_c
 
 from rlightning.algorithms import GRPO
 from rlightning.hooks import RLCallback
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])
 """Where the processes that a test starts find engine_run and tiny."""
 END_SECONDS = 30.0
+heed_ctrl_c()
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -93,10 +95,11 @@ class NoteSessions(RLCallback):
     """Which sessions there are while the run is at work."""
 
     def __init__(self) -> None:
+        self.before = sessions_below(os.getpid())
         self.sessions: set[int] = set()
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        self.sessions |= sessions_below(os.getpid()) - {os.getsid(0)}
+        self.sessions |= sessions_below(os.getpid()) - self.before
 
 
 def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
