@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def heed_ctrl_c() -> None:
-    """Let Ctrl-C end the processes that tests start: a run that began in the background ignores it, and so would they."""
+    """Let Ctrl-C end the processes that tests start: a run begun in the background ignores it, and so would they."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
