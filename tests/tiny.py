@@ -152,10 +152,8 @@ def write_sums(folder: Path) -> str:
     return str(path)
 
 
-def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    """The real Trainer, without a console; an engine that samples from the actor unless a callback brings another."""
-    if not any(isinstance(callback, UseGenerator) for callback in callbacks):
-        callbacks = (UseGenerator(), *callbacks)
+def bare_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    """The real Trainer, without a console."""
     arguments: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -172,6 +170,13 @@ def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: A
         "default_root_dir": folder,
     }
     return Trainer(**arguments | kwargs)
+
+
+def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    """As :func:`bare_trainer`, with an engine that samples from the actor unless a callback brings another."""
+    if not any(isinstance(callback, UseGenerator) for callback in callbacks):
+        callbacks = (UseGenerator(), *callbacks)
+    return bare_trainer(folder, max_steps, *callbacks, **kwargs)
 
 
 def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from lightning.pytorch import Callback, Trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
@@ -45,24 +44,7 @@ def make_rollout(**kwargs: Any) -> VLLMRollout:
     return VLLMRollout(**{"max_new_tokens": 8, "verify_every": 1, **kwargs}, engine=engine)
 
 
-def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    """The real Trainer, without a console."""
-    arguments: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": max_steps,
-        "max_epochs": -1,
-        "callbacks": list(callbacks),
-        "logger": False,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "default_root_dir": folder,
-    }
-    return Trainer(**arguments | kwargs)
+make_trainer = tiny.bare_trainer
 
 
 class Witness(RLCallback):
