@@ -1,0 +1,86 @@
+"""The device: the one place that waits for it and that asks its memory allocator.
+
+Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
+(:mod:`~rlightning.distributed.execution_mode`). There, all of it does nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlightning.distributed.execution_mode import is_controller
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A device's memory, in bytes: of this process, but for ``free`` and ``total``."""
+
+    allocated: int
+    """Held by tensors."""
+    reserved: int
+    """Held by the caching allocator, for tensors and for later."""
+    peak: int
+    """The most that tensors held since the start or :func:`reset_peak`."""
+    free: int
+    """Left on the device by all processes."""
+    total: int
+    """The device's size."""
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until the device has done all work that this process queued, on any stream.
+
+    Args:
+        device: None is the CUDA device that this process uses, if it uses one.
+    """
+    if _is_used(device):
+        torch.cuda.synchronize(device)
+
+
+def synchronize_stream(device: torch.device | None = None) -> None:
+    """Wait until the device has done the work of the current stream; other streams may go on."""
+    if _is_used(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def empty_cache(device: torch.device | None = None) -> None:
+    """Give the caching allocator's unused blocks back to the device, where other processes can have them."""
+    if _is_used(device):
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def memory_use(device: torch.device | None = None) -> MemoryUse | None:
+    """What the device's memory is used for; None where this process uses no CUDA device."""
+    if not _is_used(device):
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=torch.cuda.memory_reserved(device),
+        peak=torch.cuda.max_memory_allocated(device),
+        free=free,
+        total=total,
+    )
+
+
+def reset_peak(device: torch.device | None = None) -> None:
+    """Measure :attr:`MemoryUse.peak` from now on."""
+    if _is_used(device):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """Host memory to copy to and from ``device``: page-locked for a CUDA device, so that copies are at full speed.
+
+    Returns:
+        [num_bytes] uint8, uninitialised.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=_is_used(device))
+
+
+def _is_used(device: torch.device | None) -> bool:
+    """Whether there can be work or memory of this process on the device: without a context there is none."""
+    is_cuda = device is None or device.type == "cuda"
+    return is_cuda and torch.cuda.is_initialized() and not is_controller()
