@@ -1,0 +1,252 @@
+"""Full values of sharded parameters, gathered flat: one all-gather for many tensors, straight into plain outputs.
+
+``DTensor.full_tensor()`` costs one collective a parameter, in the parameter's dtype. Here the shards of many parameters
+are packed into one buffer in the outputs' dtypes, travel in one collective, and are copied to their places::
+
+    rank 0   [ a's rows 0-2 | b's rows 0-1 | .. ]  \\                       / output a   rows 0-2 | rows 3-4
+                                                    >  one all-gather  -> <
+    rank 1   [ a's rows 3-4 | b's row 2    | .. ]  /                       \\ output b   rows 0-1 | row 2
+
+What FSDP2 and tensor parallelism make is understood: meshes of any number of dimensions, each of which replicates or
+splits a tensor. Replicas are not sent: a tensor is gathered among the ranks that hold different parts of it.
+
+Letters: ``g`` ranks that hold different parts.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+GATHER_BYTES = 256 << 20
+"""Bytes of full values that one collective brings, unless a single tensor is larger."""
+ALIGNMENT = 16
+"""Bytes. Each shard starts at a multiple of this in its buffer, which suits every dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One rank's part of a tensor: where it starts and how long it is, along each of the tensor's dimensions."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    def of(self, full: Tensor) -> Tensor:
+        """The part of ``full`` that the box is, as a view."""
+        for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a tensor lies on a mesh, less its shape; tensors of one layout travel together."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        """The mesh's dimensions that split the tensor, in the order of the splits.
+
+        FSDP splits what tensor parallelism has split: a strided shard comes after the plain one to its right.
+        """
+        plain = [i for i, placement in enumerate(self.placements) if type(placement) is Shard]
+        strided = [i for i, placement in enumerate(self.placements) if isinstance(placement, _StridedShard)]
+        return (*plain, *strided)
+
+    def check(self) -> None:
+        """Refuse what neither FSDP nor tensor parallelism makes."""
+        for index, placement in enumerate(self.placements):
+            is_known = placement.is_replicate() or type(placement) is Shard
+            if isinstance(placement, _StridedShard):
+                after = [i for i in self.split_dims if i > index and self.placements[i].is_shard(placement.dim)]
+                is_known = math.prod(self.mesh.size(i) for i in after) == placement.split_factor
+            if not is_known:
+                raise NotImplementedError(
+                    f"A tensor placed as {self.placements} on a mesh of {tuple(self.mesh.shape)} cannot be gathered."
+                )
+
+    def box(self, coordinate: Sequence[int], shape: Sequence[int]) -> Box:
+        """The part that the rank at ``coordinate`` of the mesh holds of a tensor of ``shape``."""
+        offset, lengths = [0] * len(shape), list(shape)
+        for mesh_dim in self.split_dims:
+            dim = self.placements[mesh_dim].dim  # type: ignore[attr-defined]
+            size = -(-lengths[dim] // self.mesh.size(mesh_dim))  # as torch.chunk: the last ones get less, or nothing
+            start = min(coordinate[mesh_dim] * size, lengths[dim])
+            offset[dim] += start
+            lengths[dim] = min(size, lengths[dim] - start)
+        return Box(tuple(offset), tuple(lengths))
+
+    def holders(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Rank and coordinate of each rank that holds another part than this rank, and of this rank itself."""
+        mine = self.mesh.get_coordinate()
+        assert mine is not None, "this rank holds no part of the tensor"
+        ranks = self.mesh.mesh
+        coordinates: list[tuple[int, ...]] = [tuple(mine)]
+        for mesh_dim in sorted(self.split_dims):
+            coordinates = [
+                (*c[:mesh_dim], i, *c[mesh_dim + 1 :]) for c in coordinates for i in range(self.mesh.size(mesh_dim))
+            ]
+        return sorted((int(ranks[coordinate]), coordinate) for coordinate in coordinates)
+
+
+def local_box(tensor: DTensor) -> Box:
+    """The part of ``tensor`` that this rank holds."""
+    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    layout.check()
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part of the tensor"
+    return layout.box(coordinate, tensor.shape)
+
+
+@torch.no_grad()
+def gather_into(
+    outputs: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    *,
+    destination: int | None = None,
+    gather_bytes: int = GATHER_BYTES,
+) -> None:
+    """Write the full values of ``tensors`` into ``outputs``.
+
+    All ranks that hold parts of the tensors call this with the same tensors, in the same order. Tensors that are not
+    sharded are copied. Memory beyond the outputs, while it runs: the values of one collective, in the outputs' dtype,
+    and this rank's share of them, which is at most ``(1 + 1 / g) * max(gather_bytes, the largest tensor)`` bytes, where
+    parts are of equal size. A rank that is not the ``destination`` needs its share alone.
+
+    Args:
+        outputs: for each tensor, a plain one of its full shape, of any dtype, on any device.
+        tensors: sharded ones, on the devices of their mesh or, offloaded, on the CPU; or plain ones.
+        destination: the one rank that gets the values; all do by default. Of the outputs of the others the dtype alone
+            counts: they may be on the meta device.
+        gather_bytes: bytes of full values that one collective brings, unless a single tensor is larger.
+    """
+    is_wanted = destination is None or not dist.is_initialized() or dist.get_rank() == destination
+    sharded: dict[_Layout, list[tuple[Tensor, DTensor]]] = {}
+    for output, tensor in zip(outputs, tensors, strict=True):
+        if isinstance(tensor, DTensor):
+            # tensors that lie on the same ranks travel together, whichever of their dimensions is split
+            layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+            sharded.setdefault(layout, []).append((output, tensor))
+        elif is_wanted:
+            output.copy_(tensor)
+    by_ranks: dict[tuple[int, ...], list[tuple[Tensor, DTensor]]] = {}
+    for layout, pairs in sharded.items():
+        layout.check()
+        by_ranks.setdefault(tuple(rank for rank, _ in layout.holders()), []).extend(pairs)
+    for ranks, pairs in by_ranks.items():
+        if destination is None or destination in ranks:
+            for window in _windows(pairs, gather_bytes):
+                _gather_window(ranks, window, destination)
+
+
+def _windows(pairs: list[tuple[Tensor, DTensor]], gather_bytes: int) -> Iterator[list[tuple[Tensor, DTensor]]]:
+    window: list[tuple[Tensor, DTensor]] = []
+    num_bytes = 0
+    for output, tensor in pairs:
+        size = tensor.numel() * output.dtype.itemsize
+        if window and num_bytes + size > gather_bytes:
+            yield window
+            window, num_bytes = [], 0
+        window.append((output, tensor))
+        num_bytes += size
+    if window:
+        yield window
+
+
+def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], destination: int | None) -> None:
+    """One collective."""
+    rank = dist.get_rank()
+    mine = ranks.index(rank)
+    boxes = [_boxes(tensor) for _, tensor in pairs]  # [tensor][holder]
+    offsets, share = _plan(boxes, [output.dtype.itemsize for output, _ in pairs], len(ranks))
+    device = _device(pairs[0][1].device_mesh)
+    sent = torch.empty(share, dtype=torch.uint8, device=device)
+    for index, (output, tensor) in enumerate(pairs):
+        box, local = boxes[index][mine], tensor.to_local()
+        assert local.shape == box.shape, f"{tuple(local.shape)} is held, {box.shape} is expected"
+        _slot(sent, offsets[index][mine], box, output.dtype).copy_(local)
+    if len(ranks) == 1:
+        received = sent[None]
+    elif destination is None:
+        received = torch.empty(len(ranks), share, dtype=torch.uint8, device=device)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=_group(pairs[0][1], ranks))
+    else:
+        shape = (len(ranks) if rank == destination else 0, share)
+        received = torch.empty(shape, dtype=torch.uint8, device=device)
+        into = list(received) if rank == destination else None
+        dist.gather(sent, into, dst=destination, group=_group(pairs[0][1], ranks))
+    for holder, row in enumerate(received):
+        parts = [(output, boxes[index][holder], offsets[index][holder]) for index, (output, _) in enumerate(pairs)]
+        torch._foreach_copy_(
+            [box.of(output) for output, box, _ in parts],
+            [_slot(row, offset, box, output.dtype) for output, box, offset in parts],
+        )
+
+
+def _boxes(tensor: DTensor) -> list[Box]:
+    """What each holder has of ``tensor``, in the order of their ranks."""
+    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    return [layout.box(coordinate, tensor.shape) for _, coordinate in layout.holders()]
+
+
+def _plan(boxes: list[list[Box]], itemsizes: list[int], num_ranks: int) -> tuple[list[list[int]], int]:
+    """Where each rank's part of each tensor starts in that rank's buffer, and the size of the largest buffer, in bytes.
+
+    Each rank packs its own parts tightly: tensors too short for all ranks lie on the first ones, and padding each of
+    them would add up.
+    """
+    ends = [0] * num_ranks
+    offsets = []
+    for parts, itemsize in zip(boxes, itemsizes, strict=True):
+        offsets.append(list(ends))
+        sizes = [-(-part.numel * itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    return offsets, max(ends)
+
+
+def _slot(buffer: Tensor, offset: int, box: Box, dtype: torch.dtype) -> Tensor:
+    return buffer[offset : offset + box.numel * dtype.itemsize].view(dtype).view(box.shape)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """Where the mesh's group communicates; offloaded shards are brought there."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups made here, each behind the world that it was made in, of ranks for which no mesh dimension has one."""
+
+
+def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of ``ranks``, in their order: a mesh's, the whole world's, or a new one."""
+    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    if len(layout.split_dims) == 1:
+        group = tensor.device_mesh.get_group(layout.split_dims[0])
+        if tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    world = dist.group.WORLD
+    assert world is not None
+    if tuple(dist.get_process_group_ranks(world)) == ranks:
+        return world
+    # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks meet to make it.
+    made_in, group = _groups.get(ranks, (None, None))
+    if group is None or made_in is not world:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[ranks] = world, group
+    return group

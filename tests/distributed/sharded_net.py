@@ -1,0 +1,69 @@
+"""A small net with odd sizes, sharded by torch's own functions, and processes to run it in."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
+    """Call ``work(folder, *args)`` in ``num_ranks`` processes that are one gloo group; raise what one of them raises."""
+    (folder / "store").unlink(missing_ok=True)
+    mp.spawn(_join, args=(work, num_ranks, folder, args), nprocs=num_ranks)
+
+
+def _join(rank: int, work: Callable[..., None], num_ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    try:
+        work(folder, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+class OddNet(nn.Module):
+    """An embedding, a block of two linears of which tensor parallelism splits the inner size, a norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.up = nn.Linear(7, 13)
+        self.down = nn.Linear(13, 7, bias=False)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] to [T, 3]."""
+        hidden = self.embedding(token_ids)
+        logits: Tensor = self.head(self.norm(hidden + self.down(self.up(hidden).relu())))
+        return logits
+
+
+def make_net(seed: int = 0) -> OddNet:
+    """The same on every rank."""
+    torch.manual_seed(seed)
+    return OddNet()
+
+
+def shard_net(net: OddNet, replicate: int, shard: int, tensor_parallel: int, *, offload: bool = False) -> OddNet:
+    """Split ``net`` over a mesh of the three dimensions, of which those of size 0 are left out."""
+    sizes = {"replicate": replicate, "shard": shard, "tensor_parallel": tensor_parallel}
+    names = tuple(name for name, size in sizes.items() if size)
+    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
+    if tensor_parallel:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(net, mesh["tensor_parallel"], plan)
+    data_parallel = tuple(name for name in names if name != "tensor_parallel")
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    for part in (net.embedding, net.up, net):
+        fully_shard(part, mesh=mesh[data_parallel], offload_policy=policy)
+    return net
