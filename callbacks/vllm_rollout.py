@@ -228,6 +228,7 @@ class VLLMRollout(RLCallback):
                 self.engine.sleep()
             except EngineDiedError as error:
                 self._restart(error)
+            fire(self._trainer, self._module, "on_engine_sleep")
 
     def _restart(self, error: EngineDiedError) -> None:
         if self._has_restarted or self.engine is None:

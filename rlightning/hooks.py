@@ -3,7 +3,7 @@
 A training step fires them in this order; those in brackets only when there is something to send. The first two lines
 come again for each refill, the weights being there already::
 
-    on_rollout_start  [on_weight_sync_start  on_weight_sync_end]  on_rollout_end
+    on_rollout_start  [on_weight_sync_start  on_engine_wake  on_weight_sync_end]  on_rollout_end  [on_engine_sleep]
     on_reward_start  on_reward_end
     on_update_start  on_update_end
 
@@ -45,6 +45,12 @@ class RLCallback(Callback):
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
+
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        """Called within a sync when the engine has the weights, before it takes the memory for its KV cache."""
+
+    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+        """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
 
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Called when the engine has the weights and, where it was due, has been verified."""

@@ -16,6 +16,7 @@ from rlightning.types import RolloutBatch
 ROLLOUT = ["on_rollout_start", "on_rollout_end", "on_reward_start", "on_reward_end"]
 SYNCED_ROLLOUT = ["on_rollout_start", "on_weight_sync_start", "on_weight_sync_end", *ROLLOUT[1:]]
 UPDATE = ["on_update_start", "on_update_end"]
+COLOCATED_ENGINE = ["on_engine_wake", "on_engine_sleep"]
 
 
 async def length(completion: str) -> float:
@@ -152,6 +153,6 @@ def test_fire_calls_those_that_have_the_hook_in_their_order() -> None:
 
 def test_an_rl_callback_has_every_hook_and_does_nothing() -> None:
     hooks = {name for name in vars(RLCallback) if name.startswith("on_")}
-    assert hooks == {*SYNCED_ROLLOUT, *UPDATE}
+    assert hooks == {*SYNCED_ROLLOUT, *UPDATE, *COLOCATED_ENGINE}
     for name in hooks:
-        getattr(RLCallback(), name)(None, None, None)
+        getattr(RLCallback(), name)(*[None] * (2 if name in COLOCATED_ENGINE else 3))

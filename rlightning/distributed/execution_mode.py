@@ -116,7 +116,7 @@ def decide(
         )
     elif mode is ExecutionMode.SPMD and controller is not None:
         raise ConfigError(
-            f"execution mode 'spmd' takes no orders, but the controller '{controller}' is named. Use mode='worker'."
+            f"execution mode 'spmd' takes no orders, but '{controller}' is named as its controller. Use mode='worker'."
         )
     return mode
 
@@ -124,7 +124,8 @@ def decide(
 def _check_controller(accelerator: str, launch: Launch | None, controller: str | None) -> None:
     if controller is not None:
         raise ConfigError(
-            f"execution mode 'controller' takes no orders, but the controller '{controller}' is named. Use mode='worker'."
+            f"execution mode 'controller' takes no orders, but '{controller}' is named as its controller. "
+            "Use mode='worker'."
         )
     if launch is not None and launch.world_size > 1:
         raise ConfigError(
