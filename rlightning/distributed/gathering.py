@@ -244,9 +244,8 @@ def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if tuple(dist.get_process_group_ranks(world)) == ranks:
         return world
     # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks meet to make it.
-    made_in, group = _groups.get(ranks, (None, None))
-    if group is None or made_in is not world:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        _groups[ranks] = world, group
-    return group
+    if ranks not in _groups or _groups[ranks][0] is not world:
+        made = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        _groups[ranks] = world, made
+    return _groups[ranks][1]

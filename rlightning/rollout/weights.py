@@ -1,9 +1,11 @@
 """The actor's weights on their way to an engine: one flat bucket, filled and emptied as often as the model needs.
 
 The trainer fills a :class:`WeightBucket` chunk by chunk in the engine's dtype; the engine's worker opens the same
-memory and loads from it. The bucket is made once and reused, so a sync allocates nothing. On the CPU it is an anonymous
-memory file (``memfd_create``), which leaves nothing behind however its processes end; on CUDA it travels by an IPC
-handle.
+memory and loads from it. The bucket is made once and reused. On the CPU it is an anonymous memory file
+(``memfd_create``), which leaves nothing behind however its processes end; on CUDA it travels by an IPC handle.
+
+Sharded weights are gathered straight into the bucket, in the engine's dtype; the memory that this takes while it runs
+does not grow with the model (:func:`~rlightning.distributed.gathering.gather_into`).
 """
 
 import mmap
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlightning.distributed.gathering import gather_into
+from rlightning.distributed.platform import synchronize_stream
 from rlightning.errors import EngineError
 
 ALIGNMENT = 256
@@ -68,7 +72,7 @@ class WeightBucket:
     """The trainer's end: memory that an engine on the same host can open.
 
     Args:
-        shapes: name and shape of every weight, in the order in which they will be sent.
+        shapes: name and full shape of every weight, in the order in which they will be sent.
         dtype: the engine's.
         device: where the engine is: the CPU, or the CUDA device that the actor is on too.
         bucket_bytes: see :func:`plan_chunks`.
@@ -105,22 +109,20 @@ class WeightBucket:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[int]:
-        """Copy ``weights`` into the bucket, chunk by chunk.
+        """Copy ``weights`` into the bucket, chunk by chunk; of each chunk's, no more are taken than fit into it.
+
+        Args:
+            weights: plain or sharded. All ranks that hold shards fill their buckets, with the same weights in the same
+                order and chunks of the same size, because they gather together.
 
         Yields:
             The index of the chunk that is in the bucket now; its bytes stay until the iterator goes on.
         """
         source = iter(weights)
         for index, chunk in enumerate(self.chunks):
-            for slot in chunk:
-                name, tensor = next(source, ("nothing", None))
-                if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:
-                    got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
-                    raise _changed(f"{slot.name} {slot.shape}", got)
-                slot.view(self._bytes, self.dtype).copy_(tensor)
-            if self.device.type == "cuda":
-                # The engine reads from another process, whose streams know nothing of this one's.
-                torch.cuda.current_stream(self.device).synchronize()
+            gather_into([slot.view(self._bytes, self.dtype) for slot in chunk], _take(source, chunk))
+            # The engine reads from another process, whose streams know nothing of this one's.
+            synchronize_stream(self.device)
             yield index
         for name, _ in source:
             raise _changed("nothing more", name)
@@ -131,6 +133,18 @@ class WeightBucket:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _take(source: Iterator[tuple[str, Tensor]], chunk: list[Slot]) -> list[Tensor]:
+    """The next weights, which must be the chunk's."""
+    tensors = []
+    for slot in chunk:
+        name, tensor = next(source, ("nothing", None))
+        if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:
+            got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
+            raise _changed(f"{slot.name} {slot.shape}", got)
+        tensors.append(tensor)
+    return tensors
 
 
 def _changed(expected: str, got: str) -> EngineError:

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import spawn
 
 
 def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
-    """Call ``work(folder, *args)`` in ``num_ranks`` processes that are one gloo group; raise what one of them raises."""
+    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one gloo group; raise what one of them raises."""
     (folder / "store").unlink(missing_ok=True)
-    mp.spawn(_join, args=(work, num_ranks, folder, args), nprocs=num_ranks)
+    spawn(_join, args=(work, num_ranks, folder, args), nprocs=num_ranks)
 
 
 def _join(rank: int, work: Callable[..., None], num_ranks: int, folder: Path, args: tuple[Any, ...]) -> None:

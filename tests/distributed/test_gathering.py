@@ -1,6 +1,6 @@
 """Gathered shards are what ``full_tensor()`` gives, on all ranks or on one, whatever made them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from rlightning.distributed.gathering import gather_into, local_box
+from rlightning.rollout.weights import WeightBucket, open_bucket
 
 MESHES = [
     # (replicate, shard, tensor parallel), 0 where the mesh has no such dimension, over four ranks
@@ -121,7 +122,32 @@ def check_memory(folder: Path) -> None:
     assert all(output.eq(i).all() for i, output in enumerate(outputs))
 
 
+def check_bucket(folder: Path) -> None:
+    """Each rank's engine sees all weights; the iterator is asked for no more than the chunk in the bucket needs."""
+    net = shard_net(make_net(), 0, 2, 2)
+    taken: list[str] = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in net.named_parameters():
+            taken.append(name)
+            yield name, parameter
+
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
+    bucket = WeightBucket(shapes, torch.bfloat16, torch.device("cpu"), 400)
+    chunks, dtype, memory = open_bucket(bucket.handle(), torch.device("cpu"))
+    weights = dict(make_net().named_parameters())
+    seen = []
+    for index in bucket.fill(stream()):
+        seen += [slot.name for slot in chunks[index]]
+        assert taken == seen
+        for slot in chunks[index]:
+            assert torch.equal(slot.view(memory, dtype), weights[slot.name].bfloat16())
+    assert len(chunks) > 3 and seen == list(weights)
+    bucket.close()
+
+
 def check_everything(folder: Path) -> None:
+    check_bucket(folder)
     compare_with_full_tensor(folder)
     check_special_cases(folder)
     check_memory(folder)
