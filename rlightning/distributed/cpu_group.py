@@ -1,0 +1,142 @@
+"""What the processes of a run share beside their devices: a gloo group over all ranks, and a store of short notes.
+
+A collective on a device's group waits behind everything that is queued there; those that steer the run go through the
+CPU.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 5.0
+"""How long the store may take for an answer. It usually takes 0.1 ms."""
+
+
+class StoreError(RuntimeError):
+    """The store does not answer: the process that hosts it has ended, or cannot be reached."""
+
+
+class NoteStore:
+    """Short texts by key that every rank can read, with an end to each wait.
+
+    The process group's own store can wait for ever when its host is stopped or cut off, and nothing interrupts it: so
+    a thread of this process does the asking.
+
+    Args:
+        store: the process group's; this one uses a connection of its own to it.
+        prefix: of all keys.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        self._prefix = prefix
+        self._tasks: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(store.clone(),), name="note-store", daemon=True).start()
+
+    def set(self, key: str, text: str) -> None:
+        """Write ``text``."""
+        self._ask(lambda store: store.set(self._prefix + key, text))
+
+    def get(self, key: str) -> str | None:
+        """What is written there, or None."""
+
+        def read(store: dist.Store) -> str | None:
+            # A key that is not there would be waited for.
+            return store.get(self._prefix + key).decode() if store.check([self._prefix + key]) else None
+
+        return self._ask(read)
+
+    def settle(self, key: str, text: str) -> str:
+        """Write ``text`` unless something is there already; what is there then, the same on all ranks."""
+        return self._ask(lambda store: store.compare_set(self._prefix + key, "", text)).decode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that begins at 0; its new value."""
+        return self._ask(lambda store: store.add(self._prefix + key, amount))
+
+    def _ask(self, task: Callable[[dist.Store], T]) -> T:
+        answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
+        self._tasks.put((task, answers))
+        try:
+            answer, error = answers.get(timeout=ANSWER_SECONDS)
+        except queue.Empty:
+            raise StoreError(f"The ranks' store gave no answer in {ANSWER_SECONDS:g} s.") from None
+        if error is not None:
+            raise StoreError("The ranks' store does not answer.") from error
+        return answer  # type: ignore[return-value]
+
+    def _serve(self, store: dist.Store) -> None:
+        store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        while True:
+            task, answers = self._tasks.get()
+            try:
+                answers.put((task(store), None))
+            except RuntimeError as error:
+                answers.put((None, error))
+
+
+@dataclass
+class Connection:
+    """What belongs to one life of the default process group.
+
+    Attributes:
+        world: the default group.
+        notes: the ranks' store.
+        group: the gloo group, once it is there.
+        num_barriers: how many this rank has come to.
+    """
+
+    world: dist.ProcessGroup
+    notes: NoteStore
+    group: dist.ProcessGroup | None = field(default=None)
+    num_barriers: int = 0
+
+
+_connection: Connection | None = None
+_num_connections = 0
+_timeout_seconds = 1800.0
+
+
+def set_barrier_timeout(seconds: float) -> None:
+    """Set how long barriers wait that name no timeout; 1800 s unless set. The same on all ranks, please."""
+    global _timeout_seconds
+    _timeout_seconds = seconds
+
+
+def barrier_timeout() -> float:
+    """How long barriers wait that name no timeout, in seconds."""
+    return _timeout_seconds
+
+
+def connection() -> Connection | None:
+    """The ranks' connection, or None in a process that is alone."""
+    global _connection, _num_connections
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if _connection is None or _connection.world is not world:
+        # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
+        _num_connections += 1
+        store = dist.distributed_c10d._get_default_store()
+        _connection = Connection(world, NoteStore(store, f"rlightning/{_num_connections}/"))
+    return _connection
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """The gloo group over all ranks, or None in a process that is alone.
+
+    The first call makes it, and is a collective: all ranks have to come to it.
+    """
+    shared = connection()
+    if shared is None:
+        return None
+    if shared.group is None:
+        shared.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_timeout_seconds))
+    return shared.group
