@@ -4,12 +4,14 @@ transformers hands any attention function to any model. Those that mix tokens in
 convolution, a bias on attention scores) would run, and let each packed sequence see the one before it.
 """
 
+import copy
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
+from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.logprobs import compute_logits
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -83,6 +85,43 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     if not _agree(compute_logits(hidden, head.weight, softcap), logits):
         raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
+
+
+def check_architecture(model: str, config: PreTrainedConfig) -> None:
+    """As :func:`check_policy`, on two small layers of the same architecture with random weights, on the CPU.
+
+    For a model that is never whole in one place.
+
+    Args:
+        model: its name, for the error.
+        config: the model's; it is left as it is.
+
+    Raises:
+        ConfigError: says what differs.
+    """
+    small = copy.deepcopy(config)
+    text_config = small.get_text_config()
+    heads = text_config.num_attention_heads
+    # A head keeps its size: positions are scaled by lists of that length.
+    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "pad_token_id": 0,
+        "num_hidden_layers": 2,
+        "layer_types": (sorted(set(getattr(text_config, "layer_types", None) or ())) * 2)[:2],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2 if getattr(text_config, "num_key_value_heads", heads) == heads else 1,
+        "hidden_size": 2 * head_size,
+        "intermediate_size": 4 * head_size,
+        "moe_intermediate_size": head_size,
+    }
+    for name, size in sizes.items():
+        if getattr(text_config, name, None) is not None:
+            setattr(text_config, name, size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        policy = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+    check_policy(model, policy)
 
 
 def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -31,6 +32,17 @@ def packed_logprobs(
     Returns:
         [T] log-probabilities and [T] entropies in nats, float32; 0 outside the completion mask.
     """
+    if isinstance(model, FSDPModule):
+        # The same as a method, around which FSDP gathers the weights that are used outside of forward().
+        values: tuple[Tensor, Tensor] = model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
+        return values
+    return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad)
+
+
+def compute_packed_logprobs(
+    model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
     lengths = batch.cu_seqlens.diff()
     hidden: Tensor = model.base_model(
         input_ids=batch.token_ids[None],

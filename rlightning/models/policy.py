@@ -66,6 +66,14 @@ def max_model_length(config: PreTrainedConfig) -> int:
     return int(length) if length else 1 << 30
 
 
+def remove_dropout(config: PreTrainedConfig) -> None:
+    """Set every rate to 0: a policy's log-probabilities are not random."""
+    text_config = config.get_text_config()
+    for name, value in vars(text_config).items():
+        if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+            setattr(text_config, name, 0.0)
+
+
 def load_policy(
     model: str, dtype: torch.dtype = torch.float32, *, gradient_checkpointing: bool = False
 ) -> PreTrainedModel:
@@ -80,9 +88,7 @@ def load_policy(
         ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences.
     """
     config = load_config(model)
-    for name, value in vars(config.get_text_config()).items():
-        if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
-            setattr(config.get_text_config(), name, 0.0)
+    remove_dropout(config)
     policy: PreTrainedModel
     loaded: dict[str, Any]
     try:

@@ -1,0 +1,185 @@
+"""Filling a sharded policy: each rank reads its own slices of the safetensors files, straight into its shards."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rlightning.errors import ConfigError
+from rlightning.models.policy import load_policy
+
+log = logging.getLogger(__name__)
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
+    """Compute anew what no file holds, such as the frequencies of rotary positions.
+
+    transformers itself builds every model without memory first, so its classes know how to do this.
+
+    Args:
+        model: its name, for the error.
+        policy: with memory for its buffers, but nothing in it. Weights that share a module with such a buffer are
+            overwritten, so they have to be loaded afterwards.
+        device: where buffers belong.
+    """
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
+        if module._non_persistent_buffers_set:
+            policy._init_weights(module)
+    saved = policy.state_dict().keys()
+    for name, buffer in policy.named_buffers():
+        if name not in saved and buffer.is_floating_point() and buffer.isnan().any():
+            raise ConfigError(
+                f"model='{model}' has a buffer, '{name}', that cannot be computed without loading the whole model. "
+                "Use strategy=ddp."
+            )
+
+
+@torch.no_grad()
+def load_shards(model: str, policy: PreTrainedModel) -> None:
+    """Fill the policy's parameters and saved buffers. All ranks have to call it.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        policy: with memory for its shards.
+
+    Raises:
+        ConfigError: if its weights are not all there or of other shapes, on every rank.
+    """
+    files = find_weights(model)
+    targets = dict(saved_tensors(policy))
+    if targets.keys() <= files.keys():
+        read_slices(model, targets, files)
+    else:
+        broadcast_slices(model, targets)
+
+
+def saved_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones once, and the buffers that a checkpoint has, by name."""
+    yield from policy.named_parameters()
+    saved = policy.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
+
+
+def find_weights(model: str) -> dict[str, Path]:
+    """The safetensors file of each weight by its name there; empty if the model comes in another format."""
+    index = find_file(model, _INDEX)
+    if index is not None:
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
+        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+    single = find_file(model, _SINGLE)
+    if single is None:
+        return {}
+    try:
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+
+
+def find_file(model: str, name: str) -> Path | None:
+    """A file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(model, name))
+    except EntryNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {' '.join(str(error).split())[:300]}") from error
+
+
+def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Read this rank's part of each weight, and nothing else, into place."""
+    for path in sorted(set(files.values())):
+        names = [name for name in targets if files[name] == path]
+        try:
+            with safe_open(path, "pt") as file:
+                for name in names:
+                    stored = file.get_slice(name)
+                    check_shape(model, name, stored.get_shape(), targets[name])
+                    own = local_slices(targets[name])
+                    # some versions of safetensors refuse an empty range
+                    if all(part.start < part.stop for part in own):
+                        local_tensor(targets[name]).copy_(stored[own] if own else file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+
+
+def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
+    """Let rank 0 load the whole model as transformers does, and hand it round weight by weight.
+
+    For weights whose names or shapes in the file are not the module's, which transformers converts as it loads them,
+    and for formats other than safetensors.
+    """
+    device = next(iter(targets.values())).device
+    is_first = dist.get_rank() == 0
+    failure: list[str | None] = [None]
+    whole: dict[str, Tensor] = {}
+    if is_first:
+        log.info("The files of model='%s' do not hold its weights by their names: rank 0 loads and sends them.", model)
+        try:
+            whole = dict(saved_tensors(load_policy(model, next(iter(targets.values())).dtype)))
+        except ConfigError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise ConfigError(failure[0])
+    for name, target in targets.items():
+        device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
+        weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
+        dist.broadcast(weight, src=0)
+        local_tensor(target).copy_(weight[local_slices(target)])
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's part on this rank; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where a DTensor's part on this rank lies in the whole.
+
+    Tensor parallelism cuts first and FSDP cuts what is left, both as ``torch.chunk`` does.
+    """
+    bounds = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for dim in reversed(range(mesh.ndim)):
+            placement = tensor.placements[dim]
+            if not placement.is_replicate():
+                axis = placement.dim  # type: ignore[attr-defined]
+                bounds[axis] = chunk_bounds(*bounds[axis], mesh.size(dim), coordinate[dim])
+    return tuple(slice(*bound) for bound in bounds)
+
+
+def chunk_bounds(start: int, stop: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """The range of one chunk, as ``torch.chunk`` cuts ``start`` to ``stop``; the last ones may be short or empty."""
+    size = math.ceil((stop - start) / num_chunks)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def check_shape(model: str, name: str, stored: list[int], target: Tensor) -> None:
+    """Refuse a file that does not fit its config.json."""
+    if list(stored) != list(target.shape):
+        raise ConfigError(
+            f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it "
+            f"{list(target.shape)}. Use a folder whose files belong together."
+        )

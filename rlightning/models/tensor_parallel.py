@@ -1,0 +1,75 @@
+"""Tensor parallelism by the plan that transformers ships with a model."""
+
+import re
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlightning.errors import ConfigError
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A norm of [1, T, heads, D], of which a rank has some heads: each rank's gradient is a part of the sum. Cutting the
+    # heads' dimension says so to DTensor, which then adds the parts up; without it they would silently be wrong.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+"""Embedding and output layer stay whole within a tensor-parallel group; FSDP shards them."""
+
+
+def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
+    """Refuse a model that cannot be cut into ``size`` parts.
+
+    Args:
+        model: its name, for the error.
+        config: read, with no weight loaded yet.
+        size: of a tensor-parallel group; 1 fits every model.
+
+    Raises:
+        ConfigError: says which rule is broken.
+    """
+    if size == 1:
+        return
+    text_config = config.get_text_config()
+    plan = getattr(text_config, "base_model_tp_plan", None)
+    way_out = "Use tensor_parallel_size=1."
+    prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
+    if not plan:
+        raise ConfigError(f"{prefix} transformers ships no plan for it. {way_out}")
+    unknown = sorted(set(plan.values()) - _STYLES.keys())
+    if unknown:
+        raise ConfigError(f"{prefix} its plan asks for '{unknown[0]}', which is not supported. {way_out}")
+    heads = text_config.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        count = getattr(text_config, name, None) or heads
+        if count % size:
+            raise ConfigError(f"{prefix} its {name}={count} cannot be split over {size} ranks. Use a divisor of it.")
+
+
+def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Cut the policy's linear layers over ``mesh``; parameters become DTensors, activations outside stay whole.
+
+    Args:
+        policy: on the meta device, checked by :func:`check_tensor_parallel`.
+        mesh: of one dimension, this rank's tensor-parallel group.
+    """
+    plan = policy.config.get_text_config().base_model_tp_plan
+    found = {
+        name: _STYLES[style]() for pattern, style in plan.items() for name in match_modules(policy.base_model, pattern)
+    }
+    parallelize_module(policy.base_model, mesh, found)
+
+
+def match_modules(model: nn.Module, pattern: str) -> list[str]:
+    """The modules that a plan's entry means: ``*`` stands for a layer's number."""
+    matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+    return [name for name, _ in model.named_modules() if matches(name)]
