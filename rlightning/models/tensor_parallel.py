@@ -23,7 +23,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # heads' dimension says so to DTensor, which then adds the parts up; without it they would silently be wrong.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""Embedding and output layer stay whole within a tensor-parallel group; FSDP shards them."""
+_STAYS_WHOLE = {"embedding_rowwise"}
+"""Embedding and output layer are not cut: FSDP shards them, and log-probabilities need whole rows of logits."""
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
@@ -45,7 +46,7 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
     prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
     if not plan:
         raise ConfigError(f"{prefix} transformers ships no plan for it. {way_out}")
-    unknown = sorted(set(plan.values()) - _STYLES.keys())
+    unknown = sorted(set(plan.values()) - _STYLES.keys() - _STAYS_WHOLE)
     if unknown:
         raise ConfigError(f"{prefix} its plan asks for '{unknown[0]}', which is not supported. {way_out}")
     heads = text_config.num_attention_heads
@@ -63,10 +64,16 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: of one dimension, this rank's tensor-parallel group.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
-    found = {
-        name: _STYLES[style]() for pattern, style in plan.items() for name in match_modules(policy.base_model, pattern)
-    }
-    parallelize_module(policy.base_model, mesh, found)
+    parallelize_module(
+        policy.base_model,
+        mesh,
+        {
+            name: _STYLES[style]()
+            for pattern, style in plan.items()
+            if style not in _STAYS_WHOLE
+            for name in match_modules(policy.base_model, pattern)
+        },
+    )
 
 
 def match_modules(model: nn.Module, pattern: str) -> list[str]:
