@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlightning.callbacks.completions_table import CompletionsTable
+    from rlightning.callbacks.controller_mode import ControllerMode
+    from rlightning.callbacks.device_sync_before_barrier import DeviceSyncBeforeBarrier
+    from rlightning.callbacks.empty_cache_after_update import EmptyCacheAfterUpdate
+    from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
     from rlightning.callbacks.run_report import RunReport
@@ -12,11 +16,27 @@ if TYPE_CHECKING:
     from rlightning.callbacks.throughput import Throughput
     from rlightning.callbacks.vllm_rollout import VLLMRollout
 
-__all__ = ["CompletionsTable", "JSONLPredictions", "RLProgressBar", "RunReport", "SaveHF", "Throughput", "VLLMRollout"]
+__all__ = [
+    "CompletionsTable",
+    "ControllerMode",
+    "DeviceSyncBeforeBarrier",
+    "EmptyCacheAfterUpdate",
+    "JSONLPredictions",
+    "OffloadDuringRollout",
+    "RLProgressBar",
+    "RunReport",
+    "SaveHF",
+    "Throughput",
+    "VLLMRollout",
+]
 
 _FILES = {
     "CompletionsTable": "completions_table",
+    "ControllerMode": "controller_mode",
+    "DeviceSyncBeforeBarrier": "device_sync_before_barrier",
+    "EmptyCacheAfterUpdate": "empty_cache_after_update",
     "JSONLPredictions": "predictions",
+    "OffloadDuringRollout": "offload_during_rollout",
     "RLProgressBar": "progress_bar",
     "RunReport": "run_report",
     "SaveHF": "save_hf",

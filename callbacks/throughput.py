@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 
+from rlightning.distributed import platform
 from rlightning.phases import PhaseTimer
 
 _GIB = 2**30
@@ -20,7 +20,7 @@ class Throughput(PhaseTimer):
     logged with ``module.log_dict`` where the module has it, and kept in :attr:`last` in any case.
 
     From a loop that is not Lightning's it needs the RL hooks, nothing else: the step ends with ``on_update_end``.
-    The module may be any object; with an ``all_sum(tensor)`` tokens are counted over all ranks, and then the
+    The module may be any object; with an ``world_sum(tensor)`` tokens are counted over all ranks, and then the
     callback must be on every rank.
 
     Example::
@@ -44,24 +44,31 @@ class Throughput(PhaseTimer):
         if self.num_tokens:
             self.last["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
         self.last |= memory_gib()
-        if _can_log(module):
-            module.log_dict(self.last)
+        log_metrics(module, self.last)
 
 
-def _can_log(module: Any) -> bool:
-    """A LightningModule has ``log_dict`` also where nobody listens: outside a Trainer and outside Fabric."""
+def log_metrics(module: Any, metrics: dict[str, float]) -> None:
+    """Log a callback's metrics of a training step with the module's ``log_dict``, where it has one and that listens.
+
+    A LightningModule has it also outside a Trainer and outside Fabric; and within a validation or a prediction, the
+    names would be taken for results of that.
+    """
     if isinstance(module, LightningModule):
-        return module._trainer is not None or module.fabric is not None
-    return hasattr(module, "log_dict")
+        is_listening = module.fabric is not None or (module._trainer is not None and module.trainer.training)
+    else:
+        is_listening = hasattr(module, "log_dict")
+    if is_listening:
+        module.log_dict(metrics)
 
 
 def memory_gib() -> dict[str, float]:
-    """Memory of this process in GiB; of the GPU only if it uses one already: asking would create a context."""
+    """Memory of this process in GiB; of the GPU only if it uses one already."""
     memory = {"memory/rss_gib": _resident_bytes() / _GIB}
-    if torch.cuda.is_initialized():
-        memory["memory/allocated_gib"] = torch.cuda.memory_allocated() / _GIB
-        memory["memory/reserved_gib"] = torch.cuda.memory_reserved() / _GIB
-        memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / _GIB
+    device_memory = platform.memory_use()
+    if device_memory is not None:
+        memory["memory/allocated_gib"] = device_memory.allocated / _GIB
+        memory["memory/reserved_gib"] = device_memory.reserved / _GIB
+        memory["memory/peak_gib"] = device_memory.peak / _GIB
     return memory
 
 

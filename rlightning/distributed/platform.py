@@ -5,6 +5,7 @@ Nothing here creates a CUDA context where there is none to serve: not for a CPU 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,37 @@ def reset_peak(device: torch.device | None = None) -> None:
     """Measure :attr:`MemoryUse.peak` from now on."""
     if _is_used(device):
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def has_context() -> bool:
+    """Whether this process has used a CUDA device."""
+    return torch.cuda.is_initialized()
+
+
+def device_of(trainer: Any, module: Any) -> torch.device | None:
+    """The device that a training loop works on, whatever kind of loop it is.
+
+    Args:
+        trainer: Lightning's Trainer or a Fabric (``strategy.root_device``), transformers' Trainer
+            (``accelerator.device``), or an object of the user's (``device``).
+        module: with a ``device``, or with parameters.
+
+    Returns:
+        None where neither tells; the functions here take it for the CUDA device that this process uses, if any.
+    """
+    places = (
+        (getattr(trainer, "strategy", None), "root_device"),
+        (getattr(trainer, "accelerator", None), "device"),
+        (trainer, "device"),
+        (module, "device"),
+    )
+    for owner, name in places:
+        device = getattr(owner, name, None)
+        if device is not None:
+            return torch.device(device)
+    parameters = module.parameters() if isinstance(module, torch.nn.Module) else iter(())
+    first = next(parameters, None)
+    return None if first is None else first.device
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:

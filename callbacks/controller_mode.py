@@ -1,0 +1,50 @@
+"""What this process is: one of equal ranks, a controller without a device, or a controller's worker."""
+
+import logging
+from typing import Any
+
+from rlightning.distributed import platform
+from rlightning.distributed.execution_mode import ExecutionMode, RequestedMode, resolve_execution_mode
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+
+log = logging.getLogger(__name__)
+
+
+class ControllerMode(RLCallback):
+    """Settles the process's execution mode before anything touches a device; see ``rlightning.distributed``.
+
+    A controller orchestrates, holds no model, and never creates a CUDA context: where it would wait for a device or
+    ask for its memory, nothing happens. Without this callback a process is SPMD.
+
+    From a loop that is not Lightning's it needs a call of ``setup(loop, module, "fit")`` before the loop's first use
+    of a device. ``loop.strategy``, where there is one, may declare an ``execution_mode``, and in a worker a
+    ``controller``.
+
+    Args:
+        mode: "auto" is what the strategy declares, "spmd" where it declares nothing.
+        controller: name or address of the controller that a worker takes orders from, where the strategy has none.
+
+    Attributes:
+        resolved: the mode, once ``setup`` has run.
+    """
+
+    def __init__(self, mode: RequestedMode = "auto", *, controller: str | None = None) -> None:
+        super().__init__()
+        self.mode: RequestedMode = mode
+        self.controller = controller
+        self.resolved: ExecutionMode | None = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Resolve the mode; refuse contradictions."""
+        resolved = resolve_execution_mode(
+            self.mode, strategy=getattr(trainer, "strategy", None), controller=self.controller
+        )
+        if resolved is ExecutionMode.CONTROLLER and platform.has_context():
+            raise ConfigError(
+                "execution mode 'controller' touches no device, but this process has used a CUDA device already. "
+                "Start the controller in a process of its own, and use no device before it."
+            )
+        if self.resolved is None:
+            log.info("execution mode: %s", resolved)
+        self.resolved = resolved

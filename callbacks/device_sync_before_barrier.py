@@ -1,0 +1,101 @@
+"""No rank leaves a barrier before all ranks' devices have done what was queued before it."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlightning.distributed import platform
+from rlightning.distributed.barrier import add_barrier_hook, remove_barrier_hook
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+
+log = logging.getLogger(__name__)
+
+
+class DeviceSyncBeforeBarrier(RLCallback):
+    """Each rank waits for its device before it enters a barrier.
+
+    A barrier is a meeting of processes; what they queued on their devices may still run when it returns. Whoever then
+    reads another rank's memory, files or engine finds them half-written. With this callback all device work that any
+    rank had queued before the barrier is finished when it returns. On the CPU, and in a controller, nothing is waited
+    for.
+
+    It covers ``rlightning.distributed.barrier`` and the loop's own barrier: ``strategy.barrier`` of Lightning's Trainer
+    and of a Fabric, accelerate's ``wait_for_everyone`` (transformers' ``Trainer``), or a ``barrier`` attribute of an
+    object of the user's. From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` and, in the end,
+    ``teardown(loop, module, "fit")``, which undoes it; and that the loop calls one of these barriers, not
+    ``torch.distributed.barrier`` past them.
+
+    Args:
+        device: to wait for, such as "cuda:1"; by default the loop's or the module's.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"device='{device}' is none. Name one, such as cuda:0, or leave it out.") from error
+        self._undo: list[Callable[[], None]] = []
+        self._device: torch.device | None = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Go before every barrier."""
+        if self._undo:
+            return
+        self._device = self.device or platform.device_of(trainer, module)
+        for owner, name in _own_barriers(trainer):
+            self._go_before(owner, name)
+        add_barrier_hook(self._wait)
+        self._undo.append(functools.partial(remove_barrier_hook, self._wait))
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Leave the barriers as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Leave the barriers as they were: an exception is not followed by ``teardown``."""
+        self.teardown(trainer, module, "fit")
+
+    def _wait(self) -> None:
+        platform.synchronize(self._device)
+
+    def _go_before(self, owner: Any, name: str) -> None:
+        """Have ``owner.name(...)`` wait first, until ``teardown``."""
+        barrier = getattr(owner, name)
+        if getattr(barrier, "waits_for_device", False):
+            self.teardown(None, None, "fit")
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} waits for the device already: there are two DeviceSyncBeforeBarrier. "
+                "Keep one of them."
+            )
+
+        @functools.wraps(barrier)
+        def wait_and_meet(*args: Any, **kwargs: Any) -> Any:
+            self._wait()
+            return barrier(*args, **kwargs)
+
+        wait_and_meet.waits_for_device = True  # type: ignore[attr-defined]
+        is_own_attribute = name in vars(owner)
+        setattr(owner, name, wait_and_meet)
+        self._undo.append(
+            functools.partial(setattr, owner, name, barrier)
+            if is_own_attribute
+            else functools.partial(delattr, owner, name)
+        )
+
+
+def _own_barriers(trainer: Any) -> Iterator[tuple[Any, str]]:
+    """Where the loop's own barriers are, by object and attribute."""
+    if hasattr(getattr(trainer, "strategy", None), "barrier"):
+        yield trainer.strategy, "barrier"
+    elif hasattr(getattr(trainer, "accelerator", None), "wait_for_everyone"):
+        from accelerate import PartialState
+
+        yield PartialState(), "wait_for_everyone"  # all of accelerate's barriers go through this shared object
+    elif hasattr(trainer, "barrier"):
+        yield trainer, "barrier"

@@ -1,0 +1,112 @@
+"""Memory that PyTorch's allocator keeps for later, given back to the device while others need it."""
+
+from time import perf_counter
+from typing import Any
+
+from rlightning.callbacks.throughput import log_metrics
+from rlightning.distributed import platform
+from rlightning.errors import check_rules
+from rlightning.hooks import RLCallback
+
+_GIB = 2**30
+
+
+class EmptyCacheAfterUpdate(RLCallback):
+    """Returns the caching allocator's unused blocks to the device after an update, and before an engine wakes there.
+
+    What an update has freed stays reserved by the process: an engine on the same device finds it taken when it wakes,
+    and with lengths that vary from step to step the blocks fragment and grow. On the CPU, and in a controller, the
+    callback does nothing.
+
+    From a loop that is not Lightning's it needs ``on_update_end`` once the update's tensors are freed, and
+    ``on_weight_sync_start`` before an engine on the same device wakes. The device is found from the loop's ``device``,
+    or the module's. ``module.log_dict`` gets the metrics, where there is one.
+
+    Args:
+        every_n_updates: empty it after each n-th update.
+        min_free_bytes: empty it only while less than this is free on the device.
+        max_reserved_ratio: empty it only while reserved memory is more than this many times what tensors hold; 1.1 is
+            10% more. With both, either is reason enough; with neither, it is always emptied.
+        before_wake: also empty it before weights are sent to an engine.
+
+    Attributes:
+        last: the metrics of the last emptying at each of the two moments, by name (docs/metrics.md).
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_updates: int = 1,
+        min_free_bytes: int | None = None,
+        max_reserved_ratio: float | None = None,
+        before_wake: bool = True,
+    ) -> None:
+        super().__init__()
+        check_rules(
+            {
+                f"every_n_updates={every_n_updates} must be at least 1. Use 1 to empty it after every update": (
+                    every_n_updates >= 1
+                ),
+                f"min_free_bytes={min_free_bytes} must be at least 0. Leave it out to do without": (
+                    min_free_bytes is None or min_free_bytes >= 0
+                ),
+                f"max_reserved_ratio={max_reserved_ratio} must be at least 1, where all is in use. Try 1.1": (
+                    max_reserved_ratio is None or max_reserved_ratio >= 1
+                ),
+            }
+        )
+        self.every_n_updates = every_n_updates
+        self.min_free_bytes = min_free_bytes
+        self.max_reserved_ratio = max_reserved_ratio
+        self.before_wake = before_wake
+        self.last: dict[str, float] = {}
+        self._num_updates = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, so that a resumed run empties it at the same updates."""
+        return {"num_updates": self._num_updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._num_updates = state_dict["num_updates"]
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Empty it after each n-th update."""
+        self._num_updates += 1
+        if self._num_updates % self.every_n_updates == 0:
+            self._empty(trainer, module, "after_update")
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Empty it before the engine wakes."""
+        if self.before_wake:
+            self._empty(trainer, module, "before_wake")
+
+    def _empty(self, trainer: Any, module: Any, moment: str) -> None:
+        device = platform.device_of(trainer, module)
+        before = platform.memory_use(device)
+        if before is None or not self.pays(before):
+            return
+        platform.synchronize(device)  # freeing waits for the device: that is not what it costs
+        begun = perf_counter()
+        platform.empty_cache(device)
+        cost_ms = 1000 * (perf_counter() - begun)
+        after = platform.memory_use(device)
+        assert after is not None
+        metrics = {
+            f"memory/{moment}/reserved_before_gib": before.reserved / _GIB,
+            f"memory/{moment}/reserved_after_gib": after.reserved / _GIB,
+            f"memory/{moment}/allocated_before_gib": before.allocated / _GIB,
+            f"memory/{moment}/allocated_after_gib": after.allocated / _GIB,
+            f"memory/{moment}/empty_cache_ms": cost_ms,
+        }
+        self.last |= metrics
+        log_metrics(module, metrics)
+
+    def pays(self, memory: platform.MemoryUse) -> bool:
+        """Whether the thresholds call for it."""
+        reasons = []
+        if self.min_free_bytes is not None:
+            reasons.append(memory.free < self.min_free_bytes)
+        if self.max_reserved_ratio is not None:
+            reasons.append(memory.reserved > self.max_reserved_ratio * memory.allocated)
+        return any(reasons) if reasons else True

@@ -1,0 +1,178 @@
+"""What only the update needs, moved to host memory while the engine needs the device."""
+
+import logging
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rlightning.callbacks.throughput import log_metrics
+from rlightning.distributed.host_memory import HostMemory
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+class OffloadDuringRollout(RLCallback):
+    """Moves optimizer state, gradients or parameters to page-locked host memory during rollouts, and back.
+
+    Optimizer state and gradients leave when a rollout starts or weights are about to be sent, parameters once the
+    engine has them. All of it is back before anything trains, evaluates or saves. Tensors stay the objects that they
+    are: torch's optimizers, Lightning's and Fabric's wrappers of them, accelerate's, and FSDP2's shards go on as if
+    nothing had happened. Tensors on the CPU stay where they are.
+
+    From a loop that is not Lightning's it needs ``on_rollout_start`` or ``on_weight_sync_start``, and
+    ``on_rollout_end``, or at the latest ``on_update_start``; for ``parameters`` also ``on_engine_wake`` once the engine
+    has the weights and ``on_engine_sleep`` when it has given its memory back. It takes the optimizers from
+    ``loop.optimizers`` or ``loop.optimizer``, the parameters from them and from ``module.parameters()``. At the end the
+    loop calls ``teardown(loop, module, "fit")``. ``module.log_dict`` gets the metrics, where there is one.
+
+    Args:
+        optimizer: move the optimizer's state.
+        gradients: move gradients; a loop that sets them to None has none to move.
+        parameters: move parameters, those of ``module.reference`` too. Only an engine that says when it wakes and
+            sleeps makes them leave.
+
+    Attributes:
+        last: the metrics of the last offload and return, by name (docs/metrics.md).
+    """
+
+    device_type = "cuda"
+    """Tensors elsewhere stay as they are."""
+
+    def __init__(self, *, optimizer: bool = True, gradients: bool = True, parameters: bool = False) -> None:
+        super().__init__()
+        if not (optimizer or gradients or parameters):
+            raise ConfigError(
+                "OffloadDuringRollout with optimizer=False, gradients=False and parameters=False moves nothing. "
+                "Set one of them, or drop the callback."
+            )
+        self.optimizer, self.gradients, self.parameters = optimizer, gradients, parameters
+        self.last: dict[str, float] = {}
+        self._state, self._weights = HostMemory(), HostMemory()
+        self._is_engine_awake = False
+        self._offload_seconds = 0.0
+
+    # Away
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        """Make room for the engine."""
+        if getattr(module, "generates", True):
+            self._offload_state(trainer, module)
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Make room for the engine, also in a validation; the parameters are about to be read."""
+        self._weights.give_back()
+        self._offload_state(trainer, module)
+
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        """Move the parameters: the engine has them."""
+        self._is_engine_awake = True
+        if self.parameters:
+            begun = perf_counter()
+            self._weights.take(_parameters(trainer, module), self.device_type)
+            self._offload_seconds += perf_counter() - begun
+
+    # And back
+
+    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+        """Take the engine's place."""
+        self._is_engine_awake = False
+        self._restore(module)
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Take the device again, unless an engine is about to say when it is free."""
+        if not self._is_engine_awake:
+            self._restore(module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """As after a rollout."""
+        self.on_rollout_end(trainer, module, None)
+
+    def on_test_end(self, trainer: Any, module: Any) -> None:
+        """As after a rollout."""
+        self.on_rollout_end(trainer, module, None)
+
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
+        """As after a rollout."""
+        self.on_rollout_end(trainer, module, None)
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Take the device again, if nothing else has said that it is free."""
+        self._restore(module)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Have everything there to be saved."""
+        self._restore(pl_module)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Have everything there for whoever looks at it now."""
+        try:
+            self.teardown(trainer, module, "fit")
+        except torch.OutOfMemoryError:
+            log.error("%.1f GiB stay on the host: the engine still has their memory.", self._num_bytes / _GIB)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Take everything back; end of the host memory."""
+        self._weights.close()
+        self._state.close()
+
+    # How
+
+    @property
+    def _num_bytes(self) -> int:
+        return self._state.num_bytes + self._weights.num_bytes
+
+    def _offload_state(self, trainer: Any, module: Any) -> None:
+        begun = perf_counter()
+        if self.optimizer:
+            self._state.take(_optimizer_state(trainer), self.device_type)
+        if self.gradients:
+            gradients = (p.grad for p in _parameters(trainer, module) if p.grad is not None)
+            self._state.take(gradients, self.device_type)
+        self._offload_seconds += perf_counter() - begun
+
+    def _restore(self, module: Any) -> None:
+        num_bytes = self._num_bytes
+        if num_bytes:
+            begun = perf_counter()
+            self._weights.give_back()
+            self._state.give_back()
+            self.last = {
+                "memory/offloaded_gib": num_bytes / _GIB,
+                "time/offload": self._offload_seconds,
+                "time/restore": perf_counter() - begun,
+            }
+            log_metrics(module, self.last)
+        self._offload_seconds = 0.0
+
+
+def _optimizers(trainer: Any) -> Iterator[Optimizer]:
+    """The loop's optimizers, without the wrappers that Lightning, Fabric and accelerate put around them."""
+    found = getattr(trainer, "optimizers", None) or getattr(trainer, "optimizer", None) or ()
+    for optimizer in found if isinstance(found, list | tuple) else (found,):
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        yield optimizer
+
+
+def _optimizer_state(trainer: Any) -> Iterator[Tensor]:
+    for optimizer in _optimizers(trainer):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _parameters(trainer: Any, module: Any) -> Iterator[Tensor]:
+    """The optimizers' and the module's, some of them more than once."""
+    for optimizer in _optimizers(trainer):
+        for group in optimizer.param_groups:
+            yield from group["params"]
+    for owner in (module, getattr(module, "reference", None)):
+        if hasattr(owner, "parameters"):
+            yield from owner.parameters()
