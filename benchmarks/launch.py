@@ -1,0 +1,277 @@
+"""What the benchmarks share: their arguments, runs in processes of their own, the runs' metrics, and tables."""
+
+import argparse
+import csv
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition
+from typing import Any
+
+import torch
+import yaml
+from make_model import SHAPES, make_model
+
+BENCHMARKS = Path(__file__).parent
+PROMPT_TOKENS = 128
+RUN_TIMEOUT = 900.0
+"""Seconds that one run may take."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One ``rlightning fit``.
+
+    Attributes:
+        name: of its folder.
+        config: the YAML file's content.
+        num_devices: GPUs that it takes, or ranks on a CPU.
+    """
+
+    name: str
+    config: dict[str, Any]
+    num_devices: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job that has ended.
+
+    Attributes:
+        job: what was run.
+        folder: the run's folder.
+        exit_code: 0 if it ended well.
+        seconds: that it took, start and end included.
+    """
+
+    job: Job
+    folder: Path
+    exit_code: int
+    seconds: float
+
+    def read_log(self) -> str:
+        """What the run and its engines said."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of each training step, those of validation left out."""
+        rows = self.all_metrics()
+        return [row for row in rows if "time/step" in row]
+
+    def all_metrics(self) -> list[dict[str, float]]:
+        """The rows of the run's CSV file, without their empty fields."""
+        files = sorted(self.folder.glob("metrics/version_*/metrics.csv"))
+        if not files:
+            return []
+        with files[-1].open(newline="") as file:
+            return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+    def require_success(self) -> "Run":
+        """This run; if it failed, the benchmark ends with the end of its log."""
+        if self.exit_code:
+            lines = (self.folder / "run.log").read_text(errors="replace").splitlines()[-40:]
+            raise SystemExit("\n".join([*lines, "", f"{self.job.name} ended with exit code {self.exit_code}."]))
+        return self
+
+
+def benchmark_parser(description: str, name: str, *, model: str = "0.6b", steps: int = 20) -> argparse.ArgumentParser:
+    """A parser with the arguments that all benchmarks have.
+
+    Args:
+        description: the script's docstring.
+        name: the benchmark's, of its output folder.
+        model: the usual one.
+        steps: the usual number of rollout steps of a run.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="What follows a lone -- goes to each `rlightning fit`, such as: -- --rollout.engine.enforce_eager true",
+    )
+    parser.add_argument("--model", default=model, help=f"{', '.join(SHAPES)}, or a Hugging Face folder ({model})")
+    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="where shapes are made (runs/models)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--steps", type=int, default=steps, help=f"rollout steps of a run ({steps})")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, each on GPUs of its own (1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks") / name, help="gets tables, runs and logs")
+    parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Make the model, where a shape was named, and the output folder."""
+    if arguments.model in SHAPES:
+        arguments.model = str(make_model(arguments.model, arguments.models / arguments.model))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+
+def write_prompts(path: Path, count: int, num_tokens: int = PROMPT_TOKENS) -> str:
+    """Prompts of letters, a token each under the tokenizer of make_model.py; the file's name."""
+    letters = random.Random(0)
+    rows = ({"prompt": "".join(letters.choices("abcdefgh ", k=num_tokens))} for _ in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def grpo_config(
+    arguments: argparse.Namespace,
+    *,
+    prompts_per_step: int,
+    samples_per_prompt: int,
+    num_devices: int = 1,
+    model: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
+    callbacks: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """A GRPO run on random prompts with random rewards, without validation and checkpoints.
+
+    Args:
+        arguments: of :func:`benchmark_parser`, after :func:`prepare`.
+        prompts_per_step: over all ranks.
+        samples_per_prompt: of each.
+        num_devices: ranks; the actor is sharded over more than one.
+        model: further arguments of GRPO.
+        rollout: the engine's section.
+        callbacks: in their order.
+    """
+    is_cuda = arguments.device == "cuda"
+    prompts = arguments.out / "prompts.jsonl"
+    if not prompts.is_file():
+        write_prompts(prompts, 4096)
+    trainer: dict[str, Any] = {
+        "accelerator": "gpu" if is_cuda else "cpu",
+        "devices": num_devices,
+        "precision": "bf16-mixed" if is_cuda else "32-true",
+        "max_steps": arguments.steps,
+        "max_epochs": -1,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "callbacks": list(callbacks),
+    }
+    if num_devices > 1:
+        trainer["strategy"] = {"class_path": "rlightning.distributed.FSDP"}
+    settings = {
+        "model": str(arguments.model),
+        "rewards": ["probes.random_reward"],
+        "prompts_per_step": prompts_per_step,
+        "samples_per_prompt": samples_per_prompt,
+    }
+    return {
+        "model": {"class_path": "GRPO", "init_args": settings | (model or {})},
+        "rollout": rollout or {},
+        "data": {"train": str(prompts), "max_prompt_tokens": PROMPT_TOKENS},
+        "trainer": trainer,
+    }
+
+
+def callback(path: str, **arguments: Any) -> dict[str, Any]:
+    """A callback as YAML has it; one of the package's by its bare name."""
+    path = path if "." in path else f"rlightning.callbacks.{path}"
+    return {"class_path": path, "init_args": arguments}
+
+
+def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_device: int = 1) -> list[Run]:
+    """Run each job as soon as there are devices for it; in their order, at most ``--at-once`` at a time.
+
+    Args:
+        jobs: what to run.
+        arguments: of :func:`benchmark_parser`.
+        runs_per_device: that may share one.
+
+    Returns:
+        The runs in the jobs' order, whether they ended well or not.
+    """
+    needed = max(job.num_devices for job in jobs)
+    num_devices = torch.cuda.device_count() if arguments.device == "cuda" else needed * arguments.at_once
+    if needed > num_devices:
+        raise SystemExit(f"{needed} GPUs are needed, and there are {num_devices}.")
+    room = dict.fromkeys(range(num_devices), runs_per_device)
+    changed = Condition()
+
+    def run(job: Job) -> Run:
+        with changed:
+            changed.wait_for(lambda: sum(places > 0 for places in room.values()) >= job.num_devices)
+            devices = sorted(room, key=lambda device: -room[device])[: job.num_devices]
+            for device in devices:
+                room[device] -= 1
+        try:
+            return fit(job, arguments, sorted(devices))
+        finally:
+            with changed:
+                for device in devices:
+                    room[device] += 1
+                changed.notify_all()
+
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        return list(pool.map(run, jobs))
+
+
+def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:
+    """Run a job in a folder of its own below ``--out``, on the given devices."""
+    folder: Path = arguments.out / job.name
+    if (folder / "run.yaml").is_file():
+        shutil.rmtree(folder)  # of an earlier try
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(job.config, sort_keys=False))
+    command = [sys.executable, "-m", "rlightning", "fit", "--config", str(folder / "run.yaml")]
+    command += ["--trainer.default_root_dir", str(folder), *arguments.options]
+    paths = [str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    if arguments.device == "cuda":
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in devices)
+    begun = time.perf_counter()
+    with (folder / "run.log").open("w") as log:
+        try:
+            exit_code = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            exit_code = 124
+    return Run(job, folder, exit_code, time.perf_counter() - begun)
+
+
+def say(text: str) -> None:
+    """Write to standard output at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    """Write rows of equal keys."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def format_table(rows: Rows) -> str:
+    """Rows of equal keys as a Markdown table; floats with three digits."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_format(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def finish(arguments: argparse.Namespace, rows: Rows, notes: Iterable[str] = ()) -> None:
+    """Write the benchmark's table to ``--out``, as Markdown and CSV, and print it, and then the notes."""
+    text = "\n".join([format_table(rows), *notes])
+    (arguments.out / "table.md").write_text(text + "\n")
+    write_csv(arguments.out / "table.csv", rows)
+    say(text)
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,81 @@
+"""What OffloadDuringRollout moves, how fast, and the device memory that the engine finds free.
+
+    python benchmarks/offload.py --model 1.7b
+
+Three runs of the same steps: without the callback, with optimizer state and gradients offloaded, and with the
+parameters too. EmptyCacheAfterUpdate is in all three, so that what differs is what was offloaded.
+
+Writes --out/table.md and table.csv: medians over the steps after the first.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+from launch import Job, Run, benchmark_parser, callback, finish, grpo_config, prepare, run_jobs
+from probes import read_trace
+
+GIB = 2**30
+ARMS: dict[str, dict[str, Any] | None] = {
+    "nothing": None,
+    "optimizer": {"parameters": False},
+    "optimizer_and_parameters": {"parameters": True},
+}
+"""Arguments of OffloadDuringRollout."""
+
+
+def make_job(arguments: argparse.Namespace, arm: str) -> Job:
+    """One arm."""
+    callbacks = [callback("EmptyCacheAfterUpdate")]
+    if ARMS[arm] is not None:
+        callbacks.append(callback("OffloadDuringRollout", **ARMS[arm]))
+    config = grpo_config(
+        arguments,
+        prompts_per_step=4 * arguments.gpus,
+        samples_per_prompt=4,
+        num_devices=arguments.gpus,
+        rollout={
+            "max_new_tokens": 64,
+            "gpu_memory_utilization": arguments.utilization,
+            "engine": {"enforce_eager": True},
+        },
+        callbacks=[*callbacks, callback("probes.MemoryTrace")],
+    )
+    return Job(arm, config, arguments.gpus)
+
+
+def middle(values: list[float]) -> float | None:
+    """Their median; None without any."""
+    return median(values) if values else None
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """One arm's line; memory at the moment the engine begins to generate, rank 0."""
+    steps = run.metrics()[1:]
+    trace = [row for row in read_trace(run.folder, "memory") if row["moment"] == "sync_end" and int(row["step"]) > 1]
+    row: dict[str, Any] = {"offloaded": run.job.name}
+    for way in ("out", "back"):
+        gib = middle([row[f"offload/{way}_gib"] for row in steps if f"offload/{way}_gib" in row])
+        seconds = middle([row[f"offload/{way}_seconds"] for row in steps if f"offload/{way}_seconds" in row])
+        row[f"{way}, GiB"], row[f"{way}, s"] = gib, seconds
+        row[f"{way}, GB/s"] = gib * GIB / 1e9 / seconds if gib and seconds else None
+    for what in ("allocated", "reserved", "free"):
+        row[f"{what} while generating, GiB"] = middle([int(entry[what]) / GIB for entry in trace])
+    row["step, s"] = middle([row["time/step"] for row in steps])
+    return row
+
+
+def main() -> None:
+    """Run the arms."""
+    parser = benchmark_parser(__doc__ or "", "offload", model="1.7b", steps=5)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which runs (all)")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks; the actor is sharded over more than one (1)")
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
+    arguments = parser.parse_args()
+    prepare(arguments)
+    runs = run_jobs([make_job(arguments, arm) for arm in arguments.arms], arguments)
+    finish(arguments, [summarise(run.require_success()) for run in runs])
+
+
+if __name__ == "__main__":
+    main()

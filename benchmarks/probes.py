@@ -1,0 +1,145 @@
+"""Callbacks and a reward that the benchmarks put into a run: they vary the work, and write down what it takes."""
+
+import csv
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rlightning.distributed.platform import memory_use, synchronize
+from rlightning.hooks import RLCallback
+from rlightning.run_dir import run_dir
+
+
+def random_reward(completion: str) -> float:
+    """Uniform in [0, 1): a model of random weights has nothing to be judged by, and the update costs the same."""
+    return random.SystemRandom().random()
+
+
+class CSVTrace(RLCallback):
+    """Base of callbacks that write rows to a file of their own in the run's folder, one a rank.
+
+    Each row is on disk when :meth:`write` returns: a run that dies of what is measured leaves its trace.
+
+    Args:
+        name: of the file, which gets the rank's number.
+        columns: their names, after ``step``.
+    """
+
+    def __init__(self, name: str, columns: Sequence[str]) -> None:
+        super().__init__()
+        self.name, self.columns = name, ["step", *columns]
+        self.step = 0
+
+    def write(self, trainer: Any, *values: Any) -> None:
+        """Add one row."""
+        path = run_dir(trainer) / f"{self.name}-{trainer.global_rank}.csv"
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if is_new:
+                writer.writerow(self.columns)
+            writer.writerow([self.step, *values])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Count rollout steps from 1."""
+        self.step = trainer.global_step + 1
+
+
+class MemoryTrace(CSVTrace):
+    """Writes what the trainer's device holds, in bytes, at each moment of a step.
+
+    Two of them, listed before and after another callback, see what that one does.
+
+    Args:
+        name: of the file.
+    """
+
+    def __init__(self, name: str = "memory") -> None:
+        super().__init__(name, ["moment", "max_new_tokens", "allocated", "reserved", "free", "total"])
+
+    def _measure(self, trainer: Any, module: Any, moment: str) -> None:
+        use = memory_use(module.device)
+        numbers = (use.allocated, use.reserved, use.free, use.total) if use is not None else (0, 0, 0, 0)
+        self.write(trainer, moment, module.sampling.max_new_tokens, *numbers)
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """The engine is about to wake."""
+        self._measure(trainer, module, "sync_start")
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """The engine is awake, and about to generate."""
+        self._measure(trainer, module, "sync_end")
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """The engine sleeps, or is about to."""
+        self._measure(trainer, module, "rollout_end")
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """The engine sleeps; the actor needs its gradients and activations no more."""
+        self._measure(trainer, module, "update_end")
+
+
+class SyncTrace(CSVTrace):
+    """Writes the seconds of each weight sync: in all, and until the engine has the weights, which may be unverified.
+
+    Args:
+        verify_every: the rollout's, to tell the syncs that were verified.
+    """
+
+    def __init__(self, verify_every: int = 0) -> None:
+        super().__init__("sync", ["seconds", "seconds_until_wake", "is_verified"])
+        self.verify_every = verify_every
+        self._num_syncs = 0
+        self._begun = 0.0
+        self._until_wake: float | None = None
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Start the clock, the update's queued work being done."""
+        synchronize(module.device)
+        self._begun, self._until_wake = perf_counter(), None
+
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        """The engine has the weights."""
+        self._until_wake = perf_counter() - self._begun
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Stop the clock."""
+        synchronize(module.device)
+        is_verified = self.verify_every > 0 and self._num_syncs % self.verify_every == 0
+        self._num_syncs += 1
+        self.write(trainer, perf_counter() - self._begun, self._until_wake, int(is_verified))
+
+
+class VaryLengths(RLCallback):
+    """Gives each step another ``max_new_tokens``, in the same random order in each run.
+
+    A model of random weights hardly ever ends a completion by itself, so that this is the length of all of them.
+
+    Args:
+        shortest: tokens.
+        longest: tokens; at most the rollout's ``max_new_tokens``, which the engine is sized by.
+        seed: of the order.
+    """
+
+    def __init__(self, shortest: int, longest: int, seed: int = 0) -> None:
+        super().__init__()
+        self.shortest, self.longest = shortest, longest
+        self._random = random.Random(seed)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Draw the step's length: as many steps between 64 and 128 tokens as between 512 and 1,024."""
+        length = round(self.shortest * (self.longest / self.shortest) ** self._random.random())
+        module.sampling = replace(module.sampling, max_new_tokens=length)
+
+
+def read_trace(folder: Path, name: str, rank: int = 0) -> list[dict[str, str]]:
+    """The rows that a :class:`CSVTrace` wrote; none if it never came to it."""
+    path = folder / f"{name}-{rank}.csv"
+    if not os.path.exists(path):
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
