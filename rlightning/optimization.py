@@ -5,12 +5,17 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError
+from rlightning.models.shard_loading import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +106,55 @@ def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: in
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
     """Scale gradients down to a global norm; drop them where they are not finite.
 
+    Args:
+        parameters: plain or sharded. If they are sharded, all ranks have to call this.
+        max_norm: of all gradients together, over all shards.
+
     Returns:
-        The norm before, and whether it was finite; scalars. Dropped gradients make the optimizer's step change nothing.
+        The norm before, and whether it was finite; plain scalars, equal on the ranks that share the parameters. Dropped
+        gradients make the optimizer's step change nothing.
     """
     with_gradients = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(with_gradients, max_norm)
+    gradients = [p.grad for p in with_gradients if p.grad is not None]
+    norm = global_norm(gradients)
     is_finite = norm.isfinite()
-    if not is_finite:
+    if is_finite:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor.to(gradients[0].device))
+    else:
         log.warning("The gradients' norm is %s: this optimizer step is skipped.", norm.item())
         for parameter in with_gradients:
             parameter.grad = None
     return norm, is_finite
+
+
+@torch.no_grad()
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all tensors together, whole ones and shards, on whatever meshes.
+
+    torch's own ``clip_grad_norm_`` takes one mesh only; with tensor parallelism there are two, since embeddings and norms
+    are not cut by it.
+
+    Returns:
+        A plain float32 scalar; 0 for no tensors.
+    """
+    # tensors by the groups of ranks over which their shards are spread
+    spread: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for tensor in tensors:
+        where = None
+        if isinstance(tensor, DTensor):
+            dims = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+            where = tensor.device_mesh, tuple(dims)
+        spread.setdefault(where, []).append(local_tensor(tensor))
+    total = torch.zeros(())
+    for where, parts in spread.items():
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+        squares = torch.stack(list(norms)).square().sum()
+        if where is not None:
+            mesh, dims = where
+            squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
+            for dim in dims:
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        total = total.to(squares.device) + squares
+    return total.sqrt()
