@@ -1,6 +1,7 @@
 """Tensors' bytes, moved to host memory and back, while the tensors stay the objects that they are."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,7 +19,7 @@ class HostMemory:
 
     A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
     parameters, views, DTensors, FSDP's shards and whoever refers to them notice nothing, so long as nobody reads
-    them in between. Storages that tensors share are moved once. The host memory is kept for the next time.
+    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the next time.
     """
 
     def __init__(self) -> None:
@@ -109,17 +110,17 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
     for tensor in tensors:
         for plain in _plain_tensors(tensor):
             storage = plain.untyped_storage()
-            # Memory that other processes share cannot be shrunk; an empty storage is nothing, or on the host already.
+            # Memory that is not PyTorch's own cannot be shrunk; an empty storage is nothing, or on the host already.
             is_movable = storage.device.type == device_type and storage.nbytes() > 0 and storage.resizable()
             if is_movable and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 yield storage
 
 
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself, or those that it is made of: a DTensor's shard, a quantised tensor's codes and scales."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
+def _plain_tensors(thing: Any) -> Iterator[Tensor]:
+    """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
+    if is_traceable_wrapper_subclass(thing):
+        for name in thing.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(thing, name))
+    elif isinstance(thing, Tensor):
+        yield thing

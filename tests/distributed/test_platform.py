@@ -1,0 +1,86 @@
+"""The platform module on a machine without a device, in a controller, and on CUDA."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from rlightning.distributed import execution_mode, platform
+from rlightning.distributed.execution_mode import ExecutionMode
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def use_everything(device: torch.device | None) -> Any:
+    platform.synchronize(device)
+    platform.synchronize_stream(device)
+    platform.empty_cache(device)
+    platform.reset_peak(device)
+    assert platform.host_bytes(3, device or CPU).shape == (3,)
+    return platform.memory_use(device)
+
+
+@pytest.mark.parametrize("device", [None, CPU, CUDA])
+def test_nothing_is_touched_where_no_device_is_in_use(device: torch.device | None) -> None:
+    if platform.has_context() and device is not CPU:
+        pytest.skip("another test of this process has used CUDA")
+    assert use_everything(device) is None
+    assert not torch.cuda.is_initialized() or device is CPU
+
+
+def test_a_controller_asks_the_driver_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where CUDA has been initialised: every call of torch.cuda would raise here."""
+    monkeypatch.setattr(execution_mode, "_resolved", ExecutionMode.CONTROLLER)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name in ("synchronize", "current_stream", "empty_cache", "mem_get_info", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    assert use_everything(CUDA) is None
+    assert use_everything(None) is None
+
+
+def test_device_of_every_kind_of_loop() -> None:
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    model = torch.nn.Linear(1, 1, device="meta")
+    assert platform.device_of(SimpleNamespace(strategy=SimpleNamespace(root_device=meta)), BoringModel()) == meta
+    assert platform.device_of(SimpleNamespace(accelerator=SimpleNamespace(device=meta)), BoringModel()) == meta
+    assert platform.device_of(SimpleNamespace(device="meta"), None) == meta
+    assert platform.device_of(object(), BoringModel()) == cpu
+    assert platform.device_of(object(), model) == meta
+    assert platform.device_of(object(), object()) is None
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.timeout(120)
+def test_memory_on_a_device() -> None:
+    block = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
+    held = platform.memory_use(CUDA)
+    assert held is not None and held.peak >= held.allocated >= 256 << 20
+    assert held.reserved >= held.allocated and 0 < held.free < held.total
+    del block
+    platform.empty_cache(CUDA)
+    platform.reset_peak(CUDA)
+    after = platform.memory_use(CUDA)
+    assert after is not None
+    assert held.allocated - after.allocated >= 256 << 20 and held.reserved - after.reserved >= 256 << 20
+    assert after.peak < held.peak
+    assert platform.host_bytes(10, CUDA).is_pinned() and not platform.host_bytes(10, CPU).is_pinned()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.timeout(120)
+def test_synchronizing_a_stream_leaves_others_alone() -> None:
+    other = torch.cuda.Stream()
+    event = torch.cuda.Event()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(int(2e9))  # cycles: a second or so
+        event.record()
+    platform.synchronize_stream(CUDA)
+    assert not event.query()
+    platform.synchronize(CUDA)
+    assert event.query()
