@@ -17,8 +17,8 @@ class SaveHF(RLCallback):
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
 
     From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a
-    ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank. The module needs
-    ``save_hf(path)``.
+    ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank, because ranks that hold parts of
+    the model all take part in saving it. The module needs ``save_hf(path)``.
 
     Args:
         path: the folder of the last state; by default ``hf`` in the run's folder. Those on the way stand beside it, as
@@ -58,7 +58,7 @@ class SaveHF(RLCallback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Save the last state."""
-        self._save(module, self._folder(trainer))
+        self._save(trainer, module, self._folder(trainer))
 
     def _save_on_the_way(self, trainer: Any, module: Any) -> None:
         step = trainer.global_step
@@ -66,11 +66,12 @@ class SaveHF(RLCallback):
             return
         self._saved_step = step
         folder = self._folder(trainer)
-        self._save(module, folder.with_name(f"{folder.name}_step_{step:06d}"))
+        self._save(trainer, module, folder.with_name(f"{folder.name}_step_{step:06d}"))
 
-    def _save(self, module: Any, folder: Path) -> None:
+    def _save(self, trainer: Any, module: Any, folder: Path) -> None:
         module.save_hf(folder)
-        logger.info("saved the model to %s", folder)
+        if getattr(trainer, "is_global_zero", True):
+            logger.info("saved the model to %s", folder)
 
     def _folder(self, trainer: Any) -> Path:
         return Path(self.path) if self.path else run_dir(trainer) / "hf"

@@ -1,6 +1,7 @@
-"""The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits."""
+"""The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits, exporting it."""
 
+from rlightning.models.export import save_policy
 from rlightning.models.logprobs import packed_logprobs
-from rlightning.models.policy import load_config, load_policy, load_tokenizer, max_model_length, save_policy
+from rlightning.models.policy import load_config, load_policy, load_tokenizer, max_model_length
 
 __all__ = ["load_config", "load_policy", "load_tokenizer", "max_model_length", "packed_logprobs", "save_policy"]

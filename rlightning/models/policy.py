@@ -1,7 +1,5 @@
 """Loading a Hugging Face causal language model as a policy."""
 
-import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -112,41 +109,3 @@ def load_policy(
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
-
-
-def save_policy(policy: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, dtype: torch.dtype | str | None) -> None:
-    """Write a Hugging Face folder, aside first, so that ``path`` never holds half of one.
-
-    Args:
-        policy: the model.
-        tokenizer: goes into the same folder.
-        path: the folder; replaced if it is there.
-        dtype: of the weights in the folder; None is the policy's own.
-    """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    dtype = dtype or policy.dtype
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        aside = Path(scratch) / path.name
-        # The copies below share no memory, so that nothing but its name tells that a weight is another one's twin.
-        twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
-        twins -= {name for name, _ in policy.named_parameters()}
-        state = {name: tensor for name, tensor in policy.state_dict().items() if name not in twins}
-        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
-        # transformers refuses to write some generation configs that it has read
-        generation = policy.generation_config
-        policy.generation_config = GenerationConfig()
-        try:
-            policy.save_pretrained(aside, state_dict=weights)
-        finally:
-            policy.generation_config = generation
-        if generation is not None:
-            generation.to_json_file(aside / "generation_config.json")
-        config = copy.deepcopy(policy.config)  # save_pretrained has written the masters' dtype into it
-        config.dtype = dtype
-        config.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        if path.exists():
-            path.rename(Path(scratch) / "replaced")
-        aside.rename(path)

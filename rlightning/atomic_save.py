@@ -1,0 +1,76 @@
+"""Saving a file or a folder so that a crash at any moment leaves a whole one, and that one is found.
+
+``name.partial`` is written first. A file then takes the place of the old one in one step. No call of Python's replaces
+a folder, so there the old one becomes ``name.previous``, the new one takes its name, and ``name.previous`` is removed:
+at each moment ``name`` or ``name.previous`` is whole, and :func:`find_saved` says which.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL = ".partial"
+PREVIOUS = ".previous"
+
+
+def prepare_partial(path: Path) -> Path:
+    """Where to write what will be ``path``; nothing is there, but the folder around it is."""
+    partial = Path(f"{path}{PARTIAL}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(partial)
+    return partial
+
+
+def swap_in(partial: Path, path: Path) -> None:
+    """Give what was written to ``partial`` its name; whatever had that name is gone then."""
+    previous = Path(f"{path}{PREVIOUS}")
+    _flush(partial)
+    if _is_folder(path) or (partial.is_dir() and os.path.lexists(path)):
+        remove(previous)
+        path.rename(previous)
+    partial.replace(path)
+    _flush_entry(path.parent)
+    remove(previous)
+
+
+def find_saved(path: Path) -> Path:
+    """``path``, or what a crash left of it: its predecessor under another name. If there is neither, ``path``."""
+    previous = Path(f"{path}{PREVIOUS}")
+    return previous if previous.exists() and not path.exists() else path
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder; a folder loses its name first, so that nobody takes a half of it for whole."""
+    if _is_folder(path):
+        if path.suffix != PARTIAL:
+            path = path.rename(prepare_partial(path))
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what crashes left in ``folder``: parts, and predecessors of what is there itself."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        remove(path)
+    for path in folder.glob(f"*{PREVIOUS}"):
+        if path.with_name(path.name.removesuffix(PREVIOUS)).exists():
+            remove(path)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _flush(path: Path) -> None:
+    """Bring it to the disk: in a power cut, what has a name must have its data too."""
+    for part in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        _flush_entry(part)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

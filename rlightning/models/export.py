@@ -1,0 +1,154 @@
+"""The policy as a Hugging Face folder, written by one rank from the shards of all."""
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from rlightning.atomic_save import prepare_partial, remove, swap_in
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.gathering import gather_into
+
+MAX_FILE_BYTES = 4 << 30
+"""Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
+WRITER = 0
+"""The rank that writes."""
+
+
+def save_policy(
+    policy: PreTrainedModel,
+    tokenizer: Tokenizer,
+    path: Path,
+    *,
+    dtype: torch.dtype | str | None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a Hugging Face folder, aside first, so that ``path`` never holds half of one.
+
+    All ranks call it, whether the policy is sharded or each has a whole one; rank 0 writes. It holds one file's tensors
+    on the host, and no rank gathers more at a time than :func:`~rlightning.distributed.gathering.gather_into` says.
+
+    Args:
+        policy: the model.
+        tokenizer: goes into the same folder.
+        path: the folder; replaced if it is there. Rank 0's counts.
+        dtype: of the weights in the folder; None is the policy's own.
+        max_file_bytes: above it the weights are split over several files, as transformers does.
+    """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    dtype = dtype or policy.dtype
+    assert isinstance(dtype, torch.dtype)
+    weights = exported_weights(policy)
+    batches = plan_files(weights, dtype, math.inf if _is_stored_converted(policy) else max_file_bytes)
+    if not dist.is_initialized() or dist.get_rank() == WRITER:
+        partial = prepare_partial(path)
+        partial.mkdir()
+        try:
+            _write_weights(policy, weights, batches, partial, dtype, max_file_bytes)
+            _write_rest(policy, tokenizer, partial, dtype)
+            swap_in(partial, path)
+        finally:
+            remove(partial)
+    else:
+        for names in batches:
+            _gather({name: weights[name] for name in names}, dtype, torch.device("meta"))
+    barrier(f"the model is saved to {path.name}")
+
+
+def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names, tied ones once; sharded where the policy is."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
+    twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
+    twins -= {name for name, _ in policy.named_parameters()}
+    ignored = twins | set(policy._keys_to_ignore_on_save or ())
+    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in ignored}
+
+
+def plan_files(weights: Mapping[str, Tensor], dtype: torch.dtype, max_bytes: float) -> list[list[str]]:
+    """The names of each file's weights, in their order, so that no file is larger than ``max_bytes`` if it can be."""
+    files: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, tensor in weights.items():
+        size = tensor.numel() * dtype.itemsize
+        if files[-1] and num_bytes + size > max_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(name)
+        num_bytes += size
+    return files
+
+
+def _is_stored_converted(policy: PreTrainedModel) -> bool:
+    """Whether transformers stores some weights in another form than it runs them in, such as a tensor an expert.
+
+    The way back needs all of them together.
+    """
+    conversions = getattr(policy, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(policy, add_legacy=False)
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
+
+
+def _gather(weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The full weights, on the writer; ``device`` is meta on the other ranks."""
+    full = {name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()}
+    gather_into(list(full.values()), list(weights.values()), destination=WRITER)
+    return full
+
+
+def _write_weights(
+    policy: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    batches: list[list[str]],
+    folder: Path,
+    dtype: torch.dtype,
+    max_bytes: int,
+) -> None:
+    """Gather and write batch by batch, under the names and in the form in which transformers stores them."""
+    files: list[list[str]] = []
+    for batch in batches:
+        full = _gather({name: weights[name] for name in batch}, dtype, torch.device("cpu"))
+        stored: dict[str, Tensor] = revert_weight_conversion(policy, full)
+        del full
+        for names in plan_files(stored, dtype, max_bytes):
+            part = {name: stored.pop(name).contiguous() for name in names}
+            save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+            files.append(names)
+    pattern = "model-{:05d}-of-{:05d}.safetensors" if len(files) > 1 else "model.safetensors"
+    index: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = pattern.format(number + 1, len(files))
+        (folder / f"{number}.safetensors").rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        num_elements = sum(tensor.numel() for tensor in weights.values())
+        metadata = {"total_parameters": num_elements, "total_size": num_elements * dtype.itemsize}
+        text = json.dumps({"metadata": metadata, "weight_map": index}, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _write_rest(policy: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """What a folder needs beside its weights."""
+    config = copy.deepcopy(policy.config)
+    config.dtype = dtype
+    config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives a class of its own
+    config.save_pretrained(folder)
+    generation = policy.generation_config
+    if generation is not None:
+        # save_pretrained refuses to write some configs that transformers has read
+        generation.to_json_file(folder / "generation_config.json")
+    tokenizer.save_pretrained(folder)
