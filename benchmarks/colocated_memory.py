@@ -31,7 +31,6 @@ from launch import (
     say,
     write_csv,
 )
-from probes import read_trace
 
 GIB = 2**30
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -68,10 +67,10 @@ def read_steps(run: Run) -> Rows:
     """A row a step: GiB after the update, before and after the callback, and when the engine is about to wake."""
     rows: dict[int, dict[str, Any]] = {}
     for trace in ("before", "after"):
-        for entry in read_trace(run.folder, trace):
+        for entry in run.read_trace(trace):
             step = int(entry["step"])
             row = rows.setdefault(step, {"run": run.job.name, "step": step})
-            row["max_new_tokens"] = int(entry["max_new_tokens"])
+            row["max_new_tokens"], row["total"] = int(entry["max_new_tokens"]), int(entry["total"]) / GIB
             if entry["moment"] in ("update_end", "sync_start", "sync_end"):
                 for what in ("allocated", "reserved", "free"):
                     row[f"{entry['moment']}/{trace}/{what}"] = int(entry[what]) / GIB
@@ -142,7 +141,7 @@ def fatal_utilization(arguments: argparse.Namespace, runs: dict[str, Rows]) -> f
     what it took with the share ``u0``. The answer is in the middle of the two.
     """
     without, emptied = runs["without"], runs["before_wake_too"]
-    total = max(int(row["total"]) for row in read_trace(arguments.out / "without", "after")) / GIB
+    total = without[0]["total"]
     pairs = [(row.get("sync_start/after/free"), row.get("sync_end/after/free")) for row in emptied if row["step"] > 1]
     took = max(before - after for before, after in pairs if before is not None and after is not None)
     least_without = min(column(without, "sync_start/after/free", 2))

@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Condition
 from typing import Any
 
-import torch
 import yaml
 from make_model import SHAPES, make_model
 
@@ -75,6 +74,14 @@ class Run:
             return []
         with files[-1].open(newline="") as file:
             return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+    def read_trace(self, name: str, rank: int = 0) -> list[dict[str, str]]:
+        """The rows that a callback of probes.py wrote; none if it never came to it."""
+        path = self.folder / f"{name}-{rank}.csv"
+        if not path.exists():
+            return []
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
 
     def require_success(self) -> "Run":
         """This run; if it failed, the benchmark ends with the end of its log."""
@@ -192,7 +199,7 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
         The runs in the jobs' order, whether they ended well or not.
     """
     needed = max(job.num_devices for job in jobs)
-    num_devices = torch.cuda.device_count() if arguments.device == "cuda" else needed * arguments.at_once
+    num_devices = count_gpus() if arguments.device == "cuda" else needed * arguments.at_once
     if needed > num_devices:
         raise SystemExit(f"{needed} GPUs are needed, and there are {num_devices}.")
     room = dict.fromkeys(range(num_devices), runs_per_device)
@@ -214,6 +221,13 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
         return list(pool.map(run, jobs))
+
+
+def count_gpus() -> int:
+    """GPUs of this machine that may be used, counted without using one."""
+    import torch  # `--help` does without it
+
+    return torch.cuda.device_count()
 
 
 def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:

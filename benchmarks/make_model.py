@@ -9,10 +9,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
     "num_hidden_layers": 28,
@@ -48,8 +44,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Qwen3's, by their number of parameters."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Any:
     """One token a byte; token 0 ends a sequence. A random model samples others too, which have no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<eos>", *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,6 +64,9 @@ def make_model(shape: str, folder: Path) -> Path:
         folder: gets them.
     """
     if not (folder / "tokenizer.json").is_file():
+        import torch  # `--help` of a benchmark does without these
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
         config = Qwen3Config(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=0)
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from launch import Job, Run, benchmark_parser, callback, finish, grpo_config, prepare, run_jobs
-from probes import read_trace
 
 GIB = 2**30
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -44,6 +43,11 @@ def make_job(arguments: argparse.Namespace, arm: str) -> Job:
     return Job(arm, config, arguments.gpus)
 
 
+def column(steps: list[dict[str, float]], name: str) -> list[float]:
+    """A metric's values in the steps that have it."""
+    return [row[name] for row in steps if name in row]
+
+
 def middle(values: list[float]) -> float | None:
     """Their median; None without any."""
     return median(values) if values else None
@@ -52,13 +56,13 @@ def middle(values: list[float]) -> float | None:
 def summarise(run: Run) -> dict[str, Any]:
     """One arm's line; memory at the moment the engine begins to generate, rank 0."""
     steps = run.metrics()[1:]
-    trace = [row for row in read_trace(run.folder, "memory") if row["moment"] == "sync_end" and int(row["step"]) > 1]
-    row: dict[str, Any] = {"offloaded": run.job.name}
-    for way in ("out", "back"):
-        gib = middle([row[f"offload/{way}_gib"] for row in steps if f"offload/{way}_gib" in row])
-        seconds = middle([row[f"offload/{way}_seconds"] for row in steps if f"offload/{way}_seconds" in row])
-        row[f"{way}, GiB"], row[f"{way}, s"] = gib, seconds
-        row[f"{way}, GB/s"] = gib * GIB / 1e9 / seconds if gib and seconds else None
+    trace = [row for row in run.read_trace("memory") if row["moment"] == "sync_end" and int(row["step"]) > 1]
+    moved = middle(column(steps, "memory/offloaded_gib"))
+    row: dict[str, Any] = {"offloaded": run.job.name, "GiB": moved}
+    for way, name in (("out", "time/offload"), ("back", "time/restore")):
+        seconds = middle(column(steps, name))
+        row[f"{way}, s"] = seconds
+        row[f"{way}, GB/s"] = moved * GIB / 1e9 / seconds if moved and seconds else None
     for what in ("allocated", "reserved", "free"):
         row[f"{what} while generating, GiB"] = middle([int(entry[what]) / GIB for entry in trace])
     row["step, s"] = middle([row["time/step"] for row in steps])

@@ -1,11 +1,9 @@
 """Callbacks and a reward that the benchmarks put into a run: they vary the work, and write down what it takes."""
 
 import csv
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -84,7 +82,7 @@ class MemoryTrace(CSVTrace):
 
 
 class SyncTrace(CSVTrace):
-    """Writes the seconds of each weight sync: in all, and until the engine has the weights, which may be unverified.
+    """Writes the seconds of each weight sync: in all, and until the engine has the weights, not yet verified.
 
     Args:
         verify_every: the rollout's, to tell the syncs that were verified.
@@ -95,12 +93,12 @@ class SyncTrace(CSVTrace):
         self.verify_every = verify_every
         self._num_syncs = 0
         self._begun = 0.0
-        self._until_wake: float | None = None
+        self._until_wake = 0.0
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Start the clock, the update's queued work being done."""
         synchronize(module.device)
-        self._begun, self._until_wake = perf_counter(), None
+        self._begun = perf_counter()
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
         """The engine has the weights."""
@@ -134,12 +132,3 @@ class VaryLengths(RLCallback):
         """Draw the step's length: as many steps between 64 and 128 tokens as between 512 and 1,024."""
         length = round(self.shortest * (self.longest / self.shortest) ** self._random.random())
         module.sampling = replace(module.sampling, max_new_tokens=length)
-
-
-def read_trace(folder: Path, name: str, rank: int = 0) -> list[dict[str, str]]:
-    """The rows that a :class:`CSVTrace` wrote; none if it never came to it."""
-    path = folder / f"{name}-{rank}.csv"
-    if not os.path.exists(path):
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

@@ -4,7 +4,8 @@
 
 For each number of GPUs two runs: one engine a rank, and one tensor-parallel engine over all of them. The steps between
 the syncs are as small as can be. Every second sync is verified (the canary is scored by actor and engine), and is
-counted by itself. GB/s is the model's bytes in the rollout's dtype, once, over the seconds: what each engine receives.
+counted by itself. GB/s is the model's bytes in the rollout's dtype, once, over the seconds of the whole sync: what each
+engine receives. "Weights alone" ends when the engines have them, before they wake the rest of themselves.
 
 Writes --out/table.md and table.csv, a line a run and kind of sync, and syncs.csv, a line a sync: the slowest rank's
 clock, the device synchronised before and after.
@@ -19,7 +20,6 @@ from statistics import median
 from typing import Any
 
 from launch import Job, Rows, Run, benchmark_parser, callback, finish, grpo_config, prepare, run_jobs, write_csv
-from probes import read_trace
 
 VERIFY_EVERY = 2
 ROLLOUT_BYTES = {"cuda": 2, "cpu": 4}
@@ -61,17 +61,16 @@ def make_job(arguments: argparse.Namespace, num_gpus: int, is_tensor_parallel: b
 
 def read_syncs(run: Run) -> Rows:
     """A row a sync: the seconds of the slowest rank, and whether it was verified."""
-    ranks = [read_trace(run.folder, "sync", rank) for rank in range(run.job.num_devices)]
+    ranks = [run.read_trace("sync", rank) for rank in range(run.job.num_devices)]
     rows = []
     for entries in zip(*ranks, strict=True):
-        until_wake = [float(entry["seconds_until_wake"]) for entry in entries if entry["seconds_until_wake"]]
         rows.append(
             {
                 "run": run.job.name,
                 "step": int(entries[0]["step"]),
                 "is_verified": entries[0]["is_verified"] == "1",
                 "seconds": max(float(entry["seconds"]) for entry in entries),
-                "seconds_until_wake": max(until_wake, default=None),
+                "seconds_until_wake": max(float(entry["seconds_until_wake"]) for entry in entries),
             }
         )
     return rows
@@ -81,7 +80,8 @@ def summarise(run: Run, syncs: Rows, num_bytes: int, warm_up: int) -> Rows:
     """A line for verified syncs and one for others; the first ones, which wait for the engine, left out."""
     rows: Rows = []
     for is_verified in (False, True):
-        chosen = [sync["seconds"] for sync in syncs[warm_up:] if sync["is_verified"] == is_verified]
+        counted = [sync for sync in syncs[warm_up:] if sync["is_verified"] == is_verified]
+        chosen = [sync["seconds"] for sync in counted]
         if chosen:
             rows.append(
                 {
@@ -92,6 +92,7 @@ def summarise(run: Run, syncs: Rows, num_bytes: int, warm_up: int) -> Rows:
                     "median, ms": 1000 * median(chosen),
                     "min, ms": 1000 * min(chosen),
                     "max, ms": 1000 * max(chosen),
+                    "weights alone, median, ms": 1000 * median(sync["seconds_until_wake"] for sync in counted),
                     "GB": num_bytes / 1e9,
                     "GB/s": num_bytes / 1e9 / median(chosen),
                 }
