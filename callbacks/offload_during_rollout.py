@@ -109,7 +109,7 @@ class OffloadDuringRollout(RLCallback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Have everything there to be saved."""
-        self._restore(pl_module)
+        self._restore(None)  # in the middle of a save there is no logging
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Have everything there for whoever looks at it now."""

@@ -118,7 +118,7 @@ def test_a_worker_is_told_its_controller_by_the_strategy_or_by_name() -> None:
 def test_controller_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="torchrun started 2. Start it once, without a launcher, or use mode='spmd'"):
+    with pytest.raises(ConfigError, match="torchrun started 2"):
         resolve_execution_mode("controller")
 
 

@@ -1,0 +1,76 @@
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from observed_run import ObservedModule, PlainModule, loader, make_trainer
+
+from rlightning.callbacks import ControllerMode
+from rlightning.distributed import execution_mode, platform
+from rlightning.distributed.execution_mode import ExecutionMode, is_controller
+from rlightning.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not resolved its mode, and was started without a launcher."""
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_plain_run_is_spmd(tmp_path: Path) -> None:
+    mode = ControllerMode()
+    make_trainer(tmp_path, mode, max_steps=1).fit(ObservedModule(), loader())
+    assert mode.resolved is ExecutionMode.SPMD and not is_controller()
+
+
+def test_what_the_strategy_declares_holds_before_training_starts(tmp_path: Path) -> None:
+    class LooksBeforeTraining(ObservedModule):
+        def configure_model(self) -> None:
+            assert is_controller()
+
+    trainer = make_trainer(tmp_path, ControllerMode(), max_steps=1)
+    trainer.strategy.execution_mode = "controller"  # type: ignore[attr-defined]
+    trainer.fit(LooksBeforeTraining(), loader())
+    assert is_controller()
+
+
+def test_a_loop_of_ones_own() -> None:
+    mode = ControllerMode("worker", controller="head:6379")
+    mode.setup(SimpleNamespace(callbacks=[mode]), PlainModule(), "fit")
+    assert mode.resolved is ExecutionMode.WORKER
+
+
+def test_resume_keeps_no_mode(tmp_path: Path) -> None:
+    """The mode is the process's, not the run's: a checkpoint of a controller goes on in another mode elsewhere."""
+    mode = ControllerMode("controller")
+    trainer = make_trainer(tmp_path, mode, max_steps=1)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert mode.state_dict() == {}
+    trainer.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")  # set up twice, resolved to the same
+    assert mode.resolved is ExecutionMode.CONTROLLER
+
+
+def test_a_second_mode_in_one_process_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, ControllerMode("controller"), max_steps=1).fit(ObservedModule(), loader())
+    with pytest.raises(ConfigError, match="'spmd' contradicts 'controller'"):
+        make_trainer(tmp_path, ControllerMode("spmd"), max_steps=1).fit(ObservedModule(), loader())
+
+
+def test_a_controller_that_has_used_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "has_context", lambda: True)
+    with pytest.raises(ConfigError, match="has used a CUDA device already"):
+        ControllerMode("controller").setup(SimpleNamespace(), PlainModule(), "fit")
+
+
+def test_a_controller_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match="SLURM started 4"):
+        ControllerMode("controller").setup(SimpleNamespace(), PlainModule(), "fit")
+    ControllerMode().setup(SimpleNamespace(), PlainModule(), "fit")
+
+
+def test_it_can_be_copied() -> None:
+    assert copy.deepcopy(ControllerMode("spmd")).mode == "spmd"

@@ -1,0 +1,170 @@
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from metrics_table import undocumented
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer
+
+from rlightning.callbacks import EmptyCacheAfterUpdate
+from rlightning.distributed import execution_mode, platform
+from rlightning.distributed.execution_mode import ExecutionMode
+from rlightning.distributed.platform import MemoryUse
+from rlightning.errors import ConfigError
+from rlightning.hooks import fire
+
+GIB = 2**30
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Device:
+    """Stands for a device of 8 GiB with 2 GiB in use, of which the allocator holds 6 until its cache is emptied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved, self.num_emptied = 6 * GIB, 0
+        monkeypatch.setattr(platform, "memory_use", self.memory_use)
+        monkeypatch.setattr(platform, "empty_cache", self.empty_cache)
+
+    def memory_use(self, device: Any = None) -> MemoryUse:
+        return MemoryUse(2 * GIB, self.reserved, 4 * GIB, 8 * GIB - self.reserved, 8 * GIB)
+
+    def empty_cache(self, device: Any = None) -> None:
+        self.reserved, self.num_emptied = 2 * GIB, self.num_emptied + 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def update(callback: EmptyCacheAfterUpdate, times: int = 1, module: Any = None) -> None:
+    for _ in range(times):
+        fire(PlainLoop(callback), module or PlainModule(), "on_update_end", make_batch())
+
+
+def sync(callback: EmptyCacheAfterUpdate) -> None:
+    fire(PlainLoop(callback), PlainModule(), "on_weight_sync_start", 1)
+
+
+def test_what_it_measures(device: Device) -> None:
+    callback = EmptyCacheAfterUpdate()
+    update(callback)
+    cost = callback.last.pop("memory/after_update/empty_cache_ms")
+    assert 0 <= cost < 1000
+    assert callback.last == {
+        "memory/after_update/reserved_before_gib": 6,
+        "memory/after_update/reserved_after_gib": 2,
+        "memory/after_update/allocated_before_gib": 2,
+        "memory/after_update/allocated_after_gib": 2,
+    }
+
+
+def test_before_an_engine_wakes_too_unless_told_otherwise(device: Device) -> None:
+    sync(EmptyCacheAfterUpdate(before_wake=False))
+    assert device.num_emptied == 0
+    sync(callback := EmptyCacheAfterUpdate())
+    assert device.num_emptied == 1
+    assert callback.last["memory/before_wake/reserved_before_gib"] == 6
+
+
+def test_every_other_update(device: Device) -> None:
+    callback = EmptyCacheAfterUpdate(every_n_updates=2)
+    counts = []
+    for _ in range(5):
+        update(callback)
+        counts.append(device.num_emptied)
+    assert counts == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "is_emptied"),
+    [
+        ({"min_free_bytes": 2 * GIB}, False),  # exactly that much is free
+        ({"min_free_bytes": 2 * GIB + 1}, True),
+        ({"max_reserved_ratio": 3.0}, False),  # 6 of 2 GiB
+        ({"max_reserved_ratio": 2.9}, True),
+        ({"min_free_bytes": GIB, "max_reserved_ratio": 2.9}, True),
+        ({"min_free_bytes": GIB, "max_reserved_ratio": 3.1}, False),
+    ],
+)
+def test_only_when_it_pays(device: Device, thresholds: dict[str, Any], is_emptied: bool) -> None:
+    callback = EmptyCacheAfterUpdate(**thresholds)
+    update(callback)
+    sync(callback)
+    # What the first emptying has freed, the second has nothing to do about.
+    assert device.num_emptied == int(is_emptied)
+    assert bool(callback.last) is is_emptied
+
+
+def test_logged_where_a_step_logs(device: Device, tmp_path: Path) -> None:
+    csv_logger = CSVLogger(tmp_path, name="", version="")
+    make_trainer(tmp_path, EmptyCacheAfterUpdate(), logger=csv_logger).fit(ObservedModule(), loader())
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [float(row["memory/before_wake/reserved_before_gib"]) for row in rows] == [6, 2, 2]
+    assert [float(row["memory/after_update/reserved_after_gib"]) for row in rows] == [2, 2, 2]
+    assert undocumented(rows[0]) == []
+
+
+def test_not_logged_as_a_validations_result(device: Device, tmp_path: Path) -> None:
+    class SyncsToValidate(ObservedModule):
+        def validation_step(self, *args: Any) -> None:
+            fire(self.trainer, self, "on_weight_sync_start", 1)
+
+    trainer = make_trainer(tmp_path, callback := EmptyCacheAfterUpdate())
+    assert trainer.validate(SyncsToValidate(), loader(), verbose=False) == [{}]
+    assert callback.last["memory/before_wake/reserved_before_gib"] == 2  # of the last of several batches
+
+
+def test_nothing_on_the_cpu(tmp_path: Path) -> None:
+    make_trainer(tmp_path, callback := EmptyCacheAfterUpdate()).fit(ObservedModule(), loader())
+    assert callback.last == {}
+
+
+def test_nothing_in_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", ExecutionMode.CONTROLLER)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", None)
+    update(callback := EmptyCacheAfterUpdate())
+    assert callback.last == {}
+
+
+def test_resume_goes_on_counting(device: Device, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, EmptyCacheAfterUpdate(every_n_updates=3, before_wake=False), max_steps=2)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert device.num_emptied == 0
+    callback = EmptyCacheAfterUpdate(every_n_updates=3, before_wake=False)
+    trainer = make_trainer(tmp_path, callback, max_steps=3)
+    trainer.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert device.num_emptied == 1  # after the third
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_updates": 0}, "every_n_updates=0 must be at least 1. Use 1"),
+        ({"min_free_bytes": -1}, "min_free_bytes=-1 must be at least 0. Leave it out"),
+        ({"max_reserved_ratio": 0.9}, "max_reserved_ratio=0.9 must be at least 1, where all is in use. Try 1.1"),
+    ],
+)
+def test_misuse(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        EmptyCacheAfterUpdate(**arguments)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.timeout(120)
+def test_blocks_of_all_sizes_go_back_to_the_device() -> None:
+    kept = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda")]
+    freed = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (30, 70, 200, 400)]
+    free_before, _ = torch.cuda.mem_get_info()
+    del freed
+    update(callback := EmptyCacheAfterUpdate(), module=torch.nn.Linear(1, 1, device="cuda"))
+    last = {name.rpartition("/")[2]: value for name, value in callback.last.items()}
+    assert last["reserved_before_gib"] - last["reserved_after_gib"] >= 700 / 1024
+    assert last["allocated_before_gib"] == last["allocated_after_gib"] >= 100 / 1024
+    assert torch.cuda.mem_get_info()[0] - free_before >= 700 << 20
+    assert kept[0].is_cuda
