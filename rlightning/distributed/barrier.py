@@ -248,8 +248,8 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
     assert group is not None
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
-    # The deadline is ours; that of the operation only has to be later.
-    options.timeout = timedelta(seconds=seconds + 60)
+    # The deadline is ours; that of the operation has to be later, and soon: a process ends after its operations.
+    options.timeout = timedelta(seconds=seconds + ROLL_CALL_SECONDS)
     return group.allreduce([tensor], options)
 
 

@@ -6,8 +6,9 @@ CPU.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,8 +37,9 @@ class NoteStore:
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
         self._prefix = prefix
-        self._tasks: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=(store.clone(),), name="note-store", daemon=True).start()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], queue.SimpleQueue[Any]] | None]
+        self._tasks = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(store,), name="note-store", daemon=True).start()
 
     def set(self, key: str, text: str) -> None:
         """Write ``text``."""
@@ -60,6 +62,10 @@ class NoteStore:
         """Add to a counter that begins at 0; its new value."""
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
+    def close(self) -> None:
+        """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
+        self._tasks.put(None)
+
     def _ask(self, task: Callable[[dist.Store], T]) -> T:
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
         self._tasks.put((task, answers))
@@ -72,9 +78,10 @@ class NoteStore:
         return answer  # type: ignore[return-value]
 
     def _serve(self, store: dist.Store) -> None:
+        store = store.clone()  # which waits, too, when its host has gone
         store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        while True:
-            task, answers = self._tasks.get()
+        while (asked := self._tasks.get()) is not None:
+            task, answers = asked
             try:
                 answers.put((task(store), None))
             except RuntimeError as error:
@@ -83,22 +90,20 @@ class NoteStore:
 
 @dataclass
 class Connection:
-    """What belongs to one life of the default process group.
+    """What belongs to one default process group.
 
     Attributes:
-        world: the default group.
         notes: the ranks' store.
         group: the gloo group, once it is there.
         num_barriers: how many this rank has come to.
     """
 
-    world: dist.ProcessGroup
     notes: NoteStore
-    group: dist.ProcessGroup | None = field(default=None)
+    group: dist.ProcessGroup | None = None
     num_barriers: int = 0
 
 
-_connection: Connection | None = None
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 _num_connections = 0
 _timeout_seconds = 1800.0
 
@@ -116,17 +121,18 @@ def barrier_timeout() -> float:
 
 def connection() -> Connection | None:
     """The ranks' connection, or None in a process that is alone."""
-    global _connection, _num_connections
+    global _num_connections
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
-    if _connection is None or _connection.world is not world:
+    if world not in _connections:
         # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
         _num_connections += 1
-        store = dist.distributed_c10d._get_default_store()
-        _connection = Connection(world, NoteStore(store, f"rlightning/{_num_connections}/"))
-    return _connection
+        notes = NoteStore(dist.distributed_c10d._get_default_store(), f"rlightning/{_num_connections}/")
+        _connections[world] = Connection(notes)
+        weakref.finalize(world, notes.close)
+    return _connections[world]
 
 
 def cpu_group() -> dist.ProcessGroup | None:

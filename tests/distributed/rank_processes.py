@@ -1,0 +1,56 @@
+"""Starting a function on several ranks, each a real process, and reading what each came to."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
+    """Run a Python script on ``num_ranks`` processes, with the variables that torch reads its rank from."""
+    port = free_port()
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(TESTS),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), *args],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def end_ranks(ranks: "list[subprocess.Popen[str]]") -> None:
+    """Kill those that are still there."""
+    for process in ranks:
+        process.kill()
+        process.communicate()
+
+
+def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 60) -> list[dict[str, object]]:
+    """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none."""
+    found = []
+    for process in ranks:
+        output, _ = process.communicate(timeout=timeout)
+        lines = output.splitlines()
+        found.append(json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
+    return found

@@ -1,0 +1,149 @@
+"""The barrier between real processes: in order, and with a rank that sleeps, raises, or is gone."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from rank_processes import end_ranks, results, start_ranks
+
+from rlightning.distributed import barrier as barriers
+from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier, remove_barrier_hook
+
+MEET = """\
+import json, os, signal, sys, time
+import torch.distributed as dist
+from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier
+from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
+
+rank, result = int(os.environ["RANK"]), {}
+
+def note(key, name, **kwargs):
+    start = time.monotonic()
+    try:
+        barrier(name, **kwargs)
+        result[key] = None
+    except BarrierError as error:
+        result[key] = str(error)
+        result[key + " missing"] = list(error.missing_ranks)
+    result[key + " seconds"] = time.monotonic() - start
+
+def connect():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo")
+
+connect()
+"""
+
+LIVING = MEET + """
+# The last to come is not early, and nobody leaves before.
+time.sleep(rank * 0.2)
+came = time.time()
+barrier("first")
+result["came"], result["left"] = came, time.time()
+heard = []
+add_barrier_hook(lambda: heard.append(rank))
+for _ in range(50):
+    barrier("again")
+result["hooks"] = len(heard)
+
+if rank == 1:
+    time.sleep(3)
+note("late", "save", timeout=1)
+note("after", "next")  # a rank that goes on regardless learns of it at once
+
+connect()
+set_barrier_timeout(20)
+note("other name", "left" if rank == 2 else "right")
+
+connect()
+if rank == 2:
+    time.sleep(3)
+note("never made", "very first", timeout=1)
+print(json.dumps(result), flush=True)
+if rank != 2:
+    time.sleep(2.5)  # rank 0 has the store
+"""
+
+GOING = MEET + """
+barrier("start")
+if rank == int(sys.argv[1]):
+    if sys.argv[2] == "raise":
+        raise ValueError("boom")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])
+note("gone", "save", timeout=5)
+print(json.dumps(result), flush=True)
+os._exit(0)  # the group would wait for the missing at its end
+"""
+
+
+@pytest.mark.timeout(60)
+def test_living_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "living.py"
+    script.write_text(LIVING)
+    ranks = start_ranks(script, 3)
+    try:
+        told = results(ranks)
+    finally:
+        end_ranks(ranks)
+
+    assert max(one["came"] for one in told) <= min(one["left"] for one in told)
+    assert [one["hooks"] for one in told] == [50, 50, 50]
+    assert [one["late missing"] for one in told] == [[1]] * 3
+    late = {one["late"] for one in told}
+    assert len(late) == 1
+    assert late.pop().startswith("Barrier 'save' was not reached by rank 1 within 1 s: rank 1 was last seen at barrier")
+    assert all(told[rank]["late seconds"] < 2.5 for rank in (0, 2))
+    assert told[1]["late seconds"] < 0.5
+    assert [one["after"] for one in told] == [one["late"] for one in told]
+    assert {one["other name"] for one in told} == {
+        "The ranks met at different barriers: rank 2 at 'left'; ranks 0 and 1 at 'right'. "
+        "They must come to the same ones in one order."
+    }
+    assert {one["never made"] for one in told} == {
+        "Barrier 'very first' was not reached by rank 2 within 1 s: rank 2 has reached no barrier yet."
+    }
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "message"),
+    [
+        (1, "raise", "Barrier 'save' broke: a connection between the ranks closed; rank 1 was last seen at barrier 'start'"),
+        (2, "kill", "Barrier 'save' broke: a connection between the ranks closed; rank 2 was last seen at barrier 'start'"),
+        (1, "stop", "Barrier 'save' was not reached by rank 1 within 5 s: rank 1 was last seen at barrier 'start'"),
+        (0, "kill", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
+        (0, "stop", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_rank_that_goes_is_named_on_every_other(tmp_path: Path, rank: int, how: str, message: str) -> None:
+    script = tmp_path / "going.py"
+    script.write_text(GOING)
+    ranks = start_ranks(script, 3, str(rank), how)
+    others = [process for i, process in enumerate(ranks) if i != rank]
+    try:
+        told = results(others)
+        if how == "stop":
+            ranks[rank].send_signal(signal.SIGKILL)
+    finally:
+        end_ranks(ranks)
+    assert len({one["gone"] for one in told}) == 1
+    for one in told:
+        assert one["gone"].startswith(message)
+        assert one["gone missing"] == [rank]
+        assert one["gone seconds"] < 6.5
+
+
+def test_a_process_that_is_alone_runs_the_hooks_and_passes() -> None:
+    heard: list[str] = []
+
+    def hear() -> None:
+        heard.append("hook")
+
+    add_barrier_hook(hear)
+    barrier("alone")
+    remove_barrier_hook(hear)
+    barrier("alone")
+    assert heard == ["hook"]
+    assert barriers._hooks == []
+    assert BarrierError("text").missing_ranks == ()
