@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rlightning.distributed.collectives import any_rank, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError, check_rules, did_you_mean
 from rlightning.hooks import RLCallback, fire
 from rlightning.rollout import Sampling
+from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -120,7 +124,7 @@ class VLLMRollout(RLCallback):
         self.bucket_bytes = bucket_bytes
         self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
         self.engine_args = engine or {}
-        self.engine: VLLMEngine | None = None
+        self._group: EngineGroup | None = None
         self._trainer: Any = None
         self._module: Any = None
         self._num_syncs = 0
@@ -131,15 +135,15 @@ class VLLMRollout(RLCallback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Check the configuration and start the engine; returns before it is up."""
         needs_engine = getattr(module, "generates", True) or stage == "predict"
-        if not needs_engine or self.engine is not None:
+        if not needs_engine or self._group is not None:
             return
         self._trainer, self._module = trainer, module
         max_prompt_tokens = self._check(trainer, module, stage)
         module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        self.engine = VLLMEngine(self._configure(device, module, max_prompt_tokens, run_dir(trainer) / "engine.log"))
-        self.engine.start()
+        self._group = EngineGroup(self._configure(device, module, max_prompt_tokens, run_dir(trainer)))
+        self._group.start()
         self._num_syncs = 0
         self._has_restarted = False
 
@@ -155,9 +159,14 @@ class VLLMRollout(RLCallback):
 
     def close(self) -> None:
         """End the engine and whatever it started. May be called twice."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @property
+    def engine(self) -> VLLMEngine | None:
+        """This rank's engine, while there is one."""
+        return None if self._group is None else self._group.engine
 
     # When it is needed, and when not
 
@@ -198,39 +207,49 @@ class VLLMRollout(RLCallback):
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
+        group = self._loaded_group
         streams = _random_streams(prompts, self._module.weight_version)
+        work = group.take_in(list(zip(prompts, streams, strict=True)))
         done: dict[int, list[Completion]] = {}
-        while len(done) < len(prompts):
-            todo = [i for i in range(len(prompts)) if i not in done]
+        while any_rank(len(done) < len(work)):
+            self._update_engines()
+            todo = [i for i in range(len(work)) if i not in done]
+            if group.engine is None or not todo:
+                continue
             try:
-                engine = self._prepare()
-                requests = [(prompts[i], streams[i]) for i in todo]
-                for position, completions in engine.generate_as_finished(requests, num_samples, sampling):
+                requests = [work[i][1] for i in todo]
+                for position, completions in group.engine.generate_as_finished(requests, num_samples, sampling):
                     done[todo[position]] = completions
             except EngineDiedError as error:
                 self._restart(error)
-        return [done[i] for i in range(len(prompts))]
+        return group.hand_back([(work[i][0], done[i]) for i in range(len(work))])
 
-    def _prepare(self) -> VLLMEngine:
-        """The engine, awake and with the actor's current weights."""
-        if self.engine is None:
+    @property
+    def _loaded_group(self) -> EngineGroup:
+        if self._group is None:
             raise EngineError("There is no engine: it has not been set up, or has been closed.")
-        while self.engine.weight_version != self._module.weight_version:
+        return self._group
+
+    def _update_engines(self) -> None:
+        """Send all engines that need it the actor's current weights, until each has them."""
+        group = self._loaded_group
+        while any_rank(group.is_stale(self._module.weight_version)):
             try:
-                self._sync(self.engine)
+                self._sync(group)
             except EngineDiedError as error:
                 self._restart(error)
-        return self.engine
 
     def _rest(self) -> None:
-        if self.engine is not None:
-            try:
-                self.engine.sleep()
-            except EngineDiedError as error:
-                self._restart(error)
-            fire(self._trainer, self._module, "on_engine_sleep")
+        if self._group is None or not self._group.config.can_sleep:
+            return
+        try:
+            self._group.sleep()
+        except EngineDiedError as error:
+            self._restart(error)
+        fire(self._trainer, self._module, "on_engine_sleep")
 
     def _restart(self, error: EngineDiedError) -> None:
+        """Start this rank's engine again; whoever asks for completions next sends it the weights."""
         if self._has_restarted or self.engine is None:
             raise EngineError(f"The engine died twice in one step. {error}") from error
         self._has_restarted = True
@@ -238,21 +257,27 @@ class VLLMRollout(RLCallback):
         self.engine.start()
         self._num_syncs = 0  # verified anew
 
-    def _sync(self, engine: VLLMEngine) -> None:
-        version = self._module.weight_version
-        fire(self._trainer, self._module, "on_weight_sync_start", version)
-        engine.wake()
-        engine.load_weights(self._module.named_weights(), version)
-        if self.verify_every and self._num_syncs % self.verify_every == 0:
-            self._verify(engine)
+    def _sync(self, group: EngineGroup) -> None:
+        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
+        module, version = self._module, self._module.weight_version
+        fire(self._trainer, module, "on_weight_sync_start", version)
+        expected = None
+        if any_rank(self.verify_every > 0 and self._num_syncs % self.verify_every == 0):
+            # While the actor has the device: its memory may be somewhere else once the engine is awake.
+            canary = _canary(module.tokenizer, module.max_model_length - 1)
+            expected = module.score(canary).cpu().numpy()
+        group.load_weights(module.named_weights, version)
+        if group.config.can_sleep:
+            fire(self._trainer, module, "on_engine_wake")
+        group.finish_loading(version)
+        if expected is not None and group.engine is not None:
+            self._verify(group.engine, canary, expected)
         self._num_syncs += 1
-        fire(self._trainer, self._module, "on_weight_sync_end", version)
+        fire(self._trainer, module, "on_weight_sync_end", version)
 
-    def _verify(self, engine: VLLMEngine) -> None:
+    def _verify(self, engine: VLLMEngine, canary: list[int], expected: NDArray[np.float32]) -> None:
         """Refuse to sample from an engine whose log-probabilities are not the actor's."""
-        token_ids = _canary(self._module.tokenizer, self._module.max_model_length - 1)
-        expected = self._module.score(token_ids).cpu().numpy()
-        got = engine.score(token_ids)
+        got = engine.score(canary)
         gap = float(abs(expected - got)[1:].mean())
         tolerance = self.verify_tolerance
         if tolerance is None:
@@ -286,6 +311,7 @@ class VLLMRollout(RLCallback):
                 raise ConfigError(
                     f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}"
                 )
+        check_group_size(self._ranks_per_engine)
         sampling = self.sampling
         if stage == "fit" and sampling.temperature == 0:
             raise ConfigError(
@@ -301,24 +327,29 @@ class VLLMRollout(RLCallback):
             module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
         return max_prompt_tokens
 
-    def _configure(
-        self, device: torch.device, module: Any, max_prompt_tokens: int | None, log_file: Path
-    ) -> VLLMConfig:
+    @property
+    def _ranks_per_engine(self) -> int:
+        return int(self.engine_args.get("tensor_parallel_size") or 1)
+
+    def _configure(self, device: torch.device, module: Any, max_prompt_tokens: int | None, folder: Path) -> VLLMConfig:
         is_cuda = device.type == "cuda"
         dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
         longest = (
             module.max_model_length if max_prompt_tokens is None else max_prompt_tokens + self.sampling.max_new_tokens
         )
-        num_sequences = (
-            module.plan.prompts_per_step * module.plan.samples_per_prompt if hasattr(module, "plan") else 256
-        )
+        num_engines = world_size() // self._ranks_per_engine
+        number = global_rank() // self._ranks_per_engine
+        num_sequences = 256
+        if hasattr(module, "plan"):
+            num_sequences = module.plan.prompts_per_step * module.plan.samples_per_prompt // num_engines
         arguments: dict[str, Any] = {
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
             "dtype": dtype,
             "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
             "max_num_seqs": max(min(num_sequences, 1024 if is_cuda else 256), 8),
-            "seed": torch.initial_seed() % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
+            # engines that draw the same numbers would make different prompts' samples alike
+            "seed": (torch.initial_seed() + number) % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
             "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
             "disable_log_stats": True,
@@ -326,17 +357,17 @@ class VLLMRollout(RLCallback):
         if is_cuda:
             arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
         else:
-            # in one process; compiling costs 30 s and gains nothing there
+            # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             arguments |= {
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": 1 << 30,
-                "distributed_executor_backend": "uni",
+                "distributed_executor_backend": "uni" if self._ranks_per_engine == 1 else "mp",
             }
         return VLLMConfig(
             engine_args=arguments | self.engine_args,
             device=device,
             dtype=getattr(torch, dtype),
-            log_file=log_file,
+            log_file=folder / ("engine.log" if num_engines == 1 else f"engine.{number}.log"),
             can_sleep=is_cuda and self.sleep,
             bucket_bytes=self.bucket_bytes,
             start_timeout=self.start_timeout,

@@ -1,5 +1,6 @@
 """The arithmetic of a step: everything is derived from prompts."""
 
+import math
 from dataclasses import dataclass
 
 from rlightning.errors import ConfigError
@@ -39,12 +40,11 @@ class BatchPlan:
         return self.updates_per_rollout * self.epochs_per_rollout
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of data-parallel ranks that the prompts of a minibatch cannot be shared out to."""
-        parts = world_size * self.updates_per_rollout
-        if self.prompts_per_step % parts:
+        """Refuse a number of ranks that the prompts of a step cannot be shared out to."""
+        if self.prompts_per_step % world_size:
             raise ConfigError(
-                f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} data-parallel ranks x "
-                f"{self.updates_per_rollout} updates. {_multiples(self.prompts_per_step, parts)}"
+                f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} ranks. "
+                f"{_multiples(self.prompts_per_step, math.lcm(world_size, self.updates_per_rollout))}"
             )
 
     def check_sequence_length(self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int) -> None:

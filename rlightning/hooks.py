@@ -47,7 +47,7 @@ class RLCallback(Callback):
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
-        """Called within a sync when the engine has the weights, before it takes the memory for its KV cache."""
+        """Called within a sync when an engine that sleeps has the weights, before it takes its KV cache's memory."""
 
     def on_engine_sleep(self, trainer: Any, module: Any) -> None:
         """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlightning.types import RolloutBatch
 
-AllSum = Callable[[Tensor], Tensor]
-"""Sums a tensor over the data-parallel ranks."""
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks, or takes its maximum."""
 
 
 class RunningMeans:
@@ -36,13 +36,17 @@ class RunningMeans:
 
     @torch.no_grad()
     def add_max(self, name: str, values: Tensor) -> None:
-        """Take in values of which only the largest, on this rank, is wanted."""
-        if values.numel():
-            largest = values.float().max()
-            self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
+        """Take in values of which only the largest is wanted."""
+        largest = torch.cat([values.float().flatten(), values.new_full((1,), -torch.inf, dtype=torch.float32)]).max()
+        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
-    def compute(self, all_sum: AllSum) -> dict[str, float]:
-        """The means over everything taken in, and the maxima."""
+    def compute(self, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
+        """The means over everything taken in, and the maxima. Every rank must have taken in the same names.
+
+        Args:
+            all_sum: over the ranks that have taken in different values.
+            all_max: over the same.
+        """
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(
@@ -51,17 +55,18 @@ class RunningMeans:
             sums, counts = all_sum(table).tolist()
             result = {name: s / max(c, 1.0) for name, s, c in zip(self._sums, sums, counts, strict=True)}
         if self._maxima:
-            maxima = torch.stack(list(self._maxima.values())).tolist()
+            maxima = all_max(torch.stack(list(self._maxima.values()))).tolist()
             result |= dict(zip(self._maxima, maxima, strict=True))
         return result
 
 
-def rollout_metrics(batch: RolloutBatch, all_sum: AllSum) -> dict[str, float]:
+def rollout_metrics(batch: RolloutBatch, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
     """Rewards, signal and lengths of a rollout; a reward of NaN is one that failed.
 
     Args:
         batch: with rewards, before failed or signal-less ones were taken out.
-        all_sum: over the ranks.
+        all_sum: over the ranks, each of which has completions of its own.
+        all_max: over the ranks.
     """
     assert batch.rewards is not None
     failed = batch.rewards.isnan()
@@ -75,7 +80,7 @@ def rollout_metrics(batch: RolloutBatch, all_sum: AllSum) -> dict[str, float]:
     for name, component in batch.reward_components.items():
         means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())
     means.add_max("completion/length_max", lengths)
-    result = means.compute(all_sum)
+    result = means.compute(all_sum, all_max)
     variance = result.pop("reward_squared") - result["reward/mean"] ** 2
     return result | {"reward/std": max(variance, 0.0) ** 0.5}
 

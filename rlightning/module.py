@@ -2,23 +2,25 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlightning.balance import balance
 from rlightning.batch_plan import BatchPlan
-from rlightning.data.packing import split_microbatches, split_minibatches
+from rlightning.data.packing import split_minibatches
+from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
-from rlightning.models import load_policy, packed_logprobs
+from rlightning.models import packed_logprobs
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
@@ -29,6 +31,16 @@ from rlightning.rollout import Generator, Sampling
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
+
+
+class Reference(NamedTuple):
+    """A frozen model beside the actor: not a part of the module, so neither checkpoints nor strategies meet it."""
+
+    model: PreTrainedModel
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's, for callbacks that move them."""
+        return self.model.parameters()
 
 
 class RLModule(PolicyModule):
@@ -101,7 +113,7 @@ class RLModule(PolicyModule):
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
         self.rollout_correction = rollout_correction
         self.validate_first = validate_first
-        self.reference: PreTrainedModel | None = None
+        self.reference: Reference | None = None
         self.generator: Generator | None = None
         self.sampling = Sampling()
         self.weight_version = 0
@@ -151,7 +163,8 @@ class RLModule(PolicyModule):
         super().configure_model()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         if self.kl_coef and self.reference is None and is_fitting:
-            self.reference = load_policy(self.reference_path, torch.get_default_dtype()).requires_grad_(False)
+            model = self.load_model(self.reference_path).requires_grad_(False)
+            self.reference = Reference(model.to(self.device))  # type: ignore[arg-type]  # transformers' to() is untyped
 
     def on_train_start(self) -> None:
         """Measure where training starts from."""
@@ -159,22 +172,16 @@ class RLModule(PolicyModule):
             validate_in_fit(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the reference out, which never changes, and count the updates."""
-        weights = checkpoint["state_dict"]
-        for name in [name for name in weights if name.startswith("reference.")]:
-            del weights[name]
+        """Count the updates."""
         checkpoint["weight_version"] = self.weight_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on counting; the reference is the one that was loaded anew."""
+        """Go on counting."""
         if "weight_version" not in checkpoint:
             raise ConfigError(
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
-        if self.reference is not None:
-            frozen = self.reference.state_dict(prefix="reference.")
-            checkpoint["state_dict"] = {**checkpoint["state_dict"], **frozen}
 
     def teardown(self, stage: str) -> None:
         """End the reward functions' processes."""
@@ -193,7 +200,7 @@ class RLModule(PolicyModule):
             prompts: this rank's share of ``prompts_per_step``.
             batch_idx: unused.
         """
-        batch = self.collect(prompts)
+        batch = self.share_out(self.collect(prompts))
         batch = self.estimate_advantages(batch.to(self.device))
         fire(self.trainer, self, "on_update_start", batch)
         metrics = self.update(batch)
@@ -212,20 +219,32 @@ class RLModule(PolicyModule):
         for _ in range(self.max_refills):
             missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
             # Every rank has to take as many prompts as the others, whoever it is that misses some.
-            share = math.ceil(self.all_sum(torch.tensor(missing)).item() / self.trainer.world_size)
+            share = math.ceil(all_reduce(torch.tensor(missing)).item() / world_size())
             if share <= 0:
                 break
             sampled.append(self.reward(self.rollout(self.take_prompts(share))))
             kept.append(self._keep(sampled[-1]))
         if self.generates:
-            self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.all_sum))
-        batch = RolloutBatch.concatenate(kept)
-        if not batch.num_sequences:
+            self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
+        num_sampled = sum(batch.num_sequences for batch in sampled)
+        num_kept = sum(batch.num_sequences for batch in kept)
+        num_sampled, num_kept = all_reduce(torch.tensor([num_sampled, num_kept])).tolist()
+        if not num_kept:
             raise RuntimeError(
-                f"No completion of {sum(b.num_sequences for b in sampled)} can be learned from, after "
-                f"{self.max_refills} refills. The task may be too easy or too hard for the model."
+                f"No completion of {num_sampled} can be learned from, after {self.max_refills} refills. "
+                "The task may be too easy or too hard for the model."
             )
-        return batch
+        return RolloutBatch.concatenate(kept)
+
+    def share_out(self, batch: RolloutBatch) -> RolloutBatch:
+        """From this rank's own completions to its share of the update, of about as many tokens as the others'.
+
+        Returns:
+            Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
+        """
+        order = self._minibatch_order()
+        deal = partial(split_minibatches, num_minibatches=self.plan.updates_per_rollout, generator=order)
+        return balance(batch, deal, tensor_parallel_size=self.tensor_parallel_size)
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
         """Complete ``prompts``, each ``samples_per_prompt`` times.
@@ -254,7 +273,7 @@ class RLModule(PolicyModule):
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
             assert self.reference is not None
-            batch.ref_logprobs = evaluate(self.reference)
+            batch.ref_logprobs = evaluate(self.reference.model)
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
@@ -273,35 +292,44 @@ class RLModule(PolicyModule):
         optimizer: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
         means = RunningMeans()
-        order = torch.Generator().manual_seed(self.weight_version)
-        minibatches = [
-            minibatch
-            for _ in range(self.plan.epochs_per_rollout)
-            for minibatch in split_minibatches(batch.group_ids.tolist(), self.plan.updates_per_rollout, order)
-        ]
-        for minibatch in minibatches:
+        minibatches = self._minibatches(batch)
+        for number, minibatch in enumerate(minibatches, start=1):
             self.accumulate_gradients(batch.select(minibatch), means)
             norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
             means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
             # Lightning counts the steps of its own wrapper: one a rollout, so that max_steps counts rollouts.
-            (optimizer if minibatch is minibatches[-1] else optimizer.optimizer).step()
+            (optimizer if number == len(minibatches) else optimizer.optimizer).step()
             optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         schedule.step()
-        return means.compute(self.all_sum) | {"optim/lr": lr}
+        return means.compute(self.all_sum, self.all_max) | {"optim/lr": lr}
+
+    def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
+        """The rollout's minibatches, each the sequences [M] of it that this rank has, on the CPU: maybe none."""
+        groups = batch.group_ids.cpu()
+        num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
+        order = self._minibatch_order()
+        return [
+            torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0]
+            for _ in range(self.plan.epochs_per_rollout)
+            for dealt in split_minibatches(num_groups, self.plan.updates_per_rollout, order)
+        ]
+
+    def _minibatch_order(self) -> torch.Generator:
+        """Deals a rollout's groups out, in the same way on all ranks and in a resumed run."""
+        return torch.Generator().manual_seed(self.weight_version)
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
         """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient."""
         counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
         totals = LossTotals(*self.all_sum(counts).tolist())
-        microbatches = split_microbatches(minibatch.lengths.tolist(), self.plan.max_tokens_per_microbatch)
-        for sequences in microbatches:
-            batch = minibatch.select(sequences)
+        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
+        for number, sequences in enumerate(microbatches, start=1):
+            batch = minibatch.select(sequences) if sequences else minibatch.filler()
             batch.totals = totals
-            loss = self.loss(batch, means)
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
-            with self.local_gradients(sequences is not microbatches[-1]):
-                self.manual_backward(loss * self.trainer.world_size)
+            with self.local_gradients(number < len(microbatches)):
+                self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
         """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""

@@ -23,7 +23,7 @@ class PhaseTimer(RLCallback):
     Attributes:
         step_seconds: of the last step.
         phase_seconds: of the last step, by phase; a phase that did not happen is not in it.
-        num_tokens: prompt and completion tokens of the last step, over all data-parallel ranks.
+        num_tokens: prompt and completion tokens of the last step, over all ranks if the module has a ``world_sum``.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,5 @@ class PhaseTimer(RLCallback):
 
 
 def _sum_over_ranks(module: Any, count: int) -> int:
-    all_sum = getattr(module, "all_sum", None)
-    if all_sum is None:
-        return count
-    return int(all_sum(torch.tensor(count, device=getattr(module, "device", "cpu"))))
+    world_sum = getattr(module, "world_sum", None)
+    return count if world_sum is None else int(world_sum(torch.tensor(count)))

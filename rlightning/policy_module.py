@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
+from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
 from rlightning.types import RolloutBatch
@@ -62,13 +63,26 @@ class PolicyModule(LightningModule):
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
-            dtype = torch.get_default_dtype()
-            self.actor = load_policy(self.model_path, dtype, gradient_checkpointing=self.gradient_checkpointing)
+            self.actor = self.load_model(self.model_path, gradient_checkpointing=self.gradient_checkpointing)
+
+    def load_model(self, model: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+        """Load a policy as the strategy has it: whole, or this rank's shards of it, which are on the device then."""
+        dtype = torch.get_default_dtype()
+        sharding = None if self._trainer is None else getattr(self.trainer.strategy, "sharding", None)
+        if sharding is not None:
+            from rlightning.models.sharding import load_sharded_policy
+
+            return load_sharded_policy(model, sharding, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+        return load_policy(model, dtype, gradient_checkpointing=gradient_checkpointing)
 
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule, stepped once a rollout."""
         optimizer = make_optimizer(
-            self.loaded_actor.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=self.betas
+            self.loaded_actor.parameters(),
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            is_state_on_host=getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer",
         )
         schedule = make_lr_schedule(
             optimizer, self.lr_schedule, warmup_steps=self.warmup_steps, max_steps=self.trainer.max_steps
@@ -123,21 +137,47 @@ class PolicyModule(LightningModule):
         """
         result = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.token_ids.device)
         starts = batch.cu_seqlens.tolist()
-        for sequences in split_microbatches(batch.lengths.tolist(), max_tokens):
-            part = batch.select(sequences)
+        for sequences in self.split_microbatches(batch, max_tokens):
+            part = batch.select(sequences) if sequences else batch.filler()
             logprobs, _ = packed_logprobs(model, part, temperature=temperature)
-            for sequence, values in zip(sequences, torch.split(logprobs, part.lengths.tolist()), strict=True):
+            for sequence, values in zip(sequences, torch.split(logprobs, part.lengths.tolist()), strict=False):
                 result[starts[sequence] : starts[sequence + 1]] = values
         return result
 
+    def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
+        """Cut a batch by tokens into lists of sequences: on every rank equally many, the last of which may be empty.
+
+        A sharded model gathers its weights from all ranks in each forward pass, so all have to make as many.
+        """
+        lengths = batch.lengths.tolist()
+        fewest = all_reduce(torch.tensor(len(split_microbatches(lengths, max_tokens))), "max")
+        parts = split_microbatches(lengths, max_tokens, at_least=int(fewest))
+        return parts + [[]] * (int(fewest) - len(parts))
+
+    # Ranks
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """How many neighbouring ranks hold one copy of the actor together, and so compute on the same batch."""
+        return 1 if self._trainer is None else getattr(self.trainer.strategy, "tensor_parallel_size", 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many shares an update is dealt out to."""
+        return world_size() // self.tensor_parallel_size
+
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks; on one, the tensor itself."""
-        trainer = self._trainer
-        if trainer is None or trainer.world_size == 1:
-            return tensor
-        # The strategy reduces in place, and the tensor is the caller's.
-        reduced: Tensor = trainer.strategy.reduce(tensor.to(self.device, copy=True), reduce_op="sum")
-        return reduced
+        """Sum over the data-parallel ranks, the shares of an update; on one, the tensor itself."""
+        summed = all_reduce(tensor)
+        return summed if self.tensor_parallel_size == 1 else summed / self.tensor_parallel_size
+
+    def world_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, each of which samples for itself."""
+        return all_reduce(tensor)
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """The largest over all ranks, element by element."""
+        return all_reduce(tensor, "max")
 
     def local_gradients(self, are_local: bool = True) -> AbstractContextManager[None]:
         """Inside, a backward adds to this rank's gradients without averaging them over the ranks.

@@ -223,6 +223,18 @@ class RolloutBatch:
             reward_components={name: value[index] for name, value in self.reward_components.items()},
         )
 
+    def filler(self) -> Self:
+        """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
+        one = type(self).of_sequence([0])
+        ones = {
+            f.name: torch.zeros(1, dtype=value.dtype)
+            for f in fields(self)
+            if f.name in ("rewards", "advantages", "old_logprobs", "ref_logprobs")
+            and (value := getattr(self, f.name)) is not None
+        }
+        components = {name: torch.zeros(1) for name in self.reward_components}
+        return replace(one, **ones, reward_components=components, totals=self.totals).to(self.token_ids.device)
+
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Lay several batches end to end. Optional tensors must be there in all of them or in none.

@@ -22,27 +22,27 @@ def test_means_over_batches_of_unequal_size() -> None:
     means.add_max("m", torch.tensor([-3.0, -2.0]))
     means.add_max("m", torch.tensor([-5.0]))
     means.add_max("m", torch.zeros(0))
-    assert means.compute(alone) == {"a": 3.0, "b": 0.5, "m": -2.0}
+    assert means.compute(alone, alone) == {"a": 3.0, "b": 0.5, "m": -2.0}
 
 
 def test_masked_values_do_not_count_even_if_they_are_not_finite() -> None:
     means = RunningMeans()
     means.add({"a": torch.tensor([1.0, NAN, 5.0, math.inf])}, torch.tensor([True, False, True, False]))
-    assert means.compute(alone) == {"a": 3.0}
+    assert means.compute(alone, alone) == {"a": 3.0}
 
 
 def test_means_of_nothing() -> None:
     means = RunningMeans()
-    assert means.compute(alone) == {}
+    assert means.compute(alone, alone) == {}
     means.add({"a": torch.zeros(0)})
-    assert means.compute(alone) == {"a": 0.0}
+    assert means.compute(alone, alone) == {"a": 0.0}
 
 
 def test_ranks_are_weighed_by_their_counts() -> None:
     other = torch.tensor([[10.0], [4.0]], dtype=torch.float64)
     means = RunningMeans()
     means.add({"a": torch.tensor([5.0])})
-    assert means.compute(lambda table: table + other) == {"a": 3.0}
+    assert means.compute(lambda table: table + other, alone) == {"a": 3.0}
 
 
 def test_values_keep_no_graph() -> None:
@@ -56,7 +56,7 @@ def test_rollout_metrics_by_hand() -> None:
     batch = make_batch([[[0], [3, 0], [3, 3]], [[4], [5, 6, 7, 0]], [[0], [0]]])
     batch.rewards = torch.tensor([1.0, 0.0, NAN, 2.0, 2.0, NAN, NAN])
     batch.reward_components = {"exact": torch.tensor([1.0, 0.0, NAN, 1.0, 1.0, NAN, NAN])}
-    assert rollout_metrics(batch, alone) == pytest.approx(
+    assert rollout_metrics(batch, alone, alone) == pytest.approx(
         {
             "reward/mean": 5 / 4,
             "reward/std": math.sqrt((1 + 4 + 4) / 4 - 25 / 16),
@@ -73,14 +73,14 @@ def test_rollout_metrics_by_hand() -> None:
 def test_one_group() -> None:
     batch = make_batch([[[0], [0]]])
     batch.rewards = torch.tensor([0.5, 0.5])
-    metrics = rollout_metrics(batch, alone)
+    metrics = rollout_metrics(batch, alone, alone)
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/no_signal"]) == (0.5, 0.0, 1.0)
 
 
 def test_every_reward_failed() -> None:
     batch = make_batch([[[0], [0]], [[3]]])
     batch.rewards = torch.full((3,), NAN)
-    metrics = rollout_metrics(batch, alone)
+    metrics = rollout_metrics(batch, alone, alone)
     assert metrics["reward/failed"] == 1.0
     assert metrics["reward/mean"] == metrics["reward/std"] == metrics["reward/no_signal"] == 0.0
 
@@ -88,7 +88,7 @@ def test_every_reward_failed() -> None:
 def test_a_large_mean_does_not_swallow_the_deviation() -> None:
     batch = make_batch([[[0]] * 4])
     batch.rewards = torch.tensor([10000.0, 10001.0, 10000.0, 10001.0])
-    assert rollout_metrics(batch, alone)["reward/std"] == pytest.approx(0.5)
+    assert rollout_metrics(batch, alone, alone)["reward/std"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,12 @@ def test_a_group_without_any_reward_is_left_out(model_folder: str, tmp_path: Pat
         def compute_rewards(self, batch: RolloutBatch) -> Tensor:
             rewards = super().compute_rewards(batch)
             rewards[:4] = math.nan
+            self.kept = [prompt.index for prompt in batch.prompts[4:]]
             return rewards
 
         def update(self, batch: RolloutBatch) -> dict[str, float]:
-            assert set(batch.group_ids.tolist()) == {1, 2, 3}
+            assert [prompt.index for prompt in batch.prompts] == self.kept
+            assert sorted(set(batch.group_ids.tolist())) == [0, 1, 2]
             return super().update(batch)
 
     # Three groups cannot fill four minibatches: the step has three optimizer steps and counts as one.

@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
     # The reference is the model that training started from, not the one that it goes on with.
     start = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
     assert again.reference is not None
-    assert all(torch.equal(weight, start[name]) for name, weight in again.reference.named_parameters())
+    assert all(torch.equal(weight, start[name]) for name, weight in again.reference.model.named_parameters())
 
 
 def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: str, tmp_path: Path) -> None:

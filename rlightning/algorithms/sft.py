@@ -1,12 +1,15 @@
 """Supervised fine-tuning: a warm start for what follows."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlightning.balance import balance
+from rlightning.data.packing import split_minibatches
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
@@ -69,8 +72,11 @@ class SFT(RLModule):
         self._log_loss(prompts, dataloader_idx, "test")
 
     def _log_loss(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        batch = self._pack(prompts).to(self.device)
-        logprobs, _ = self.compute_logprobs(batch)
+        everything = partial(split_minibatches, num_minibatches=1, generator=torch.Generator())
+        batch = balance(self._pack(prompts), everything, tensor_parallel_size=self.tensor_parallel_size)
+        batch = batch.to(self.device)
+        limit = self.plan.max_tokens_per_microbatch
+        logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.completion_mask
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()
         name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]

@@ -209,10 +209,9 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """This process's data-parallel rank and their number; tensor-parallel neighbours share a rank."""
+        """This process's rank and their number: each samples for prompts of its own, whatever it trains on."""
         assert self.trainer is not None
-        parallel = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return parallel["rank"], parallel["num_replicas"]
+        return self.trainer.global_rank, self.trainer.world_size
 
     def _check_lengths(self) -> None:
         limit, model_limit = self.format.max_tokens, self._module.max_model_length
@@ -232,7 +231,7 @@ class PromptDataModule(LightningDataModule):
         if prompts_per_step % num_ranks:
             below = prompts_per_step // num_ranks * num_ranks
             raise ConfigError(
-                f"prompts_per_step={prompts_per_step} cannot be split over {num_ranks} data-parallel ranks. "
+                f"prompts_per_step={prompts_per_step} cannot be split over {num_ranks} ranks. "
                 f"Use a multiple of {num_ranks}, such as {below or num_ranks}."
             )
         prompts = self._load(self.train, self.format, is_rewarded=True)
@@ -242,7 +241,8 @@ class PromptDataModule(LightningDataModule):
                 f"prompts_per_step={prompts_per_step}. Use at most {len(prompts)} a step, or more data."
             )
         self.stream = PromptStream(prompts, shuffle=self.shuffle, seed=self.seed, rank=rank, num_ranks=num_ranks)
-        logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
+        if rank == 0:
+            logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
 
     def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
         own = replace(

@@ -1,6 +1,7 @@
 """Cutting a rollout into minibatches and micro-batches.
 
-A minibatch is what one optimizer step sees, a micro-batch what one forward pass sees; both are lists of sequences.
+A minibatch is what one optimizer step sees, over all ranks: a list of groups. A micro-batch is what one forward pass
+sees: a list of this rank's sequences.
 """
 
 import heapq
@@ -9,29 +10,23 @@ from collections.abc import Sequence
 import torch
 
 
-def split_minibatches(group_ids: Sequence[int], num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
-    """Deal whole groups out to minibatches at random, as evenly as they can be.
+def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
+    """Deal groups out to minibatches at random, as evenly as they can be.
 
     Args:
-        group_ids: [N].
+        num_groups: of all ranks.
         num_minibatches: at most the number of groups are made.
-        generator: decides which groups go together.
+        generator: decides which groups go together; equal on all ranks.
 
     Returns:
-        Sequence indices, a list a minibatch; every sequence in exactly one.
+        Groups in ``range(num_groups)``, a list a minibatch; every group in exactly one.
     """
-    members: dict[int, list[int]] = {}
-    for sequence, group in enumerate(group_ids):
-        members.setdefault(group, []).append(sequence)
-    groups = list(members.values())
-    order = torch.randperm(len(groups), generator=generator).tolist() if num_minibatches > 1 else range(len(groups))
-    dealt: list[list[int]] = [[] for _ in range(min(num_minibatches, len(groups)))]
-    for place, group_index in enumerate(order):
-        dealt[place % len(dealt)] += groups[group_index]
-    return dealt
+    order = torch.randperm(num_groups, generator=generator).tolist() if num_minibatches > 1 else list(range(num_groups))
+    dealt = min(num_minibatches, num_groups)
+    return [order[first::dealt] for first in range(dealt)]
 
 
-def split_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def split_microbatches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:
     """Pack sequences into as few micro-batches as their tokens ask for, of about equal size.
 
     The longest sequence goes first, each into the emptiest of the micro-batches (longest-processing-time rule); one
@@ -40,11 +35,12 @@ def split_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int
     Args:
         lengths: [N], in tokens.
         max_tokens: no micro-batch holds more, except one of a single longer sequence.
+        at_least: make as many, though tokens ask for fewer, as far as there are sequences.
 
     Returns:
         Sequence indices, a list a micro-batch.
     """
-    num_bins = max(1, -(-sum(lengths) // max_tokens))
+    num_bins = max(at_least, -(-sum(lengths) // max_tokens))
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     emptiest = [(0, i) for i in range(num_bins)]
     for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,12 +1,11 @@
 """What a rollout engine can do, whatever runs it and wherever it is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rlightning.errors import check_rules
 from rlightning.types import Completion, Prompt
@@ -63,14 +62,17 @@ class RolloutEngine(Generator, Protocol):
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Take over the actor's weights, every one of them, by their Hugging Face names."""
+    def begin_loading(self, handles: Sequence[bytes]) -> None:
+        """Undo :meth:`sleep` as far as weights need it, and open the buckets that they will come in."""
+
+    def load_chunk(self, index: int) -> None:
+        """Load the weights that are in the buckets now."""
+
+    def finish_loading(self, weight_version: int) -> None:
+        """Be ready for completions from the weights that were loaded, which must have been all of the model's."""
 
     def sleep(self) -> None:
-        """Give the device's memory back to an actor on the same device; a no-op elsewhere."""
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`; the weights must be loaded again before the next completion."""
+        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
 
     def close(self) -> None:
         """End it and everything that it started. May be called twice."""

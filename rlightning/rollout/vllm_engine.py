@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,13 +21,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 import rlightning
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.process_group import end_group
-from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,8 @@ class VLLMConfig:
 
     Attributes:
         engine_args: of vLLM's AsyncEngineArgs.
-        device: the device that the engine runs on, as the trainer names it.
+        device: this rank's, as the trainer names it; the engine runs on it.
+        devices: all that the engine runs on, one a tensor-parallel worker; ``device`` alone where it is empty.
         dtype: what weights are sent in.
         log_file: the engine's output, appended.
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
@@ -64,6 +63,7 @@ class VLLMConfig:
     device: torch.device
     dtype: torch.dtype
     log_file: Path
+    devices: tuple[torch.device, ...] = ()
     can_sleep: bool = False
     bucket_bytes: int = 2 << 30
     start_timeout: float = 600.0
@@ -87,8 +87,8 @@ class VLLMEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._scratch: str | None = None
-        self._bucket: WeightBucket | None = None
         self._is_ready = self._is_bucket_open = self._is_asleep = False
+        self._missing: list[str] = []
         self._num_requests = 0
 
     @property
@@ -158,27 +158,33 @@ class VLLMEngine:
         """See :meth:`RolloutEngine.score`."""
         return np.asarray(self._call("score", list(token_ids)), np.float32)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """See :meth:`RolloutEngine.load_weights`.
+    def begin_loading(self, handles: Sequence[bytes]) -> None:
+        """Take the weights' memory, if asleep, and get ready for :meth:`load_chunk`.
+
+        Args:
+            handles: of the bucket on each of the engine's devices (:meth:`WeightBucket.handle`).
+        """
+        self.weight_version = None
+        if self._is_asleep:
+            self._call("wake", "weights")
+        if not self._is_bucket_open:
+            self._call("open_bucket", list(handles))
+            self._is_bucket_open = True
+
+    def load_chunk(self, index: int) -> None:
+        """Load the weights that are in the bucket now, which must stay there until this returns."""
+        self._missing = self._call("load_chunk", index)
+
+    def finish_loading(self, weight_version: int) -> None:
+        """Take the memory of the KV cache, if asleep, and serve with the weights that were loaded.
 
         Raises:
-            EngineError: if a parameter of the engine's model was set by none of ``weights``.
+            EngineError: if a parameter of the engine's model was set by none of the chunks.
         """
-        weights = list(weights)
-        if self._bucket is None:
-            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights]
-            self._bucket = WeightBucket(shapes, self.config.dtype, self.config.device, self.config.bucket_bytes)
-        if not self._is_bucket_open:
-            self._call("open_bucket", self._bucket.handle())
-            self._is_bucket_open = True
-        self.weight_version = None
-        missing: list[str] = []
-        for chunk in self._bucket.fill(weights):
-            missing = self._call("load_chunk", chunk)
-        if missing:
+        if self._missing:
             raise EngineError(
-                f"{len(missing)} of the engine's parameters were not among the actor's weights and are still random, "
-                f"such as {', '.join(missing[:3])}. The engine must be of the actor's architecture."
+                f"{len(self._missing)} of the engine's parameters were not among the actor's weights and are still "
+                f"random, such as {', '.join(self._missing[:3])}. The engine must be of the actor's architecture."
             )
         if self._is_asleep:
             self._call("wake", "kv_cache")
@@ -194,18 +200,10 @@ class VLLMEngine:
             self._is_asleep = True
             self.weight_version = None
 
-    def wake(self) -> None:
-        """Take the weights' memory again; the KV cache's follows once weights are loaded, when the bucket is free."""
-        if self._is_asleep:
-            self._call("wake", "weights")
-
     def close(self) -> None:
         """See :meth:`RolloutEngine.close`."""
         atexit.unregister(self.close)
         self._kill()
-        if self._bucket is not None:
-            self._bucket.close()
-            self._bucket = None
 
     def log_tail(self) -> str:
         """The last lines of the engine's log."""
@@ -303,8 +301,9 @@ class VLLMEngine:
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
         if self.config.device.type == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-            index = self.config.device.index or 0
-            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+            indices = [device.index or 0 for device in self.config.devices or (self.config.device,)]
+            names = [visible.split(",")[index] if visible else str(index) for index in indices]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         else:
             # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

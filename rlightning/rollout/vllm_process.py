@@ -63,9 +63,9 @@ class VLLMServer:
         entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [0.0, *(entry[token].logprob for token, entry in entries)]
 
-    async def open_bucket(self, handle: bytes) -> None:
-        """Let the workers open the memory that weights come in."""
-        await self.engine.collective_rpc("rl_open_bucket", args=(handle,))
+    async def open_bucket(self, handles: list[bytes]) -> None:
+        """Let each worker open the memory that weights come in on its device."""
+        await self.engine.collective_rpc("rl_open_bucket", args=(handles,))
 
     async def load_chunk(self, index: int) -> list[str]:
         """Load what is in the bucket; after the last chunk, the parameters that were not set."""

@@ -9,6 +9,7 @@ import torch
 from vllm import _custom_ops
 from vllm.platforms import current_platform
 
+from rlightning.distributed.platform import synchronize_stream
 from rlightning.rollout.weights import Slot, open_bucket
 
 PR_SET_PDEATHSIG = 1
@@ -26,12 +27,13 @@ class WeightReceiver:
 
     model_runner: Any
     device: torch.device
+    rank: int
     _rl_bucket: tuple[list[list[Slot]], torch.dtype, torch.Tensor]
     _rl_loaded: set[str]
 
-    def rl_open_bucket(self, handle: bytes) -> None:
-        """Open the memory that weights will come in."""
-        self._rl_bucket = open_bucket(handle, torch.device(self.device))
+    def rl_open_bucket(self, handles: list[bytes]) -> None:
+        """Open the memory that weights will come in, on this worker's device."""
+        self._rl_bucket = open_bucket(handles[self.rank], torch.device(self.device))
 
     def rl_load_chunk(self, index: int) -> list[str]:
         """Load the chunk that is in the bucket now.
@@ -57,8 +59,7 @@ class WeightReceiver:
                 f"the actor's {sent[-1].name} {sent[-1].shape} does not fit the engine's model: "
                 f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
             ) from error
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the sender refills the bucket after this returns
+        synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if index < len(chunks) - 1:
             return []
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)

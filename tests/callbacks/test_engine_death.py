@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_models import send
 from engine_run import Witness, find_core, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 
 from rlightning.data import ValidationSet
@@ -180,7 +181,7 @@ def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_pa
     engine = rollout.engine
     assert engine is not None and engine._process is not None
     engine.wait_until_ready()
-    engine.load_weights(module.named_weights(), 0)
+    send(engine, module.named_weights(), 0)
     session = engine._process.pid
     os.kill(session, signal.SIGSTOP)
     # More than a socket holds

@@ -62,7 +62,7 @@ def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tokens_are_summed_over_ranks() -> None:
     class TwoRanks:
-        def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        def world_sum(self, tensor: torch.Tensor) -> torch.Tensor:
             return 2 * tensor
 
     throughput = Throughput()

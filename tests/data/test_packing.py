@@ -39,26 +39,31 @@ def test_microbatches_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8), st.integers(0, 3))
-def test_minibatches(group_ids: list[int], num_minibatches: int, seed: int) -> None:
-    parts = split_minibatches(group_ids, num_minibatches, torch.Generator().manual_seed(seed))
-    assert sorted(i for part in parts for i in part) == list(range(len(group_ids)))
-    groups = [{group_ids[i] for i in part} for part in parts]
-    num_groups = len(set(group_ids))
-    assert sum(len(one) for one in groups) == num_groups  # none is in two
+@given(LENGTHS, st.integers(1, 300), st.integers(1, 70))
+def test_as_many_microbatches_as_another_rank_makes(lengths: list[int], max_tokens: int, at_least: int) -> None:
+    parts = split_microbatches(lengths, max_tokens, at_least=at_least)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    fewest = len(split_microbatches(lengths, max_tokens))
+    assert len(parts) == max(fewest, min(at_least, len(lengths)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 60), st.integers(1, 8), st.integers(0, 3))
+def test_minibatches(num_groups: int, num_minibatches: int, seed: int) -> None:
+    parts = split_minibatches(num_groups, num_minibatches, torch.Generator().manual_seed(seed))
+    assert sorted(group for part in parts for group in part) == list(range(num_groups))
     assert len(parts) == min(num_minibatches, num_groups)
-    if groups:
-        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+    if parts:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_minibatches_follow_from_the_generator() -> None:
-    group_ids = [i // 2 for i in range(32)]
-    deals = [split_minibatches(group_ids, 4, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    deals = [split_minibatches(16, 4, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert deals[0] == deals[1] != deals[2]
     generator = torch.Generator().manual_seed(0)
-    assert split_minibatches(group_ids, 4, generator) != split_minibatches(group_ids, 4, generator)
+    assert split_minibatches(16, 4, generator) != split_minibatches(16, 4, generator)
 
 
 def test_one_minibatch_keeps_the_order() -> None:
-    assert split_minibatches([0, 1, 0, 2], 1, torch.Generator()) == [[0, 2, 1, 3]]
-    assert split_minibatches([], 2, torch.Generator()) == []
+    assert split_minibatches(3, 1, torch.Generator()) == [[0, 1, 2]]
+    assert split_minibatches(0, 2, torch.Generator()) == []

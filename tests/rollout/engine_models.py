@@ -1,6 +1,6 @@
 """Models that vLLM takes on a CPU (a head_dim of 32), and an engine that holds one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
+from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
@@ -58,6 +59,19 @@ def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 2
         yield engine
     finally:
         engine.close()
+
+
+def send(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    """Let the engine load ``weights`` through a bucket of their own."""
+    weights = list(weights)
+    shapes = [(name, tuple(weight.shape)) for name, weight in weights]
+    bucket = WeightBucket(shapes, engine.config.dtype, engine.config.device, engine.config.bucket_bytes)
+    engine._is_bucket_open = False
+    engine.begin_loading([bucket.handle()])
+    for chunk in bucket.fill(weights):
+        engine.load_chunk(chunk)
+    bucket.close()
+    engine.finish_loading(weight_version)
 
 
 class Actor:

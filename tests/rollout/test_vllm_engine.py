@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from engine_models import CHARACTERS, Actor, make_prompt, running_engine, save_model
+from engine_models import CHARACTERS, Actor, make_prompt, running_engine, save_model, send
 from tiny import VOCABULARY
 
 from rlightning.errors import EngineError
@@ -37,19 +36,13 @@ def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VL
 def actor(folder: str, engine: VLLMEngine) -> Actor:
     """The actor as it was saved; the engine holds its weights as version 0."""
     actor = Actor(folder)
-    engine.load_weights(actor.weights(), 0)
+    send(engine, actor.weights(), 0)
     return actor
 
 
 def assert_sampled_from(actor: Actor, prompt: Prompt, completion: Completion, temperature: float) -> None:
     expected = actor.logprobs(prompt, completion, temperature).numpy()
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
-def expect_other_weights(engine: VLLMEngine) -> None:
-    """Let the next weights be of other names and shapes, as an engine's very first ones."""
-    engine._bucket = None
-    engine._is_bucket_open = False
 
 
 def texts(groups: list[list[Completion]]) -> list[list[str]]:
@@ -142,7 +135,7 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEng
     before = engine.generate(prompts, 1, GREEDY)
     for version in (1, 2, 3):
         actor.perturb(version)
-        engine.load_weights(actor.weights(), version)
+        send(engine, actor.weights(), version)
         assert engine.weight_version == version
         after = engine.generate(prompts, 1, GREEDY)
         for prompt, (completion,) in zip(prompts, after, strict=True):
@@ -154,19 +147,22 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEng
         before = after
 
 
-def test_keys_and_values_of_old_weights_are_forgotten(engine: VLLMEngine, actor: Actor) -> None:
+def test_keys_and_values_of_old_weights_are_forgotten(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = Sampling(max_new_tokens=4)
     engine.generate([LONG_PROMPT], 1, sampling)
     actor.perturb(1)
-    assert engine._bucket is not None
-    for chunk in engine._bucket.fill(actor.weights()):
-        engine._call("load_chunk", chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMEngine, "finish_loading", lambda engine, version: None)
+        send(engine, actor.weights(), 1)
+    engine.weight_version = 1
     # The new weights alone would go on from what the old ones have cached ...
     ((stale,),) = engine.generate([LONG_PROMPT], 1, sampling)
     expected = actor.logprobs(LONG_PROMPT, stale, 1.0).numpy()
     assert abs(stale.logprobs - expected).max() > 0.01
     # ... and that is what a sync clears.
-    engine.load_weights(actor.weights(), 1)
+    send(engine, actor.weights(), 1)
     ((fresh,),) = engine.generate([LONG_PROMPT], 1, sampling)
     assert_sampled_from(actor, LONG_PROMPT, fresh, 1.0)
 
@@ -177,11 +173,11 @@ def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) ->
     engine._num_requests += 1
     engine._send(engine._num_requests, "generate", (PROMPTS[0].token_ids, unfinished))
     with pytest.raises(EngineError, match="still busy with requests"):
-        engine.load_weights(actor.weights(), 1)
+        send(engine, actor.weights(), 1)
     assert engine.weight_version is None
     while engine._receive(60, "gave no sign of life")[1] == "alive":
         pass
-    engine.load_weights(actor.weights(), 1)
+    send(engine, actor.weights(), 1)
     assert engine.generate(PROMPTS, 1, GREEDY)
 
 
@@ -196,31 +192,16 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
 
 def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
     fewer = [(name, weight) for name, weight in actor.weights() if "layers.1.self_attn" not in name]
-    expect_other_weights(engine)
     with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
-        engine.load_weights(fewer, 4)
+        send(engine, fewer, 4)
     assert engine.weight_version is None
-    expect_other_weights(engine)
 
 
 def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     wrong = [(n, w[:, :100] if n == name else w) for n, w in actor.weights()]
-    expect_other_weights(engine)
     with pytest.raises(EngineError, match=rf"{name} \(64, 100\) does not fit the engine's model"):
-        engine.load_weights(wrong, 4)
-    expect_other_weights(engine)
-
-
-def test_weights_that_change_between_syncs_are_refused(engine: VLLMEngine, actor: Actor) -> None:
-    weights = list(actor.weights())
-    name, weight = weights[0]
-    with pytest.raises(EngineError, match=rf"expected {name} \(14, 64\), got {name} \(20, 64\)"):
-        engine.load_weights([(name, torch.zeros(20, 64)), *weights[1:]], 5)
-    with pytest.raises(EngineError, match="got nothing"):
-        engine.load_weights(weights[:-1], 5)
-    with pytest.raises(EngineError, match="expected nothing more, got extra"):
-        engine.load_weights([*weights, ("extra", weight)], 5)
+        send(engine, wrong, 4)
 
 
 def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor: Actor) -> None:
@@ -231,7 +212,6 @@ def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor
 
 def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
     engine.sleep()
-    engine.wake()
     assert engine.weight_version == 0
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
@@ -244,7 +224,7 @@ def test_tied_weights_travel_once(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     with running_engine(folder, tmp_path / "engine.log") as engine:
         for version in (0, 1):
-            engine.load_weights(actor.weights(), version)
+            send(engine, actor.weights(), version)
             for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, 2, Sampling()), strict=True):
                 for completion in group:
                     assert_sampled_from(actor, prompt, completion, 1.0)

@@ -1,0 +1,80 @@
+"""From each rank's own completions to each data-parallel rank's share of the update.
+
+Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more tokens would let the others wait
+in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
+
+    rank 0: groups 0 1     ->  data-parallel rank 0 (ranks 0 and 1): groups 0 3
+    rank 1: groups 2 3     ->  data-parallel rank 1 (ranks 2 and 3): groups 1 2 ...
+
+Groups are numbered through in the order of ranks, which is the order that one process would have them in: what is made
+from the numbers (minibatches) does not depend on the number of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.types import RolloutBatch
+
+Deal = Callable[[int], list[list[int]]]
+"""From a number of groups to minibatches, each a list of groups."""
+
+
+def balance(batch: RolloutBatch, deal: Deal, *, tensor_parallel_size: int = 1) -> RolloutBatch:
+    """Move whole groups between ranks, so that data-parallel ranks hold about equally many tokens of each minibatch.
+
+    Args:
+        batch: this rank's completions, on the CPU.
+        deal: how the groups will be dealt out to minibatches.
+        tensor_parallel_size: so many neighbouring ranks get the same sequences.
+
+    Returns:
+        This rank's share, on the CPU; its ``group_ids`` are numbers in ``range(groups of all ranks)``, ascending.
+    """
+    local_ids, group = torch.unique(batch.group_ids, return_inverse=True)
+    tokens: list[int] = torch.zeros(len(local_ids), dtype=torch.int64).index_add(0, group, batch.lengths).tolist()
+    barrier("balance the rollout")  # before waiting for each other without a name
+    tables = gather_objects(tokens)
+    first = sum(len(table) for table in tables[: global_rank()])
+    all_tokens = [count for table in tables for count in table]
+    owner = assign_groups(all_tokens, deal(len(all_tokens)), world_size() // tensor_parallel_size)
+    owner_of_sequence = torch.tensor(owner[first : first + len(tokens)], dtype=torch.int64)[group]
+    batch.group_ids = group + first
+    parcels = {}
+    for data_parallel_rank in set(owner_of_sequence.tolist()):
+        share = batch.select((owner_of_sequence == data_parallel_rank).nonzero()[:, 0])
+        for neighbour in range(tensor_parallel_size):
+            parcels[data_parallel_rank * tensor_parallel_size + neighbour] = share
+    received = list(exchange(parcels).values()) or [batch.select([])]
+    numbers = torch.cat([share.group_ids for share in received])
+    merged = RolloutBatch.concatenate(received)
+    merged.group_ids = numbers
+    return merged
+
+
+def assign_groups(tokens: Sequence[int], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """The rank of each group: in each minibatch the largest group goes first, each to the rank with the fewest tokens.
+
+    Of ranks that are level the one with the fewest tokens over all minibatches is taken, so that no rank stays without a
+    group as long as there are enough.
+
+    Args:
+        tokens: [G], of each group.
+        minibatches: groups, a list a minibatch.
+        num_ranks: data-parallel ones.
+
+    Returns:
+        [G] ranks.
+    """
+    owner = [0] * len(tokens)
+    total = [0] * num_ranks
+    for minibatch in minibatches:
+        load = [0] * num_ranks
+        for group in sorted(minibatch, key=lambda g: -tokens[g]):
+            rank = min(range(num_ranks), key=lambda r: (load[r], total[r]))
+            owner[group] = rank
+            load[rank] += tokens[group]
+            total[rank] += tokens[group]
+    return owner

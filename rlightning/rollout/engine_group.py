@@ -1,0 +1,178 @@
+"""One engine and the ranks whose devices it runs on: weights, prompts and completions on their way between them.
+
+::
+
+    ranks                 0        1        2        3              rollout.engine.tensor_parallel_size: 2
+    engine of group       0 ------------    1 ------------          its process belongs to the group's first rank
+    bucket of weights     0        1        2        3              one a rank, on its own device
+    prompts               own  ->  0        own  ->  2              completions go back the same way
+
+With an engine a rank, which is the usual case, each group is one rank, and nothing passes between ranks but the shards
+of the weights.
+"""
+
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.errors import ConfigError
+from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
+from rlightning.rollout.weights import WeightBucket
+from rlightning.types import Completion, Prompt
+
+Request = tuple[Prompt, int]
+"""A prompt with the number of its random stream."""
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class EngineGroup:
+    """The engine of this rank, which it may share with its neighbours. All ranks make one, and call it alike.
+
+    Args:
+        config: of the engine, as this rank would start it alone; ``engine_args["tensor_parallel_size"]`` says how many
+            neighbouring ranks lend it their devices.
+
+    Attributes:
+        engine: None on a rank that only lends its device.
+    """
+
+    def __init__(self, config: VLLMConfig) -> None:
+        size = int(config.engine_args.get("tensor_parallel_size") or 1)
+        first = global_rank() // size * size
+        self.ranks = range(first, first + size)
+        self.config = replace(config, devices=_devices(config.device, self.ranks))
+        self.engine = VLLMEngine(self.config) if global_rank() == first else None
+        self._bucket: WeightBucket | None = None
+        self._handles: list[bytes] = []
+
+    def start(self) -> None:
+        """Start the engine's process; returns before it is up."""
+        if self.engine is not None:
+            self.engine.start()
+
+    def is_stale(self, weight_version: int) -> bool:
+        """Whether this rank has an engine that holds other weights."""
+        return self.engine is not None and self.engine.weight_version != weight_version
+
+    def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
+        """Bring the actor's weights into each engine that is stale; it is awake then, but for its KV cache.
+
+        Sharded weights are gathered from all ranks, so all take part to the end, whatever becomes of their engines.
+
+        Args:
+            weights: gives names and tensors, whole or sharded, anew with each call.
+            weight_version: of the weights.
+
+        Raises:
+            EngineDiedError: if this rank's engine died meanwhile.
+        """
+        if self._bucket is None:
+            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+            config = self.config
+            self._bucket = WeightBucket(shapes, config.dtype, config.device, config.bucket_bytes)
+            received = exchange({self.ranks[0]: self._bucket.handle()})
+            self._handles = list(received.values())
+        engine = self.engine if self.is_stale(weight_version) else None
+        died = None
+        self._meet("engine wakes")  # its neighbours' devices have room for it now
+        if engine is not None:
+            died = _attempt(engine.begin_loading, self._handles)
+        for chunk in self._bucket.fill(weights()):
+            self._meet("weights in the bucket")
+            if engine is not None and died is None:
+                died = _attempt(engine.load_chunk, chunk)
+            self._meet("weights in the engine")
+        if died is not None:
+            raise died
+
+    def finish_loading(self, weight_version: int) -> None:
+        """Let each engine that was stale take the memory for its KV cache, and be ready.
+
+        Raises:
+            EngineDiedError: if this rank's engine died meanwhile.
+            EngineError: if a parameter of its model was set by none of the weights.
+        """
+        self._meet("engine takes its KV cache")
+        if self.engine is not None and self.is_stale(weight_version):
+            self.engine.finish_loading(weight_version)
+
+    def take_in(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
+        """The requests of all ranks of the group, each with its rank, to the one that has the engine; else none."""
+        if len(self.ranks) == 1:
+            return [(self.ranks[0], request) for request in requests]
+        received = exchange({self.ranks[0]: list(requests)})
+        return [(rank, request) for rank, some in received.items() for request in some]
+
+    def hand_back(self, completed: Sequence[tuple[int, list[Completion]]]) -> list[list[Completion]]:
+        """The completions of this rank's own requests, in their order.
+
+        Args:
+            completed: what :meth:`take_in` gave, completed, in its order.
+        """
+        if len(self.ranks) == 1:
+            return [completions for _, completions in completed]
+        if self.engine is None:
+            parcels: dict[int, Any] = {}
+        else:
+            parcels = {rank: [found for to, found in completed if to == rank] for rank in self.ranks}
+        return next(iter(exchange(parcels).values()))
+
+    def sleep(self) -> None:
+        """Have the engine give its devices' memory back.
+
+        Raises:
+            EngineDiedError: if this rank's engine died meanwhile; its memory is free, then, too.
+        """
+        died = None if self.engine is None else _attempt(self.engine.sleep)
+        self._meet("engine sleeps")
+        if died is not None:
+            raise died
+
+    def close(self) -> None:
+        """End the engine and give the bucket's memory back. May be called twice, and by one rank alone."""
+        if self.engine is not None:
+            self.engine.close()
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
+    def _meet(self, name: str) -> None:
+        if len(self.ranks) > 1:
+            barrier(name)
+
+
+def check_group_size(size: int) -> None:
+    """Refuse a number of ranks an engine that the run cannot be cut into.
+
+    Args:
+        size: ``rollout.engine.tensor_parallel_size``.
+    """
+    if size == 1:
+        return
+    hosts = gather_objects(socket.gethostname())
+    rule = f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks"
+    if world_size() % size:
+        raise ConfigError(f"{rule}, but there are {world_size()} ranks. Set trainer.devices to a multiple of {size}.")
+    if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
+        raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
+
+
+def _devices(own: torch.device, ranks: range) -> tuple[torch.device, ...]:
+    if len(ranks) == 1:
+        return (own,)
+    return tuple(gather_objects(own)[ranks.start : ranks.stop])
+
+
+def _attempt(call: Callable[..., None], *arguments: Any) -> EngineDiedError | None:
+    """Call; the engine's death is returned, so that this rank can go on with the others for now."""
+    try:
+        call(*arguments)
+    except EngineDiedError as error:
+        return error
+    return None
