@@ -49,8 +49,8 @@ def make_job(arguments: argparse.Namespace, arm: str, utilization: float, name: 
     """One arm; the traces around the callback see what it does."""
     lengths = callback("probes.VaryLengths", shortest=arguments.shortest, longest=arguments.longest)
     callbacks = [lengths, callback("probes.MemoryTrace", name="before")]
-    if ARMS[arm] is not None:
-        callbacks.append(callback("EmptyCacheAfterUpdate", **ARMS[arm]))
+    if (options := ARMS[arm]) is not None:
+        callbacks.append(callback("EmptyCacheAfterUpdate", **options))
     callbacks.append(callback("probes.MemoryTrace", name="after"))
     config = grpo_config(
         arguments,
@@ -141,12 +141,12 @@ def fatal_utilization(arguments: argparse.Namespace, runs: dict[str, Rows]) -> f
     what it took with the share ``u0``. The answer is in the middle of the two.
     """
     without, emptied = runs["without"], runs["before_wake_too"]
-    total = without[0]["total"]
+    total: float = without[0]["total"]
     pairs = [(row.get("sync_start/after/free"), row.get("sync_end/after/free")) for row in emptied if row["step"] > 1]
     took = max(before - after for before, after in pairs if before is not None and after is not None)
     least_without = min(column(without, "sync_start/after/free", 2))
     least_emptied = min(column(emptied, "sync_start/after/free", 2))
-    utilization = arguments.utilization + ((least_without + least_emptied) / 2 - took) / total
+    utilization: float = arguments.utilization + ((least_without + least_emptied) / 2 - took) / total
     say(
         f"Free before the engine wakes, at least: {least_without:.1f} GiB without the callback, {least_emptied:.1f} "
         f"with it. It takes {took:.1f} at a share of {arguments.utilization}: --oom tries {utilization:.3f}."

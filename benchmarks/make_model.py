@@ -67,7 +67,7 @@ def make_model(shape: str, folder: Path) -> Path:
         import torch  # `--help` of a benchmark does without these
         from transformers import AutoModelForCausalLM, Qwen3Config
 
-        config = Qwen3Config(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=0)
+        config = Qwen3Config(**SHAPES[shape], bos_token_id=None, eos_token_id=0)
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -26,8 +26,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
 def make_job(arguments: argparse.Namespace, arm: str) -> Job:
     """One arm."""
     callbacks = [callback("EmptyCacheAfterUpdate")]
-    if ARMS[arm] is not None:
-        callbacks.append(callback("OffloadDuringRollout", **ARMS[arm]))
+    if (options := ARMS[arm]) is not None:
+        callbacks.append(callback("OffloadDuringRollout", **options))
     config = grpo_config(
         arguments,
         prompts_per_step=4 * arguments.gpus,

@@ -82,7 +82,7 @@ class MemoryTrace(CSVTrace):
 
 
 class SyncTrace(CSVTrace):
-    """Writes the seconds of each weight sync: in all, and until the engine has the weights, not yet verified.
+    """Writes the seconds of each weight sync: in all, and until an engine that sleeps has the weights, yet unverified.
 
     Args:
         verify_every: the rollout's, to tell the syncs that were verified.
@@ -93,12 +93,12 @@ class SyncTrace(CSVTrace):
         self.verify_every = verify_every
         self._num_syncs = 0
         self._begun = 0.0
-        self._until_wake = 0.0
+        self._until_wake: float | None = None
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Start the clock, the update's queued work being done."""
         synchronize(module.device)
-        self._begun = perf_counter()
+        self._begun, self._until_wake = perf_counter(), None
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
         """The engine has the weights."""

@@ -5,7 +5,8 @@
 For each number of GPUs two runs: one engine a rank, and one tensor-parallel engine over all of them. The steps between
 the syncs are as small as can be. Every second sync is verified (the canary is scored by actor and engine), and is
 counted by itself. GB/s is the model's bytes in the rollout's dtype, once, over the seconds of the whole sync: what each
-engine receives. "Weights alone" ends when the engines have them, before they wake the rest of themselves.
+engine receives. Engines do not sleep unless --sleep says so; then "weights alone" ends when they have the weights, and
+the rest is taking the memory of the KV cache.
 
 Writes --out/table.md and table.csv, a line a run and kind of sync, and syncs.csv, a line a sync: the slowest rank's
 clock, the device synchronised before and after.
@@ -64,13 +65,14 @@ def read_syncs(run: Run) -> Rows:
     ranks = [run.read_trace("sync", rank) for rank in range(run.job.num_devices)]
     rows = []
     for entries in zip(*ranks, strict=True):
+        until_wake = [float(entry["seconds_until_wake"]) for entry in entries if entry["seconds_until_wake"]]
         rows.append(
             {
                 "run": run.job.name,
                 "step": int(entries[0]["step"]),
                 "is_verified": entries[0]["is_verified"] == "1",
                 "seconds": max(float(entry["seconds"]) for entry in entries),
-                "seconds_until_wake": max(float(entry["seconds_until_wake"]) for entry in entries),
+                "seconds_until_wake": max(until_wake, default=None),
             }
         )
     return rows
@@ -82,6 +84,7 @@ def summarise(run: Run, syncs: Rows, num_bytes: int, warm_up: int) -> Rows:
     for is_verified in (False, True):
         counted = [sync for sync in syncs[warm_up:] if sync["is_verified"] == is_verified]
         chosen = [sync["seconds"] for sync in counted]
+        until_wake = [sync["seconds_until_wake"] for sync in counted if sync["seconds_until_wake"] is not None]
         if chosen:
             rows.append(
                 {
@@ -92,7 +95,7 @@ def summarise(run: Run, syncs: Rows, num_bytes: int, warm_up: int) -> Rows:
                     "median, ms": 1000 * median(chosen),
                     "min, ms": 1000 * min(chosen),
                     "max, ms": 1000 * max(chosen),
-                    "weights alone, median, ms": 1000 * median(sync["seconds_until_wake"] for sync in counted),
+                    "weights alone, median, ms": 1000 * median(until_wake) if until_wake else None,
                     "GB": num_bytes / 1e9,
                     "GB/s": num_bytes / 1e9 / median(chosen),
                 }
