@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlightning.distributed import platform
 from rlightning.errors import ConfigError
-from rlightning.models.shard_loading import local_tensor
+from rlightning.models.shards import local_tensor, with_local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +62,96 @@ def check_optimizer(
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, betas: tuple[float, float]
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    is_state_on_host: bool = False,
 ) -> AdamW:
-    """AdamW, fused where the parameters are on a GPU; one-dimensional parameters (norms, biases) do not decay."""
+    """AdamW, fused where the parameters are on a GPU; one-dimensional parameters (norms, biases) do not decay.
+
+    Args:
+        parameters: plain or sharded; those that need no gradient are left out.
+        lr: the peak of the learning rate.
+        weight_decay: of matrices.
+        betas: AdamW's.
+        is_state_on_host: keep its state in the host's memory between steps.
+    """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     is_cuda = any(p.is_cuda for p in trained)
-    return AdamW(groups, lr=lr, betas=betas, fused=is_cuda)
+    return (HostStateAdamW if is_state_on_host else AdamW)(groups, lr=lr, betas=betas, fused=is_cuda)
+
+
+class HostStateAdamW(AdamW):
+    """AdamW whose state is in the host's memory; a step brings it to the device, some parameters at a time."""
+
+    bytes_at_a_time = 1 << 30
+    """How much of the state is on the device at a time, unless one parameter's is more."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """As AdamW's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameters in self._portions(group["params"]):
+                    on_host = self._bring(parameters)
+                    self.param_groups = [{**group, "params": parameters}]
+                    super().step()
+                    self._put_back(parameters, on_host)
+        finally:
+            self.param_groups = groups
+        for device in {parameter.device for group in groups for parameter in group["params"]}:
+            platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
+        return loss
+
+    def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        portion: list[Tensor] = []
+        num_bytes = 0
+        for parameter in parameters:
+            size = 2 * local_tensor(parameter).nbytes
+            if portion and num_bytes + size > self.bytes_at_a_time:
+                yield portion
+                portion, num_bytes = [], 0
+            portion.append(parameter)
+            num_bytes += size
+        if portion:
+            yield portion
+
+    def _bring(self, parameters: Sequence[Tensor]) -> dict[tuple[Tensor, str], Tensor]:
+        """Copy moments to their parameters' device; those on the host, to be written to again."""
+        on_host = {}
+        for parameter, name, moment in self._moments(parameters):
+            if moment.device != parameter.device:
+                on_host[parameter, name] = moment
+                copied = local_tensor(moment).to(parameter.device, non_blocking=True)
+                self.state[parameter][name] = with_local_tensor(moment, copied)
+        return on_host
+
+    def _put_back(self, parameters: Sequence[Tensor], on_host: dict[tuple[Tensor, str], Tensor]) -> None:
+        for parameter, name, moment in self._moments(parameters):
+            if parameter.device.type == "cpu":
+                continue
+            local = local_tensor(moment)
+            if (parameter, name) not in on_host:
+                pinned = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
+                on_host[parameter, name] = with_local_tensor(moment, pinned)
+            kept = on_host[parameter, name]
+            local_tensor(kept).copy_(local, non_blocking=True)
+            self.state[parameter][name] = kept
+
+    def _moments(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
+        """Each parameter's moments and their names; not its count of steps, a scalar that stays where it is."""
+        return [(p, name, value) for p in parameters for name, value in self.state[p].items() if value.ndim]
 
 
 def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:
@@ -133,8 +214,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of all tensors together, whole ones and shards, on whatever meshes.
 
-    torch's own ``clip_grad_norm_`` takes one mesh only; with tensor parallelism there are two, since embeddings and norms
-    are not cut by it.
+    torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: embeddings and most
+    norms are not cut by it.
 
     Returns:
         A plain float32 scalar; 0 for no tensors.

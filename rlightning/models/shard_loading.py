@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.policy import load_policy
+from rlightning.models.shards import local_slices, local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -145,35 +146,6 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(weight, src=0)
         local_tensor(target).copy_(weight[local_slices(target)])
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank; a plain tensor is its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where a DTensor's part on this rank lies in the whole.
-
-    Tensor parallelism cuts first and FSDP cuts what is left, both as ``torch.chunk`` does.
-    """
-    bounds = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        for dim in reversed(range(mesh.ndim)):
-            placement = tensor.placements[dim]
-            if not placement.is_replicate():
-                axis = placement.dim  # type: ignore[attr-defined]
-                bounds[axis] = chunk_bounds(*bounds[axis], mesh.size(dim), coordinate[dim])
-    return tuple(slice(*bound) for bound in bounds)
-
-
-def chunk_bounds(start: int, stop: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """The range of one chunk, as ``torch.chunk`` cuts ``start`` to ``stop``; the last ones may be short or empty."""
-    size = math.ceil((stop - start) / num_chunks)
-    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def check_shape(model: str, name: str, stored: list[int], target: Tensor) -> None:

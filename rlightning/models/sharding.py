@@ -127,11 +127,22 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     fully_shard(policy, reshard_after_forward=False, **options)
     policy.compute_packed_logprobs = MethodType(compute_packed_logprobs, policy)
     register_fsdp_forward_method(policy, "compute_packed_logprobs")
-    policy.register_forward_hook(lambda policy, args, output: release_without_gradient(policy))
+    gathering = policy.compute_packed_logprobs
+
+    def compute(*args: Any) -> Any:
+        values = gathering(*args)
+        release_without_gradient(policy)
+        return values
+
+    policy.compute_packed_logprobs = compute
+    policy.register_forward_hook(lambda *_: release_without_gradient(policy))
 
 
 def release_without_gradient(policy: nn.Module) -> None:
-    """Let go of gathered weights that no backward pass will let go of: ``parameters()`` are the shards again."""
+    """Let go of the gathered weights that no backward pass will let go of.
+
+    They would be what ``parameters()`` returns, and be used once more after an optimizer step has changed the shards.
+    """
     if not torch.is_grad_enabled():
         for module in policy.modules():
             if isinstance(module, FSDPModule):

@@ -1,0 +1,122 @@
+"""Trains the same model on the same completions under several strategies, each run in turn; run on every rank.
+
+    python equivalence_run.py FOLDER MODEL RUNS
+
+``RUNS`` is JSON: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP. Rank 0 writes the whole
+weights that each run came to, with what it logged, to ``FOLDER/NAME.pt``.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import Strategy
+from tiny import MAX_NEW_TOKENS, UseGenerator, make_completion, make_data, make_trainer
+from torch.distributed.tensor import DTensor
+
+from rlightning.algorithms import GRPO
+from rlightning.distributed.fsdp import FSDP
+from rlightning.module import RLModule
+from rlightning.rewards import RewardFunction
+from rlightning.rollout import Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+ACCUMULATED, WHOLE = 23, 4096
+"""Tokens of a micro-batch: some micro-batches an optimizer step, and one."""
+LR = 1e-3
+
+
+async def share_of_ones(completion: str) -> float:
+    """A reward that random completions get some of; async, so that it needs no process."""
+    return completion.count("1") / max(len(completion), 1)
+
+
+class RandomGenerator:
+    """Completions that depend on prompt and step alone, so that all runs train on the same."""
+
+    def __init__(self, module: RLModule) -> None:
+        self.module = module
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """Random tokens, of random lengths."""
+        return [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
+
+    def _complete(self, prompt: Prompt, sample: int) -> Completion:
+        version = self.module.weight_version
+        draw = random.Random(f"{version} {prompt.index} {sample}")
+        tokens = [draw.randrange(1, 5) for _ in range(draw.randint(1, MAX_NEW_TOKENS - 1))] + [0]
+        return make_completion(tokens, [-1.0] * len(tokens), version)
+
+
+class RecordUpdates(Callback):
+    """Notes what each update logged, and how it was cut."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.num_sequences: list[int] = []
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.num_sequences.append(batch.num_sequences)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train(
+    folder: Path, model: str, strategy: Strategy | str, num_ranks: int = 1, *, precision: Any = "32-true", **kwargs: Any
+) -> Any:
+    """Three optimizer steps; the whole weights, the reference's too, and what was logged."""
+    arguments: dict[str, Any] = {"max_grad_norm": 0.05, "kl_coef": 0.1, "max_tokens_per_microbatch": WHOLE}
+    module = GRPO(
+        model,
+        rewards=[RewardFunction(share_of_ones)],
+        prompts_per_step=4,
+        samples_per_prompt=4,
+        lr=LR,
+        validate_first=False,
+        **arguments | kwargs,
+    )
+    record = RecordUpdates()
+    trainer = make_trainer(
+        folder,
+        3,
+        UseGenerator(RandomGenerator),
+        record,
+        devices=num_ranks,
+        strategy=strategy,
+        precision=precision,
+    )
+    trainer.fit(module, make_data(folder))
+    assert module.reference is not None
+    models = {"actor": module.loaded_actor, "reference": module.reference.model}
+    weights = {kind: {name: whole(weight) for name, weight in m.named_parameters()} for kind, m in models.items()}
+    return weights | {"logged": record.logged, "num_sequences": record.num_sequences}
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight from its shards."""
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    folder, model, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    for name, arguments in runs.items():
+        os.environ.update(ranks)  # Lightning takes them away after each fit
+        (folder / name).mkdir(exist_ok=True)
+        strategy = FSDP(**arguments.pop("strategy", {}))
+        result = train(folder / name, model, strategy, int(ranks["WORLD_SIZE"]), **arguments)
+        if ranks["RANK"] == "0":
+            torch.save(result, folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main()

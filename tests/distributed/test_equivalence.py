@@ -1,0 +1,101 @@
+"""The same completions give the same weights, whatever the strategy and the number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence_run import ACCUMULATED, LR, train
+from rank_processes import end_ranks, start_ranks
+from tiny import save_model
+
+SCRIPT = Path(__file__).parent / "equivalence_run.py"
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "data-accumulated": {"max_tokens_per_microbatch": ACCUMULATED},
+    "data-late": {
+        "strategy": {"reduce_every_microbatch": False, "reshard_after_forward": False},
+        "max_tokens_per_microbatch": ACCUMULATED,
+    },
+    "hybrid-accumulated": {"strategy": {"shard_size": 1}, "max_tokens_per_microbatch": ACCUMULATED},
+    "tensor": {"strategy": {"tensor_parallel_size": 2}},
+    "tensor-accumulated": {
+        "strategy": {"tensor_parallel_size": 2},
+        "max_tokens_per_microbatch": ACCUMULATED,
+        "gradient_checkpointing": True,
+    },
+    "parameters-offloaded": {"strategy": {"cpu_offload": "parameters"}},
+    "optimizer-offloaded": {"strategy": {"cpu_offload": "optimizer"}},
+    "bf16": {"precision": "bf16-mixed"},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "data-tensor": {"strategy": {"tensor_parallel_size": 2}, "max_tokens_per_microbatch": ACCUMULATED},
+    "hybrid": {"strategy": {"shard_size": 2}, "max_tokens_per_microbatch": ACCUMULATED},
+}
+FLOAT32_TOLERANCE = 0.01 * LR
+"""Of a weight after three steps, in which it moves by up to 3 x LR.
+
+Sums in another order differ by some 1e-7 of their size. AdamW divides a gradient by its own size, so that what is left
+of a difference does not shrink with the gradient: a weight whose gradient is nearly 0 may move by a few thousandths of
+LR more or less. An omitted reduction, a wrong normaliser or a norm that is not global moves weights by about LR.
+"""
+BF16_TOLERANCE = 3 * LR
+"""Rounding to 8 bits may turn the sign of a small gradient, and with it AdamW's step."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By name, what each run came to."""
+    folder = tmp_path_factory.mktemp("equivalence")
+    model = save_model(folder / "model", num_key_value_heads=2)
+    found = {
+        "one": train(folder, model, "auto"),
+        "one-accumulated": train(folder, model, "auto", max_tokens_per_microbatch=ACCUMULATED),
+    }
+    for num_ranks, arms in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        ranks = start_ranks(SCRIPT, num_ranks, str(folder), model, json.dumps(arms))
+        try:
+            for process in ranks:
+                _, error = process.communicate(timeout=200)
+                assert process.returncode == 0, error
+        finally:
+            end_ranks(ranks)
+        found |= {name: torch.load(folder / f"{name}.pt") for name in arms}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
+def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[str, Any]) -> None:
+    tolerance = BF16_TOLERANCE if name == "bf16" else FLOAT32_TOLERANCE
+    one, other = runs["one"], runs[name]
+    start = one["reference"]
+    assert max((one["actor"][key] - start[key]).abs().max() for key in start) > 2 * LR, "the test trains nothing"
+    assert one["actor"].keys() == other["actor"].keys()
+    for key, weight in one["actor"].items():
+        assert other["actor"][key].dtype == torch.float32
+        torch.testing.assert_close(other["actor"][key], weight, atol=tolerance, rtol=0.0)
+        assert torch.equal(other["reference"][key], start[key])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
+def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
+    """Among them the norm of all gradients, thirty times what it is clipped to."""
+    tolerance = 0.02 if name == "bf16" else 1e-4
+    for expected, got in zip(runs["one"]["logged"], runs[name]["logged"], strict=True):
+        assert got == pytest.approx(expected, abs=tolerance)
+        assert got["optim/grad_norm"] > 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_ranks_share_the_batch_out(runs: dict[str, Any]) -> None:
+    """16 completions: all of them for tensor-parallel neighbours, half for data-parallel ranks, in whole groups."""
+    num_sequences = {name: run["num_sequences"][0] for name, run in runs.items()}
+    assert num_sequences["one"] == num_sequences["tensor"] == 16
+    assert num_sequences["data"] == num_sequences["data-tensor"] == 8
+    assert num_sequences["hybrid"] == 4
