@@ -9,11 +9,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from rlightning.distributed.checkpoint import ShardedCheckpoints
 from rlightning.errors import ConfigError
 from rlightning.models.sharding import CPUOffload, Sharding
 
 
-class FSDP(ModelParallelStrategy):
+class FSDP(ShardedCheckpoints, ModelParallelStrategy):
     """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
 
     ``trainer.strategy: rlightning.distributed.FSDP``, or ``fsdp2`` for one without arguments. With

@@ -1,0 +1,189 @@
+"""A sharded checkpoint: a folder to which each rank writes its shards, and from which any number of ranks reads theirs.
+
+    last.ckpt/.metadata       which file holds which part of which tensor (torch.distributed.checkpoint)
+    last.ckpt/__0_0.distcp    rank 0's shards, and so on
+    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint
+
+Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whole, whoever held which part of them.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from rlightning.distributed.cpu_group import cpu_group
+from rlightning.errors import ConfigError
+
+META = "meta.pt"
+"""The name that Lightning gives this file too."""
+FORMAT = "rlightning_checkpoint"
+"""The key in it under which a folder of this module says so."""
+
+Stored = Mapping[str, TensorStorageMetadata]
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder that a strategy wrote a checkpoint to."""
+    return (path / META).is_file()
+
+
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
+        "param_groups": [
+            {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+        ],
+    }
+
+
+def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
+    order = [name for group in named["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(order)}
+    return {
+        "state": {numbers[name]: state for name, state in named["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]
+        ],
+    }
+
+
+def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> None:
+    """Move the tensors of a checkpoint to ``folder``; every rank writes its own parts.
+
+    Args:
+        folder: is there, on every rank.
+        checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
+            Numbers and the like stay in it, for :func:`write_meta`.
+    """
+    tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
+    for number, named in enumerate(checkpoint.get("optimizer_states", [])):
+        for name, state in named["state"].items():
+            # single numbers, such as the count of steps, would each be an entry and a message between the ranks
+            for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim]:
+                tensors[f"optimizer/{number}/{name}/{key}"] = state.pop(key)
+    group = cpu_group()
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=group is None)
+
+
+def write_meta(folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str]) -> None:
+    """Write what :func:`write_tensors` left of a checkpoint.
+
+    Args:
+        folder: the same.
+        checkpoint: the same.
+        twins: names of tied weights, and the name that each is stored under.
+    """
+    torch.save({**checkpoint, FORMAT: {"version": 1, "twins": dict(twins)}}, folder / META)
+
+
+def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """What :func:`write_meta` wrote."""
+    meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+    if FORMAT not in meta:
+        raise ConfigError(
+            f"ckpt_path={folder} was not written by rlightning's strategies. To start from a model's weights, name its "
+            "Hugging Face folder in model."
+        )
+    return meta
+
+
+def stored_tensors(folder: Path) -> Stored:
+    """Sizes and dtypes of the tensors in a folder."""
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of a module, of each shard what belongs into it.
+
+    Raises:
+        ConfigError: if the folder holds another model.
+    """
+    for name, tensor in tensors.items():
+        entry = stored.get(f"model/{name}")
+        if entry is None or entry.size != tensor.shape:
+            held = "nothing of that name" if entry is None else f"one of {tuple(entry.size)}"
+            raise ConfigError(
+                f"ckpt_path={folder} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds "
+                f"{held}. Name the checkpoint's own model in model."
+            )
+    _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
+
+
+def read_optimizer(
+    folder: Path, stored: Stored, number: int, named: dict[str, Any], parameters: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, its tensors sharded as the parameters are.
+
+    Args:
+        folder: of the checkpoint.
+        stored: of :func:`stored_tensors`.
+        number: the optimizer's.
+        named: its entry in ``optimizer_states``.
+        parameters: by name.
+
+    Raises:
+        ConfigError: if it optimizes other parameters than these.
+    """
+    trained = {name for group in named["param_groups"] for name in group["params"]}
+    if unknown := sorted(trained - parameters.keys()):
+        raise ConfigError(
+            f"ckpt_path={folder} optimizes '{unknown[0]}', which this model does not have. Name its own model in model."
+        )
+    prefix = f"optimizer/{number}/"
+    tensors: dict[str, Tensor] = {}
+    for key, entry in stored.items():
+        if key.startswith(prefix):
+            name, what = key.removeprefix(prefix).rsplit("/", 1)
+            tensors[key] = torch.empty_like(parameters[name], dtype=entry.properties.dtype, requires_grad=False)
+            named["state"].setdefault(name, {})[what] = tensors[key]
+    _read(folder, tensors)
+    return numbered_optimizer_state(named)
+
+
+def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint as Lightning has it in a single file, for strategies that do not shard; all of it on the host."""
+    meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    twins = meta.pop(FORMAT)["twins"]
+    meta["state_dict"] = weights | {name: weights[twin] for name, twin in twins.items()}
+    for number, named in enumerate(meta.get("optimizer_states", [])):
+        prefix = f"optimizer/{number}/"
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            name, what = key.removeprefix(prefix).rsplit("/", 1)
+            named["state"].setdefault(name, {})[what] = tensors[key]
+        meta["optimizer_states"][number] = numbered_optimizer_state(named)
+    return meta
+
+
+def find_twins(module: nn.Module) -> dict[str, str]:
+    """Names of tied parameters, and the name that each goes by in ``named_parameters()``."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
+    return {name: names[parameter] for name, parameter in everything if names[parameter] != name}
+
+
+def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    group = cpu_group()
+    # a plain dict: what is read goes into the tensors, in place
+    with torch.no_grad():
+        dcp.load(
+            {key: tensor.detach() for key, tensor in tensors.items()},
+            storage_reader=dcp.FileSystemReader(folder),
+            process_group=group,
+            no_dist=group is None,
+        )

@@ -1,0 +1,74 @@
+"""A run that is handed on: from one process to two that shard, to two that split each layer, and back to one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_net import run_ranks
+from sharded_run import SIZES, CountSteps, full_weights, pose_as_launched, train, write_rows
+from tiny import save_model
+
+from rlightning.distributed.checkpoint_folder import is_checkpoint_folder
+from rlightning.distributed.fsdp import FSDP
+from rlightning.errors import ConfigError
+
+STEPS = 8
+
+
+def two_ranks(folder: Path, port: int) -> None:
+    rank = dist.get_rank()
+    pose_as_launched(rank, 2, port)
+    counter = CountSteps()
+    _, trainer = train(folder, 4, counter, devices=2, strategy=FSDP(), ckpt_path=folder / "single.ckpt")
+    assert (trainer.global_step, counter.num_steps) == (4, 4)
+    trainer.save_checkpoint(folder / "data_parallel.ckpt")
+    trainer.save_checkpoint(folder / "data_parallel.ckpt")  # over itself
+    assert is_checkpoint_folder(folder / "data_parallel.ckpt")
+
+    counter = CountSteps()
+    module, trainer = train(
+        folder, 6, counter, devices=2, strategy=FSDP(tensor_parallel_size=2), ckpt_path=folder / "data_parallel.ckpt"
+    )
+    assert (trainer.global_step, counter.num_steps, module.weight_version) == (6, 6, 6)
+    trainer.save_checkpoint(folder / "tensor_parallel.ckpt")
+    weights = full_weights(module)
+    if rank == 0:
+        torch.save(weights, folder / "weights.pt")
+
+    with pytest.raises(ConfigError, match=r"is of another model: it should hold .* Name the checkpoint's own model"):
+        train(folder / "other", 6, devices=2, strategy=FSDP(), ckpt_path=folder / "data_parallel.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
+    """Eight steps in one go are eight steps in four runs; float32 sums in another order make the difference."""
+    for folder, sizes in ((tmp_path, SIZES), (tmp_path / "other", {**SIZES, "num_hidden_layers": 3})):
+        folder.mkdir(exist_ok=True)
+        save_model(folder / "model", **sizes)
+        write_rows(folder)
+    in_one_go, reference = train(tmp_path, STEPS)
+    _, trainer = train(tmp_path, 2, CountSteps())
+    trainer.save_checkpoint(tmp_path / "single.ckpt")
+
+    run_ranks(two_ranks, 2, tmp_path, 0)
+
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt*")) == [
+        "data_parallel.ckpt",
+        "single.ckpt",
+        "tensor_parallel.ckpt",
+    ]
+    counter = CountSteps()
+    module, trainer = train(tmp_path, STEPS, counter, ckpt_path=tmp_path / "tensor_parallel.ckpt")
+    assert (trainer.global_step, counter.num_steps, module.weight_version) == (STEPS, STEPS, STEPS)
+    expected = full_weights(in_one_go)
+    for name, weight in full_weights(module).items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
+    ours, theirs = trainer.optimizers[0].state_dict(), reference.optimizers[0].state_dict()
+    assert [group["lr"] for group in ours["param_groups"]] == [group["lr"] for group in theirs["param_groups"]]
+    for number, state in theirs["state"].items():
+        assert state["step"] == ours["state"][number]["step"] == STEPS
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours["state"][number][key], state[key], atol=1e-5, rtol=1e-3)
+    assert trainer.datamodule.stream.state_dict() == reference.datamodule.stream.state_dict()
