@@ -10,50 +10,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from rlightning.distributed.checkpoint import ShardedCheckpoints
-from rlightning.errors import ConfigError
+from rlightning.distributed.failure import GRACE_SECONDS
+from rlightning.distributed.parallel_strategy import ConnectedRanks
+from rlightning.errors import ConfigError, check_rules
 from rlightning.models.sharding import CPUOffload, Sharding
 
 
-class FSDP(ShardedCheckpoints, ModelParallelStrategy):
-    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
+class MeshStrategy(ModelParallelStrategy):
+    """Lays the ranks out in a mesh of three dimensions: copies of the weights, shards of each, and parts of each layer.
 
-    ``trainer.strategy: rlightning.distributed.FSDP``, or ``fsdp2`` for one without arguments. With
-    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
-    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``.
+    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank.
 
     Args:
         tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
-            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
-        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
-            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
-            once and needs memory for the whole model, in the dtype of the forward.
-        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
-            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        shard_size: data-parallel ranks that share one copy of the weights; None is all of them.
     """
 
-    def __init__(
-        self,
-        tensor_parallel_size: int = 1,
-        shard_size: int | None = None,
-        cpu_offload: CPUOffload = "none",
-        reshard_after_forward: bool = True,
-        reduce_every_microbatch: bool = True,
-        barrier_timeout: float = 1800.0,
-    ) -> None:
+    def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:
+        is_split, is_shared = tensor_parallel_size >= 1, shard_size is None or shard_size >= 1
+        check_rules(
+            {
+                f"tensor_parallel_size={tensor_parallel_size} must be at least 1. Use 1 for none": is_split,
+                f"shard_size={shard_size} must be at least 1. Leave it out for all ranks": is_shared,
+            }
+        )
         super().__init__(tensor_parallel_size=tensor_parallel_size)
-        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("shard_size", shard_size)):
-            if size is not None and size < 1:
-                raise ConfigError(f"{name}={size} must be at least 1. Leave it out for the default.")
         self.tensor_parallel_size = tensor_parallel_size
         self.shard_size = shard_size
-        self.cpu_offload: CPUOffload = cpu_offload
-        self.reshard_after_forward = reshard_after_forward
-        self.reduce_every_microbatch = reduce_every_microbatch
 
-    # Ranks
+    def _configure_launcher(self) -> None:
+        """Called when the Trainer is made, before any process is started or device is touched."""
+        self.check_world_size()
+        super()._configure_launcher()
 
     @property
     def data_parallel_size(self) -> int:
@@ -75,17 +63,6 @@ class FSDP(ShardedCheckpoints, ModelParallelStrategy):
         """Lightning gives these to a sampler of its own."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
-    @property
-    def sharding(self) -> Sharding:
-        """How models are to be spread over the ranks; there once the processes have found each other."""
-        return Sharding(
-            mesh=self.device_mesh,
-            device=self.root_device,
-            compute_dtype=torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None,
-            cpu_offload=self.cpu_offload,
-            reshard_after_forward=self.reshard_after_forward,
-        )
-
     def check_world_size(self) -> None:
         """Refuse numbers of ranks that do not divide."""
         world_size = self.num_nodes * self.num_processes
@@ -101,13 +78,6 @@ class FSDP(ShardedCheckpoints, ModelParallelStrategy):
                 f"Use a divisor of {self.data_parallel_size}, or leave it out."
             )
 
-    # What Lightning calls
-
-    def _configure_launcher(self) -> None:
-        """Called when the Trainer is made, before any process is started or device is touched."""
-        self.check_world_size()
-        super()._configure_launcher()
-
     def setup_environment(self) -> None:
         """Meet the other ranks and lay them out in a mesh."""
         self.accelerator.setup_device(self.root_device)
@@ -120,8 +90,66 @@ class FSDP(ShardedCheckpoints, ModelParallelStrategy):
         )
         self.lightning_module._device_mesh = self._device_mesh
 
+
+class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
+    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
+
+    ``trainer.strategy: rlightning.distributed.FSDP``, or ``fsdp2`` for one without arguments. With
+    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
+    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``.
+
+    Args:
+        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
+        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
+            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
+        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
+            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
+        reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
+            once and needs memory for the whole model, in the dtype of the forward.
+        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
+            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        shard_size: int | None = None,
+        cpu_offload: CPUOffload = "none",
+        reshard_after_forward: bool = True,
+        reduce_every_microbatch: bool = True,
+        barrier_timeout: float = 1800.0,
+        failure_grace: float = GRACE_SECONDS,
+    ) -> None:
+        super().__init__(
+            barrier_timeout=barrier_timeout,
+            failure_grace=failure_grace,
+            tensor_parallel_size=tensor_parallel_size,
+            shard_size=shard_size,
+        )
+        self.cpu_offload: CPUOffload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_every_microbatch = reduce_every_microbatch
+
+    @property
+    def sharding(self) -> Sharding:
+        """How models are to be spread over the ranks; there once the processes have found each other."""
+        return Sharding(
+            mesh=self.device_mesh,
+            device=self.root_device,
+            compute_dtype=torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None,
+            cpu_offload=self.cpu_offload,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
     def model_to_device(self) -> None:
         """Move what is not sharded: a sharded model is where it belongs since it was loaded."""
+        assert self.model is not None
+        for module in self.model.children():
+            if not isinstance(module, FSDPModule):
+                module.to(self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 from rlightning.models.policy import load_policy
-from rlightning.models.shards import local_slices, local_tensor
+from rlightning.models.shards import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +115,10 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
                 for name in names:
                     stored = file.get_slice(name)
                     check_shape(model, name, stored.get_shape(), targets[name])
-                    own = local_slices(targets[name])
-                    # some versions of safetensors refuse an empty range
-                    if all(part.start < part.stop for part in own):
-                        local_tensor(targets[name]).copy_(stored[own] if own else file.get_tensor(name))
+                    target = local_tensor(targets[name])
+                    if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
+                        own = local_slices(targets[name])
+                        target.copy_(stored[own] if own else file.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
 
@@ -146,6 +147,14 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(weight, src=0)
         local_tensor(target).copy_(weight[local_slices(target)])
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor lies in the whole, along each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    box = local_box(tensor)
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
 
 
 def check_shape(model: str, name: str, stored: list[int], target: Tensor) -> None:

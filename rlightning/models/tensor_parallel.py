@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,6 +20,8 @@ from rlightning.errors import ConfigError
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     # A norm of [1, T, heads, D], of which a rank has some heads: each rank's gradient is a part of the sum. Cutting the
     # heads' dimension says so to DTensor, which then adds the parts up; without it they would silently be wrong.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),

@@ -1,0 +1,95 @@
+"""Loads models in shards and compares them with whole ones; run on every rank.
+
+    python sharded_run.py CASES
+
+``CASES`` is JSON: a list of [folder, [replicate, shard, tensor_parallel], arguments]. Each rank's last line of output
+is JSON: by case either the error, or how far it is from the whole model.
+"""
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_models import make_sequences
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlightning.errors import ConfigError
+from rlightning.models import load_policy, packed_logprobs
+from rlightning.models.sharding import Sharding, load_sharded_policy
+from rlightning.types import RolloutBatch
+
+
+def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str, Any]:
+    """Weights, buffers, log-probabilities and gradients of a sharded model, against the whole one."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor_parallel"))
+    log = RecordLog()
+    try:
+        sharded = load_sharded_policy(folder, Sharding(mesh, torch.device("cpu")), **kwargs)
+    except ConfigError as error:
+        return {"error": str(error)}
+    whole = load_policy(folder)
+    weights = dict(sharded.named_parameters())
+    found: dict[str, Any] = {
+        "log": log.close(),
+        "names": list(weights) == [name for name, _ in whole.named_parameters()],
+    }
+    found["weights"] = all(
+        torch.equal(weights[name].full_tensor(), weight) for name, weight in whole.named_parameters()
+    )
+    buffers = dict(sharded.named_buffers())
+    found["buffers"] = all(torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers())
+    found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in whole.parameters())
+    batch = RolloutBatch.of_sequence(torch.cat(make_sequences()).tolist())
+    results = []
+    for model in (whole, sharded):
+        with torch.no_grad():
+            before, _ = packed_logprobs(model, batch, temperature=0.7)
+        logprobs, entropy = packed_logprobs(model, batch, temperature=0.7, needs_entropy_grad=True)
+        ((logprobs * torch.arange(len(logprobs))).sum() + entropy.sum()).backward()
+        results.append((before, logprobs.detach(), entropy.detach()))
+    found["shards after no_grad"] = all(isinstance(weight, DTensor) for weight in sharded.parameters())
+    found["logprobs"] = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    found["gradients"] = max(
+        ((weights[name].grad.full_tensor() - weight.grad).norm() / weight.grad.norm()).item()
+        for name, weight in whole.named_parameters()
+        if weight.grad is not None
+    )
+    return found
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """What a rank holds of a tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().nbytes
+
+
+class RecordLog(logging.Handler):
+    """Messages of the package until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self.logger = logging.getLogger("rlightning")
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def close(self) -> list[str]:  # type: ignore[override]
+        """The messages."""
+        self.logger.removeHandler(self)
+        return self.messages
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    results = [compare(folder, tuple(sizes), **kwargs) for folder, sizes, kwargs in json.loads(sys.argv[1])]
+    sys.stdout.write(json.dumps({"results": results}) + "\n")
+    dist.destroy_process_group()

@@ -1,0 +1,142 @@
+"""Models in shards, on real processes, against the same models whole."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlightning.errors import ConfigError
+from rlightning.models import load_config
+from rlightning.models.architecture import check_architecture
+from rlightning.models.policy import remove_dropout
+from rlightning.models.tensor_parallel import check_tensor_parallel
+
+sys.path.append(str(Path(__file__).parent.parent / "distributed"))
+from rank_processes import end_ranks, results, start_ranks
+
+FSDP, TENSOR = [1, 2, 1], [1, 1, 2]
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True, "vocab_size": 41},
+    "llama": {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen2": {"tie_word_embeddings": True},
+    "phi3": {},
+}
+"""A vocabulary of 41 is cut into 21 and 20 rows; qwen2 has biases; phi3's heads are in one matrix."""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case, what each of two ranks found."""
+    folder = tmp_path_factory.mktemp("sharded")
+    cases: dict[str, Any] = {}
+    for kind, config in MODELS.items():
+        model = save_tiny(kind, folder / kind, **config)
+        cases[kind] = [model, FSDP, {}]
+        cases[f"{kind} tensor"] = [model, TENSOR, {"gradient_checkpointing": kind == "llama"}]
+    moe = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
+    cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
+    cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
+    cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
+    ranks = start_ranks(Path(__file__).parent / "sharded_run.py", 2, json.dumps(list(cases.values())))
+    try:
+        by_rank: Any = [rank["results"] for rank in results(ranks, timeout=150)]
+    finally:
+        end_ranks(ranks)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(cases)}
+
+
+def save_in_parts(folder: Path) -> str:
+    """A model whose weights are in bfloat16 and in several files with an index."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=2, vocab_size=40, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return str(folder)
+
+
+def save_changed(folder: Path, name: str, weight: torch.Tensor | None) -> str:
+    """A model one of whose weights is another, or left out."""
+    save_tiny("qwen3", folder, head_dim=8)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    del weights[name]
+    save_file(weights | ({} if weight is None else {name: weight}), path, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts"])
+def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
+    for found in compared[name]:
+        assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]
+        assert found["logprobs"] < 1e-5
+        assert found["gradients"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
+    """Uneven dimensions apart that is a half; what tensor parallelism leaves whole is cut by FSDP alone."""
+    for name in ("qwen3", "llama", "converted", "in parts"):
+        assert [found["share"] for found in compared[name]] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert 0.5 < compared["llama tensor"][0]["share"] < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_only_weights_that_need_converting_are_sent_by_rank_0(compared: dict[str, Any]) -> None:
+    assert "rank 0 loads and sends them" in compared["converted"][0]["log"][0]
+    assert [found["log"] for name in ("qwen3", "in parts") for found in compared[name]] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]) -> None:
+    for found in compared["missing"]:
+        assert "lacks 1 of its weights, such as 'model.norm.weight'" in found["error"]
+    for found in compared["other shape"]:
+        assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "size", "message"),
+    [
+        ("qwen3", {}, 3, r"num_attention_heads=4 cannot be split over 3 ranks"),
+        ("qwen3", {}, 4, r"num_key_value_heads=2 cannot be split over 4 ranks"),
+        ("qwen3", {"intermediate_size": 63}, 2, r"intermediate_size=63 cannot be split over 2 ranks"),
+        ("qwen3_moe", {}, 2, r"its plan asks for '\w+', which is not supported"),
+        ("gpt2", {}, 2, r"transformers ships no plan for it"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_cut(kind: str, config: dict[str, Any], size: int, message: str) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2} | config
+    with pytest.raises(
+        ConfigError, match=rf"tensor_parallel_size={size} does not fit model='m' \({kind}\): .*{message}"
+    ):
+        check_tensor_parallel("m", AutoConfig.for_model(kind, **sizes), size)
+
+
+def test_an_architecture_is_checked_without_its_weights(tmp_path: Path) -> None:
+    """nemotron's class does not tell attention where a sequence ends."""
+    with pytest.raises(ConfigError, match="does not tell attention where a sequence ends"):
+        check_architecture("m", load_config(save_tiny("nemotron", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "llama", "qwen2", "mistral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2"]
+)
+def test_real_sizes_are_checked_on_a_small_copy(kind: str) -> None:
+    """Of the default sizes of each architecture, which are those of models with billions of parameters."""
+    config = AutoConfig.for_model(kind)
+    remove_dropout(config)
+    before = config.to_dict()
+    check_architecture(kind, config)
+    assert config.to_dict() == before
