@@ -9,6 +9,7 @@ import torch
 
 from rlightning.distributed import platform
 from rlightning.distributed.barrier import add_barrier_hook, remove_barrier_hook
+from rlightning.distributed.parallel_strategy import ConnectedRanks
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 
@@ -23,11 +24,11 @@ class DeviceSyncBeforeBarrier(RLCallback):
     rank had queued before the barrier is finished when it returns. On the CPU, and in a controller, nothing is waited
     for.
 
-    It covers ``rlightning.distributed.barrier`` and the loop's own barrier: ``strategy.barrier`` of Lightning's Trainer
-    and of a Fabric, accelerate's ``wait_for_everyone`` (transformers' ``Trainer``), or a ``barrier`` attribute of an
-    object of the user's. From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` and, in the end,
-    ``teardown(loop, module, "fit")``, which undoes it; and that the loop calls one of these barriers, not
-    ``torch.distributed.barrier`` past them.
+    It covers ``rlightning.distributed.barrier``, through which rlightning's strategies go, and the loop's own barrier:
+    ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone`` (transformers'
+    ``Trainer``), or a ``barrier`` attribute of an object of the user's. From a loop that is not Lightning's it needs
+    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which undoes it; and that the loop
+    calls one of these barriers, not ``torch.distributed.barrier`` past them.
 
     Args:
         device: to wait for, such as "cuda:1"; by default the loop's or the module's.
@@ -90,9 +91,12 @@ class DeviceSyncBeforeBarrier(RLCallback):
 
 
 def _own_barriers(trainer: Any) -> Iterator[tuple[Any, str]]:
-    """Where the loop's own barriers are, by object and attribute."""
-    if hasattr(getattr(trainer, "strategy", None), "barrier"):
-        yield trainer.strategy, "barrier"
+    """Where the loop's own barriers are, by object and attribute; rlightning's strategies have none of their own."""
+    strategy = getattr(trainer, "strategy", None)
+    if isinstance(strategy, ConnectedRanks):
+        return
+    if hasattr(strategy, "barrier"):
+        yield strategy, "barrier"
     elif hasattr(getattr(trainer, "accelerator", None), "wait_for_everyone"):
         from accelerate import PartialState
 

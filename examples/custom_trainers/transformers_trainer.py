@@ -1,0 +1,118 @@
+"""The four cures of colocated training in a transformers ``Trainer``, through one small adapter::
+
+    pip install accelerate
+    torchrun --nproc-per-node 2 examples/custom_trainers/transformers_trainer.py
+
+Teaches a tiny language model to write even tokens, by REINFORCE.
+"""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
+from rlightning.hooks import fire
+
+log = logging.getLogger("transformers_trainer")
+
+
+def cures() -> list[Any]:
+    """All of them; each works without the others."""
+    return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout()]
+
+
+class Adapter(TrainerCallback):  # type: ignore[misc]
+    """Tells rlightning's callbacks what a transformers Trainer does.
+
+    It is the ``trainer`` that they see: ``accelerator`` has the device and the barrier, ``optimizer`` the state. A
+    Trainer that generates fires the hooks of a rollout itself, with ``fire(adapter, model, ...)``.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
+        self.trainer, self.callbacks = trainer, callbacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        """The model and the optimizer are on the device."""
+        fire(self, model, "setup", "fit")
+
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        """The optimizer has stepped."""
+        fire(self, model, "on_update_end", None)
+
+    def on_train_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        """All is over."""
+        fire(self, model, "teardown", "fit")
+
+
+class OnlineTrainer(Trainer):  # type: ignore[misc]
+    """Trains on what the model itself has just written."""
+
+    def __init__(self, callbacks: Sequence[Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rewards: list[float] = []
+        self.adapter = Adapter(self, callbacks)
+        self.add_callback(self.adapter)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Generate, then let the Trainer do what it always does."""
+        fire(self.adapter, model, "on_rollout_start", inputs)
+        prompts = inputs["input_ids"].to(self.args.device)
+        written = self.accelerator.unwrap_model(model).generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=8, pad_token_id=0
+        )
+        fire(self.adapter, model, "on_rollout_end", written)
+        fire(self.adapter, model, "on_update_start", written)
+        loss: Tensor = super().training_step(model, {"input_ids": written}, *args, **kwargs)
+        self.accelerator.wait_for_everyone()
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The share of even tokens is the reward."""
+        tokens = inputs["input_ids"]
+        logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        reward = (tokens[:, 1:] % 2 == 0).float().mean(-1)
+        self.rewards.append(reward.mean().item())
+        return ((reward.mean() - reward)[:, None] * logprobs).mean()
+
+
+def main(num_steps: int = 20, callbacks: Sequence[Any] | None = None) -> list[float]:
+    """Train for ``num_steps``; the mean reward of each."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_hidden_layers=2, head_dim=16, eos_token_id=None, **sizes))
+    rows = [{"input_ids": torch.tensor([i % 16])} for i in range(64)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=num_steps,
+            per_device_train_batch_size=32,
+            ddp_find_unused_parameters=False,
+            learning_rate=0.01,
+            lr_scheduler_type="constant",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        trainer = OnlineTrainer(
+            cures() if callbacks is None else callbacks, model=model, args=arguments, train_dataset=rows
+        )
+        trainer.train()
+    log.info("reward %.2f -> %.2f", trainer.rewards[0], trainer.rewards[-1])
+    return trainer.rewards
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    main()

@@ -1,0 +1,188 @@
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from lightning.fabric import Fabric
+from observed_run import ObservedModule, PlainModule, loader, make_trainer
+from sharded_net import run_ranks
+
+from rlightning.callbacks import DeviceSyncBeforeBarrier
+from rlightning.distributed import platform
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.ddp import DDP
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Recorder:
+    """Writes down device synchronisations and meetings, in their order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(platform, "synchronize", lambda device=None: self.calls.append("device"))
+
+    def meet(self, *args: Any, **kwargs: Any) -> str:
+        self.calls.append("meet")
+        return "met"
+
+    def take(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_before_the_strategys_barrier_during_a_run_and_not_after_it(tmp_path: Path, recorder: Recorder) -> None:
+    class MeetsAtEachStep(RLCallback):
+        def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+            trainer.strategy.barrier("update")
+
+    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), MeetsAtEachStep(), max_steps=2)
+    trainer.strategy.barrier = recorder.meet  # type: ignore[method-assign]
+    trainer.fit(ObservedModule(), loader())
+    calls = recorder.take()[1:]  # Lightning's first barrier comes before the callbacks are set up
+    assert len(calls) >= 4 and calls == ["device", "meet"] * (len(calls) // 2)
+    trainer.strategy.barrier()
+    assert recorder.take() == ["meet"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_undone_at_the_end_of_a_run_however_it_ends(tmp_path: Path, fails: bool) -> None:
+    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=2)
+    module = ObservedModule(fails_at=2 if fails else None)
+    for _ in range(2):  # it can be set up again
+        if fails:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                trainer.fit(module, loader())
+        else:
+            trainer.fit(module, loader())
+        assert "barrier" not in vars(trainer.strategy)
+
+
+def test_before_every_kind_of_barrier(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    monkeypatch.setattr(type(fabric.strategy), "barrier", recorder.meet)
+    monkeypatch.setattr(PartialState, "wait_for_everyone", recorder.meet)
+    accelerator = SimpleNamespace(wait_for_everyone=lambda: PartialState().wait_for_everyone())
+    own = SimpleNamespace(barrier=recorder.meet)
+    for loop, meet in (
+        (fabric, fabric.barrier),
+        (SimpleNamespace(accelerator=accelerator), accelerator.wait_for_everyone),
+        (own, lambda: own.barrier()),
+    ):
+        callback = DeviceSyncBeforeBarrier()
+        callback.setup(loop, PlainModule(), "fit")
+        meet()
+        assert recorder.take() == ["device", "meet"]
+        barrier("ours")
+        assert recorder.take() == ["device"]
+        callback.teardown(loop, PlainModule(), "fit")
+        meet()
+        barrier("ours")
+        assert recorder.take() == ["meet"]
+
+
+def test_our_strategies_need_no_other_way(tmp_path: Path, recorder: Recorder) -> None:
+    trainer = make_trainer(tmp_path, strategy=DDP())
+    callback = DeviceSyncBeforeBarrier()
+    callback.setup(trainer, ObservedModule(), "fit")
+    trainer.strategy.barrier("once")
+    assert recorder.take() == ["device"]
+    assert "barrier" not in vars(trainer.strategy)  # errors name the caller of a barrier without a name
+    callback.teardown(trainer, ObservedModule(), "fit")
+
+
+def test_arguments_and_result_are_the_barriers_own(recorder: Recorder) -> None:
+    loop = SimpleNamespace(barrier=lambda name, *, timeout: (name, timeout))
+    callback = DeviceSyncBeforeBarrier("cuda:1")
+    callback.setup(loop, PlainModule(), "fit")
+    assert loop.barrier("here", timeout=3) == ("here", 3)
+    callback.teardown(loop, PlainModule(), "fit")
+
+
+def meet_while_rank_0_works(folder: Path) -> None:
+    """Rank 0's device has half a second of work; each rank notes when it is done, and when it is past the barrier."""
+    rank = dist.get_rank()
+    times: dict[str, float] = {}
+
+    def synchronize(device: Any = None) -> None:
+        time.sleep(0.5 if rank == 0 else 0)
+        times["done"] = time.monotonic()
+
+    platform.synchronize = synchronize  # type: ignore[assignment]
+    for name, loop in (("ours", SimpleNamespace()), ("own", SimpleNamespace(barrier=dist.barrier))):
+        callback = DeviceSyncBeforeBarrier()
+        callback.setup(loop, PlainModule(), "fit")
+        if name == "ours":
+            barrier("meeting")
+        else:
+            loop.barrier()
+        times["past"] = time.monotonic()
+        callback.teardown(loop, PlainModule(), "fit")
+        (folder / f"{name}{rank}.json").write_text(json.dumps(times))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_no_rank_is_past_the_barrier_before_all_devices_are_done(tmp_path: Path) -> None:
+    run_ranks(meet_while_rank_0_works, 2, tmp_path)
+    for name in ("ours", "own"):
+        first, second = (json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in range(2))
+        assert second["done"] < first["done"] - 0.3  # rank 1 had nothing to wait for, but for rank 0
+        assert min(first["past"], second["past"]) >= first["done"]
+
+
+def test_resume(tmp_path: Path, recorder: Recorder) -> None:
+    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=1)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    recorder.take()
+    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=2)
+    trainer.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert "device" in recorder.take()
+    assert "barrier" not in vars(trainer.strategy)
+
+
+def test_two_of_them_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), DeviceSyncBeforeBarrier())
+    with pytest.raises(ConfigError, match="there are two DeviceSyncBeforeBarrier"):
+        trainer.fit(ObservedModule(), loader())
+    assert "barrier" not in vars(trainer.strategy)
+
+
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="device='gpu one' is none"):
+        DeviceSyncBeforeBarrier("gpu one")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.timeout(120)
+def test_a_long_kernel_on_another_stream_is_done_at_the_barriers_return() -> None:
+    loop, module = SimpleNamespace(barrier=lambda: None), torch.nn.Linear(1, 1, device="cuda")
+    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    done = []
+    for callback in (None, DeviceSyncBeforeBarrier()):
+        if callback is not None:
+            callback.setup(loop, module, "fit")
+        for meet in (loop.barrier, lambda: barrier("ours")):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(int(1e9))  # cycles: half a second or so
+                event.record()
+            meet()
+            done.append(event.query())
+            platform.synchronize()
+    assert callback is not None
+    callback.teardown(loop, module, "fit")
+    assert done == [False, False, True, True]
