@@ -84,6 +84,9 @@ class CompletionsTable(RLCallback):
         if batch.rewards is None or not getattr(module, "generates", True):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
+        if getattr(module, "tensor_parallel_rank", 0) > 0:  # the first of its neighbours has the same batch
+            self._pending = None
+            return
         self._pending = (step, batch)
         self._flush(trainer)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
-from rlightning.distributed.collectives import all_reduce, world_size
+from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
 from rlightning.types import RolloutBatch
@@ -160,6 +160,11 @@ class PolicyModule(LightningModule):
     def tensor_parallel_size(self) -> int:
         """How many neighbouring ranks hold one copy of the actor together, and so compute on the same batch."""
         return 1 if self._trainer is None else getattr(self.trainer.strategy, "tensor_parallel_size", 1)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return global_rank() % self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

@@ -34,6 +34,14 @@ class Picky(GRPO):
         return torch.tensor([prompt.index != 0 for prompt in batch.prompts])
 
 
+class OneGroup(GRPO):
+    """Fails all rewards but those of one prompt: fewer groups than ranks are left, and than minibatches."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        rewards = super().compute_rewards(batch)
+        return torch.where(torch.tensor([prompt.index % 4 == 1 for prompt in batch.prompts]), rewards, torch.nan)
+
+
 class WriteResult(Callback):
     """Writes what a rank has come to: its process ends with the fit."""
 
@@ -44,25 +52,31 @@ class WriteResult(Callback):
         (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
-def train(algorithm: type[GRPO], folder: Path, **kwargs: Any) -> None:
+def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwargs: Any) -> None:
     module = algorithm(
         save_model(folder / "model"),
         rewards=[RewardFunction(share_of_ones)],
-        prompts_per_step=4,
         samples_per_prompt=4,
         lr=1e-3,
-        kl_coef=0.0,
         max_tokens_per_microbatch=23,
+        **{"prompts_per_step": 4, "kl_coef": 0.0, **arguments},
     )
     make_trainer(folder, 3, WriteResult(), **kwargs).fit(module, make_data(folder))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)  # ranks that wait for each other wait long
-def test_two_ranks_with_unequal_numbers_of_microbatches_are_one(tmp_path: Path) -> None:
-    """In the first step the ranks cut their shares into 4 and 3 micro-batches."""
-    train(GRPO, tmp_path / "one")
-    train(GRPO, tmp_path / "two", **TWO)
+@pytest.mark.parametrize(
+    ("algorithm", "arguments"),
+    [
+        (GRPO, {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
+        (GRPO, {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
+        (OneGroup, {"updates_per_rollout": 2}),
+    ],
+)
+def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp_path: Path) -> None:
+    train(algorithm, tmp_path / "one", arguments)
+    train(algorithm, tmp_path / "two", arguments, **TWO)
     one, first, second = (
         torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
     )
@@ -74,7 +88,7 @@ def test_two_ranks_with_unequal_numbers_of_microbatches_are_one(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
-    train(Picky, tmp_path, **TWO)
+    train(Picky, tmp_path, {}, **TWO)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
     assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

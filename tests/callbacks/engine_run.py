@@ -14,10 +14,10 @@ from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
 
-def save_model(folder: Path) -> str:
+def save_model(folder: Path, **config: Any) -> str:
     """A tiny model with an opinion: a random one of usual weights gives all tokens nearly the same chance."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
-    return tiny.save_model(folder, **sizes, initializer_range=0.1)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+    return tiny.save_model(folder, **sizes | config, initializer_range=0.1)
 
 
 async def share_of_ones(completion: str) -> float:

@@ -1,0 +1,59 @@
+"""One rank of a run with real engines; writes what it saw to ``rank<n>.json``. Arguments: folder, ranks an engine."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_run import find_core, make_data, make_module, make_rollout, make_trainer
+
+from rlightning.distributed.fsdp import FSDP
+from rlightning.hooks import RLCallback
+
+
+class Witness(RLCallback):
+    """Notes each step's prompts, tokens and gap; kills rank 1's engine in the middle of the second rollout."""
+
+    def __init__(self, kills: bool) -> None:
+        self.kills = kills
+        self.steps: list[dict[str, Any]] = []
+        self.engines: set[int] = set()
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        engine = module.generator.engine
+        if engine is not None and engine._process is not None:
+            self.engines.add(engine._process.pid)
+            if self.kills and trainer.global_rank == 1 and trainer.global_step == 1:
+                os.kill(find_core(engine._process.pid), signal.SIGKILL)
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        versions = set(batch.weight_versions[batch.completion_mask].tolist())
+        self.steps.append({"sampled": [p.index for p in batch.prompts], "versions": sorted(versions)})
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.steps[-1] |= {"tokens": batch.num_tokens, "updated": [prompt.index for prompt in batch.prompts]}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        names = ("policy/rollout_gap_max", "reward/mean", "completion/length_max")
+        self.steps[-1] |= {name: float(trainer.callback_metrics[name]) for name in names}
+        engine = module.generator.engine
+        if engine is not None:
+            self.engines.add(engine._process.pid)
+
+
+def main(folder: Path, ranks_per_engine: int) -> None:
+    engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
+    rollout = make_rollout(engine=engine, verify_every=1)
+    witness = Witness(kills=ranks_per_engine == 1)
+    strategy = FSDP(tensor_parallel_size=ranks_per_engine)
+    trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2)
+    module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)
+    trainer.fit(module, make_data(folder))
+    result = {"steps": witness.steps, "num_engines": len(witness.engines)}
+    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,59 @@
+"""Several ranks roll out with real engines: one a rank, or one that they share."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import save_model
+from rank_processes import end_ranks, start_ranks
+
+SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(folder: Path, ranks_per_engine: int) -> list[dict[str, Any]]:
+    save_model(folder / "model", num_key_value_heads=2)  # one a tensor-parallel rank
+    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine))
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=280)
+            assert process.returncode == 0, errors[-4000:]
+    finally:
+        end_ranks(ranks)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def check_steps(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """The ranks sampled different prompts, from the weights of the step, and learned what the engines sampled."""
+    seen: list[int] = []
+    for number, (one, other) in enumerate(zip(first["steps"], second["steps"], strict=True)):
+        assert len(one["sampled"]) == len(other["sampled"]) == 6
+        assert not set(one["sampled"]) & set(other["sampled"])
+        seen += sorted({*one["sampled"], *other["sampled"]})
+        assert one["versions"] == other["versions"] == [number]
+        # One learning rate moves log-probabilities by far more than this.
+        assert one["policy/rollout_gap_max"] == other["policy/rollout_gap_max"] < 1e-3
+        assert one["reward/mean"] == other["reward/mean"]
+    assert len(seen) == len(set(seen)) == 12
+
+
+def test_each_rank_has_an_engine_and_a_killed_one_comes_back(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 1)
+    check_steps(first, second)
+    assert first["num_engines"] == 1
+    assert second["num_engines"] == 2
+    for one, other in zip(first["steps"], second["steps"], strict=True):
+        assert sorted(one["updated"] + other["updated"]) == sorted(one["sampled"] + other["sampled"])
+        longest = 3 * (5 + one["completion/length_max"])  # a group
+        assert abs(one["tokens"] - other["tokens"]) <= longest
+    assert (tmp_path / "engine.0.log").exists() and (tmp_path / "engine.1.log").exists()
+
+
+def test_two_tensor_parallel_ranks_share_an_engine(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 2)
+    check_steps(first, second)
+    assert (first["num_engines"], second["num_engines"]) == (1, 0)
+    for one, other in zip(first["steps"], second["steps"], strict=True):
+        assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]
