@@ -7,10 +7,12 @@ process imports this module again.
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError, did_you_mean, find_mistake
 
 COMMANDS = {
     "fit": "train a model",
@@ -42,6 +44,8 @@ rlightning --version shows the version.
 
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+YIELD_SECONDS = 3.0
+"""How long ranks but rank 0 wait with an error before the ranks have met: it is usually that of all, and shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 2 after a mistake of the user's (one line on stderr), or 130 after Ctrl-C. Any other exception is raised.
+        Of several ranks, the one that failed first says so, and all return the same.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,19 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args[0] not in COMMANDS:
             raise ConfigError(f"'{args[0]}' is not a command of rlightning. {did_you_mean(args[0], COMMANDS)}")
         run(args)
-    except KeyboardInterrupt:
-        return interrupted()
+    except KeyboardInterrupt as stop:
+        return end(stop, "interrupted", INTERRUPTED)
     except SystemExit as stop:
         # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
         if isinstance(stop.__context__, KeyboardInterrupt):
-            return interrupted()
+            return end(stop.__context__, "interrupted", INTERRUPTED)
         raise
     except Exception as error:
         mistake = find_mistake(error)
-        if mistake is None:
-            raise
-        sys.stderr.write(f"error: {' '.join(str(mistake).split())}\n")
-        return 2
+        if mistake is not None:
+            return end(error, f"error: {' '.join(str(mistake).split())}", 2)
+        if active_watch() is None:
+            yield_to_rank_0()
+        raise
     return 0
 
 
@@ -97,25 +103,29 @@ def run(args: list[str]) -> None:
     RLCLI(args=args)
 
 
-def interrupted() -> int:
-    """Say that Ctrl-C ended the run."""
-    sys.stderr.write("interrupted\n")
-    return INTERRUPTED
+def end(error: BaseException, line: str, code: int) -> int:
+    """Say how the run ended, on the rank that failed first; the exit code."""
+    watch = active_watch()
+    if watch is not None:
+        first = watch.report(error)
+        if not watch.is_first(first):
+            return int(first.exit_code)
+    else:
+        yield_to_rank_0()
+    sys.stderr.write(f"{line}\n")
+    return code
 
 
-def find_mistake(error: BaseException) -> Exception | None:
-    """The user's mistake behind ``error``: itself or what it was raised from, or None if it is no mistake of theirs.
+def active_watch() -> Any:
+    """The failure watch that the ranks keep, once they have met."""
+    failure = sys.modules.get("rlightning.distributed.failure")
+    return failure.active_watch() if failure is not None else None
 
-    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConfigError):
-            return seen
-        seen = seen.__cause__
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    return error if isinstance(error, MisconfigurationException) else None
+def yield_to_rank_0() -> None:
+    """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
+    if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+        time.sleep(YIELD_SECONDS)
 
 
 class NotATip(logging.Filter):

@@ -23,6 +23,21 @@ def check_rules(rules: Mapping[str, bool]) -> None:
             raise ConfigError(f"{rule}.")
 
 
+def find_mistake(error: BaseException) -> Exception | None:
+    """The user's mistake behind ``error``: itself or what it was raised from, or None if it is no mistake of theirs.
+
+    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConfigError):
+            return seen
+        seen = seen.__cause__
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return error if isinstance(error, MisconfigurationException) else None
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A sentence to end an error about an unknown name: the nearest choice, or all of them."""
     known = sorted(choices)

@@ -78,12 +78,14 @@ class NoteStore:
         return answer  # type: ignore[return-value]
 
     def _serve(self, store: dist.Store) -> None:
-        store = store.clone()  # which waits, too, when its host has gone
-        store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        own: dist.Store | None = None
         while (asked := self._tasks.get()) is not None:
             task, answers = asked
             try:
-                answers.put((task(store), None))
+                if own is None:
+                    own = store.clone()
+                    own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+                answers.put((task(own), None))
             except RuntimeError as error:
                 answers.put((None, error))
 

@@ -1,0 +1,20 @@
+"""DDP: the whole actor on every device, as a Lightning strategy."""
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from rlightning.distributed.parallel_strategy import ConnectedRanks
+
+
+class DDP(ConnectedRanks, DDPStrategy):
+    """Lightning's ``DDPStrategy`` whose ranks meet at named barriers with a timeout, and end together.
+
+    Args:
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
+    """
+
+
+def replace_lightning_ddp() -> None:
+    """Make ``trainer.strategy: ddp``, and what Lightning takes for several devices by itself, this package's DDP."""
+    StrategyRegistry.register("ddp", DDP, description="DDP whose ranks end together", override=True)

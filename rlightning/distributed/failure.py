@@ -1,0 +1,286 @@
+"""The first failure anywhere ends all ranks, whatever they do, and only the rank that failed shows a traceback."""
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.util import Finalize
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from rlightning.distributed.barrier import barrier, note_failure
+from rlightning.distributed.cpu_group import barrier_timeout, connection
+from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
+from rlightning.errors import find_mistake
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 15.0
+"""How long ranks get to clean up after the first failure, unless told otherwise."""
+ANSWER_SECONDS = 5.0
+"""How long a rank that failed waits to hear who was first."""
+INTERRUPTED = 130
+"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+"""Wakes the main thread out of a system call; a signal that nobody else uses."""
+
+
+class PeerFailure(SystemExit):
+    """Raised in the main thread of a rank whose run another rank's failure ended.
+
+    It passes an ``except Exception`` and ends the process without a traceback, but lets ``finally`` and callbacks'
+    ``on_exception`` have their turn.
+    """
+
+
+class FailureWatch:
+    """Ends all ranks when one fails: by an exception, by Ctrl-C, by ``kill -9``, by a lost host.
+
+    The other ranks get :class:`PeerFailure` in their main thread, which interrupts Python code, sleeping and waiting
+    for processes. Those in a collective, which nothing interrupts, end without cleaning up when the grace is over.
+
+    In plain PyTorch it stands around the loop, once the process group is there; the strategies of this package start it
+    themselves::
+
+        dist.init_process_group()
+        with FailureWatch():
+            train()
+
+    Leaving it takes part in the end of all: rank 0 waits there until the others are through. Without several processes
+    it does nothing.
+
+    Args:
+        grace: seconds between the first failure and the hard end of whatever is still there.
+    """
+
+    def __init__(self, *, grace: float = GRACE_SECONDS) -> None:
+        self.grace = grace
+        self.rank = 0
+        self.children: list[subprocess.Popen[bytes]] = []
+        self._link: Link | None = None
+        self._hub: FailureHub | None = None
+        self._first: Failure | None = None
+        self._is_known = threading.Event()
+        self._error: BaseException | None = None
+        self._is_ending = False
+        self._is_shown = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not is_failure(error):
+            self.stop()
+        else:
+            self.report(error)
+
+    def start(self) -> None:
+        """Connect all ranks; a collective. From here on this process's uncaught exceptions end the run."""
+        global _active
+        shared = connection()
+        if shared is None or self._link is not None:
+            return
+        self.rank = dist.get_rank()
+        if self.rank == 0:
+            self._hub = FailureHub(dist.get_world_size(), lambda failure: note_failure(failure.rank, failure.text))
+            self._hub.start()
+            shared.notes.set("failure_hub", json.dumps([_own_addresses(), self._hub.port, self._hub.token]))
+        barrier("failure watch: listening")
+        addresses, port, token = json.loads(shared.notes.get("failure_hub") or "")
+        if addresses[-1] == socket.gethostname():
+            addresses = ["localhost", *addresses]
+        self._link = connect(addresses, port, ANSWER_SECONDS)
+        self._link.send({"token": token, "rank": self.rank})
+        os.register_at_fork(after_in_child=self._let_go)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(SIGNAL, self._interrupt)
+        self._usual_excepthook = sys.excepthook
+        sys.excepthook = self._show_uncaught
+        threading.Thread(target=self._listen, args=(self._link,), name="failure-watch", daemon=True).start()
+        _active = self
+        barrier("failure watch: connected")
+
+    def stop(self) -> None:
+        """Say that this rank ends well. Rank 0 waits until the others have said so too.
+
+        Raises:
+            PeerFailure: one of them failed instead.
+        """
+        global _active
+        if self._link is None or self._is_ending:
+            return
+        self._link.is_done = True
+        self._link.send({"bye": True})
+        if self._hub is not None:
+            end = time.monotonic() + barrier_timeout()
+            while self._hub.is_alive() and self._first is None and time.monotonic() < end:
+                self._hub.join(0.1)
+            if self._hub.is_alive() and self._first is None:
+                log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
+            if self._first is not None:
+                self._is_ending = True
+                raise PeerFailure(self._first.exit_code)
+        self._link.hang_up()
+        self._link, _active = None, None
+        sys.excepthook = self._usual_excepthook
+
+    def stop_at_exit(self) -> None:
+        """Have :meth:`stop` called when the process ends, by whatever way Python knows."""
+        # Processes that multiprocessing starts know no atexit.
+        Finalize(None, self._stop_finally, exitpriority=100)
+
+    def report(self, error: BaseException) -> Failure:
+        """Tell the others that this rank failed, and end it hard if it has not ended by itself after the grace.
+
+        Args:
+            error: what happened. Only the first call counts.
+
+        Returns:
+            The first failure of all ranks: this one's, unless another was earlier.
+        """
+        own = Failure(self.rank, describe(error), exit_code(error))
+        if self._link is None:
+            return own
+        if self._error is None and not isinstance(error, PeerFailure):
+            self._error, self._is_ending = error, True
+            if self._first is None:
+                self._link.send({"failed": {"rank": own.rank, "text": own.text, "exit_code": own.exit_code}})
+        self._is_known.wait(ANSWER_SECONDS)
+        return self._first or own
+
+    def is_first(self, failure: Failure) -> bool:
+        """Whether this rank is the one to show what happened; it counts as shown from now on."""
+        self._is_shown = True
+        return failure.rank == self.rank
+
+    def _listen(self, link: Link) -> None:
+        """Wait for word of a failure, and see to it that this process ends then."""
+        while (messages := link.receive()) is not None:
+            for message in messages:
+                if "first" in message:
+                    self._end(Failure(**message["first"]))
+        if not link.is_done and self._first is None:
+            self._end(Failure(0, GONE))
+
+    def _end(self, first: Failure) -> None:
+        self._first = first
+        if first.rank != self.rank and first.exit_code not in (2, INTERRUPTED):
+            log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
+        self._is_known.set()
+        if not self._is_ending:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, SIGNAL)
+        # Python's threads stand still while the interpreter shuts down, where destructors can wait for ever.
+        faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        time.sleep(self.grace)
+        if self._error is not None and first.rank == self.rank and not self._is_shown:
+            self._show(self._error)
+        end_children(self.children, 0)
+        exit_now(first.exit_code)
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if self._first is not None and not self._is_ending:
+            self._is_ending = True
+            raise PeerFailure(self._first.exit_code)
+
+    def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Show the traceback of the rank that failed first, and no other."""
+        if self.is_first(self.report(error)):
+            self._usual_excepthook(kind, error, trace)
+
+    def _show(self, error: BaseException) -> None:
+        mistake = find_mistake(error)
+        if mistake is not None:
+            sys.stderr.write(f"error: {' '.join(str(mistake).split())}\n")
+        elif isinstance(error, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            traceback.print_exception(error)
+
+    def _stop_finally(self) -> None:
+        try:
+            self.stop()
+        except PeerFailure as failure:
+            end_children(self.children, self.grace)
+            exit_now(failure.code)
+        end_children(self.children, self.grace)
+
+    def _let_go(self) -> None:
+        """In a forked child, which would keep the connection open after this process's death."""
+        if self._hub is not None:
+            self._hub.close()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+_active: FailureWatch | None = None
+
+
+def active_watch() -> FailureWatch | None:
+    """The watch that this process takes part in."""
+    return _active
+
+
+def report_failure(error: BaseException) -> Failure | None:
+    """Report to the active watch, if there is one and ``error`` is a failure; the first failure of all."""
+    return _active.report(error) if _active is not None and is_failure(error) else None
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether ``error`` ends a run badly: everything but an exit without a code, such as Lightning's after SIGTERM."""
+    return not isinstance(error, SystemExit) or error.code not in (None, 0)
+
+
+def describe(error: BaseException) -> str:
+    """``error`` in one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted"
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0] if len(lines[0]) <= 500 else f"{lines[0][:500]}..."
+    return f"failed: {type(error).__name__}: {text}".removesuffix(": ")
+
+
+def exit_code(error: BaseException) -> int:
+    """What a process ends with after ``error``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return 2 if find_mistake(error) is not None else 1
+
+
+def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:
+    """Wait for processes up to ``grace`` seconds, then kill them."""
+    end = time.monotonic() + grace
+    for child in children:
+        try:
+            child.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def exit_now(code: object) -> None:
+    """End this process, whatever it is doing; not even destructors run."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _own_addresses() -> list[str]:
+    """Where other hosts may reach this process, which is rank 0; its host's name is the last."""
+    main = os.environ.get("MASTER_ADDR")
+    return [*([main] if main else []), socket.gethostname()]

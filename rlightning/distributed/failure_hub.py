@@ -1,0 +1,196 @@
+"""The wire of the failure watch: each rank keeps one TCP connection to a thread in rank 0, which says who failed first.
+
+Messages are lines of JSON. A connection that closes without a farewell is a failure of its rank::
+
+    rank -> hub   {"token": ..., "rank": 1}      hello
+                  {"failed": {...}}              this rank has failed
+                  {"bye": true}                  this rank ends, and all is well
+    hub -> rank   {"first": {...}}               the first failure of all
+"""
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+GONE = "is gone: it was killed, or ended without a word"
+SETTLE_SECONDS = 0.1
+"""How long a reported failure waits for word of a death that it may be a consequence of."""
+MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run.
+
+    Attributes:
+        rank: the one that failed.
+        text: what happened to it, such as "failed: ValueError: boom"; it follows upon "rank 1 ".
+        exit_code: what all ranks end with.
+    """
+
+    rank: int
+    text: str
+    exit_code: int = 1
+
+
+class FailureHub(threading.Thread):
+    """Rank 0's side. It lives until every rank has said farewell, or as long as its process.
+
+    Args:
+        world_size: how many ranks will connect, rank 0 included.
+        on_first: called with the first failure before the ranks learn of it, in this thread.
+    """
+
+    def __init__(self, world_size: int, on_first: Callable[[Failure], None]) -> None:
+        super().__init__(name="failure-hub", daemon=True)
+        self.token = secrets.token_hex()
+        self._world_size = world_size
+        self._on_first = on_first
+        if socket.has_dualstack_ipv6():
+            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        else:
+            self._server = socket.create_server(("", 0), backlog=1024)
+        self.port = int(self._server.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._links: dict[socket.socket, Link] = {}
+        self._num_farewells = 0
+        self._reported: Failure | None = None
+        self._decide_at = 0.0
+        self._first: Failure | None = None
+
+    def run(self) -> None:
+        """Serve."""
+        while self._num_farewells < self._world_size:
+            waiting = self._reported is not None and self._first is None
+            for key, _ in self._selector.select(SETTLE_SECONDS if waiting else None):
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    self._read(self._links[key.fileobj])  # type: ignore[index]
+            if self._reported is not None and time.monotonic() >= self._decide_at:
+                self._decide(self._reported)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all sockets; also what a forked child has to do with its copies."""
+        for link in self._links.values():
+            link.close()
+        self._server.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        self._links[connection] = Link(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, link: "Link") -> None:
+        messages = link.receive()
+        if messages is None:
+            self._drop(link)
+            return
+        for message in messages:
+            if link.rank is None and message.get("token") != self.token:
+                self._drop(link)  # a stranger
+                return
+            if link.rank is None:
+                link.rank = message["rank"]
+                if self._first is not None:
+                    link.send({"first": asdict(self._first)})
+            elif "failed" in message and self._reported is None:
+                self._reported = Failure(**message["failed"])
+                self._decide_at = time.monotonic() + SETTLE_SECONDS
+            elif "bye" in message:
+                link.is_done = True
+                self._num_farewells += 1
+
+    def _drop(self, link: "Link") -> None:
+        self._selector.unregister(link.socket)
+        del self._links[link.socket]
+        link.close()
+        if link.rank is None or link.is_done:
+            return
+        if self._reported is not None and self._reported.rank == link.rank:
+            self._decide(self._reported)
+        else:
+            # A broken connection is seen by others as an exception of theirs: the death comes first.
+            self._decide(Failure(link.rank, GONE))
+
+    def _decide(self, failure: Failure) -> None:
+        if self._first is None:
+            self._first = failure
+            self._on_first(failure)
+            # Rank 0 last: this thread ends with it.
+            for link in sorted(self._links.values(), key=lambda link: -(link.rank or 0)):
+                if link.rank is not None:
+                    link.send({"first": asdict(failure)})
+
+
+class Link:
+    """One end of a connection.
+
+    Attributes:
+        rank: whose it is, once that is known.
+        is_done: whether the farewell was said.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.rank: int | None = None
+        self.is_done = False
+        self._rest = b""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that loses its power closes nothing: found within a minute.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send, if the other end is still there; that it is not shows when reading."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Wait for something and return the messages that are complete; None when the connection is closed."""
+        try:
+            data = self.socket.recv(MESSAGE_BYTES)
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+
+    def hang_up(self) -> None:
+        """End the connection, and whatever waits for it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def close(self) -> None:
+        """Let go of the connection, which lives on if another process has a copy of this end."""
+        self.socket.close()
+
+
+def connect(addresses: list[str], port: int, timeout: float) -> Link:
+    """Connect to the hub at the first of ``addresses`` that answers."""
+    errors = []
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=timeout)
+        except OSError as error:
+            errors.append(f"{address}: {error}")
+            continue
+        connection.settimeout(None)
+        return Link(connection)
+    raise ConnectionError(f"Rank 0's failure watch does not answer on port {port} ({'; '.join(errors)}).")

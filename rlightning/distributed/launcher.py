@@ -1,0 +1,64 @@
+"""Lightning's launcher of one machine's ranks, with an end for those that it started."""
+
+import logging
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks as Lightning does, and reports an exception before anything is cleaned up.
+
+    Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.
+    Here the failure watch ends them; until it stands, a child's failure is rank 0's end, and the other way round.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks, unless torchrun or SLURM has, and run ``function`` on this one."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            # The callbacks' on_exception comes later, and takes its time: engines have to close.
+            if report_failure(error) is None:
+                end_children(self.procs, 0)
+            raise
+
+    def kill(self, signum: int) -> None:
+        """Forward a signal to the ranks started here; SIGKILL, Lightning's answer to Ctrl-C, is the failure watch's."""
+        if signum != signal.SIGKILL or active_watch() is None:
+            super().kill(signum)
+
+
+def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
+    """End this process when a child ends badly before the failure watch stands."""
+    while (watch := active_watch()) is None:
+        codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed:
+            rank, code = next(iter(failed.items()))
+            # Its own message is on the terminal; the others wait for it in the rendezvous.
+            log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
+            end_children(children, 0)
+            exit_now(code if code > 0 else 1)
+        if all(code == 0 for code in codes.values()):
+            return
+        time.sleep(LOOK_SECONDS)
+    watch.children = children

@@ -1,0 +1,121 @@
+"""What every strategy of several processes shares: one barrier, a CPU group for decisions, and a common end."""
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch import Tensor
+
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
+from rlightning.distributed.failure import GRACE_SECONDS, FailureWatch, active_watch, report_failure
+from rlightning.distributed.launcher import RankLauncher
+from rlightning.distributed.sigterm import SigtermAgreement
+from rlightning.errors import check_rules
+
+T = TypeVar("T")
+
+
+class ConnectedRanks(ParallelStrategy):
+    """Mixin of Lightning strategies: stands before one in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
+
+    - Lightning's barriers are :func:`~rlightning.distributed.barrier.barrier`, with the name of whoever asked for it.
+    - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
+    - The first failure of a rank ends all (:class:`~rlightning.distributed.failure.FailureWatch`).
+    - SIGTERM stops all ranks before the same batch.
+
+    Args:
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        kwargs: the strategy's own.
+    """
+
+    def __init__(self, *, barrier_timeout: float = 1800.0, failure_grace: float = GRACE_SECONDS, **kwargs: Any) -> None:
+        check_rules(
+            {
+                f"barrier_timeout={barrier_timeout} must be positive. Use some minutes, such as 1800": barrier_timeout
+                > 0,
+                f"failure_grace={failure_grace} must be positive. Use some seconds, such as 15": failure_grace > 0,
+            }
+        )
+        super().__init__(**kwargs)
+        self.barrier_timeout = barrier_timeout
+        self.failure_grace = failure_grace
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None or type(self._launcher) is _SubprocessScriptLauncher:
+            assert self.cluster_environment is not None
+            # Also under torchrun and SLURM, where it starts nothing: it is the first to hear of an exception.
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Meet the other processes."""
+        super().setup_environment()
+        set_barrier_timeout(self.barrier_timeout)
+        barrier("the ranks meet")
+        cpu_group()
+        if active_watch() is None:
+            watch = FailureWatch(grace=self.failure_grace)
+            watch.start()
+            watch.stop_at_exit()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Called when the model is there, and before Lightning installs its signal handlers."""
+        super().setup(trainer)
+        SigtermAgreement(trainer)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait until all ranks are here; without a name it has that of the function that calls it."""
+        barrier(name or sys._getframe(1).f_code.co_qualname)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s ``obj``; anything that can be pickled."""
+        group = cpu_group()
+        if group is None:
+            return obj
+        barrier("broadcast")
+        holder = [obj]
+        dist.broadcast_object_list(holder, src, group=group)
+        return holder[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks, in place; anything else is returned as it is.
+
+        Args:
+            tensor: of any device.
+            group: another group than that of all ranks: the tensor is reduced there, on its own device.
+            reduce_op: "mean", "sum", or another of torch's operations, by name or itself.
+        """
+        shared = cpu_group()
+        if not isinstance(tensor, Tensor) or shared is None:
+            return tensor
+        is_mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = getattr(dist.ReduceOp, reduce_op.upper(), None) if isinstance(reduce_op, str) else reduce_op
+        op = dist.ReduceOp.SUM if is_mean else op
+        if group is None or group is dist.group.WORLD:
+            group = shared
+            barrier("reduce")
+            reduced = tensor.detach().cpu()
+        else:
+            reduced = tensor.detach()
+        dist.all_reduce(reduced, op, group=group)
+        if is_mean:
+            reduced = reduced / dist.get_world_size(group)
+        with torch.no_grad():
+            return tensor.copy_(reduced)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decided so."""
+        votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return votes == self.world_size if all else votes > 0
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when the run ends by an exception."""
+        # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.
+        report_failure(exception)
+        super().on_exception(exception)

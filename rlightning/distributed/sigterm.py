@@ -1,0 +1,46 @@
+"""SIGTERM ends a fit on all ranks after the same batch, without a collective in the signal handler."""
+
+from types import FrameType
+from typing import NoReturn
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.collectives import any_rank
+
+
+class SigtermAgreement:
+    """Takes the place of two methods of the Trainer's.
+
+    Lightning's handler broadcasts a tensor of the device from inside the signal handler, in the middle of whatever
+    collective the process is in; and asks with another one before each batch. This one's handler only takes a note.
+
+    Args:
+        trainer: one whose ``fit`` is about to begin.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._is_asked = False
+        trainer._signal_connector._sigterm_notifier_fn = self.note
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
+        if not self._is_asked and launcher is not None:
+            launcher.kill(signum)
+        self._is_asked = True
+        if self._trainer.world_size == 1 or not self._trainer.training:
+            connector.received_sigterm = True
+
+    def agree(self) -> None:
+        """Before a batch: stop if any rank was asked to."""
+        barrier("next batch")
+        if any_rank(self._is_asked):
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
