@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlightning.distributed.checkpoint import ShardedCheckpoints
 from rlightning.distributed.failure import GRACE_SECONDS
 from rlightning.distributed.parallel_strategy import ConnectedRanks
-from rlightning.errors import ConfigError, check_rules
+from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.models.sharding import CPUOffload, Sharding
 
 
@@ -129,6 +129,10 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             tensor_parallel_size=tensor_parallel_size,
             shard_size=shard_size,
         )
+        if cpu_offload not in get_args(CPUOffload):
+            raise ConfigError(
+                f"cpu_offload='{cpu_offload}' is unknown. {did_you_mean(cpu_offload, get_args(CPUOffload))}"
+            )
         self.cpu_offload: CPUOffload = cpu_offload
         self.reshard_after_forward = reshard_after_forward
         self.reduce_every_microbatch = reduce_every_microbatch

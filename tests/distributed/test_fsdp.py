@@ -1,0 +1,56 @@
+"""What the strategy refuses before any process starts, and that its name is known."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+from tiny import bare_trainer
+
+from rlightning.distributed.fsdp import FSDP
+from rlightning.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_devices", "message"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            3,
+            "tensor_parallel_size=2 does not divide 3 ranks (trainer.num_nodes=1 x 3 devices). Use a divisor of 3.",
+        ),
+        (
+            {"tensor_parallel_size": 2, "shard_size": 2},
+            6,
+            "shard_size=2 does not divide 3 data-parallel ranks (6 ranks / tensor_parallel_size=2). "
+            "Use a divisor of 3, or leave it out.",
+        ),
+        ({"tensor_parallel_size": 0}, 1, "tensor_parallel_size=0 must be at least 1."),
+        ({"shard_size": -1}, 1, "shard_size=-1 must be at least 1."),
+        ({"cpu_offload": "optimiser"}, 1, "cpu_offload='optimiser' is unknown. Did you mean 'optimizer'?"),
+    ],
+)
+def test_sizes_are_checked_before_a_process_starts(
+    arguments: dict[str, Any], num_devices: int, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        bare_trainer(tmp_path, 1, strategy=FSDP(**arguments), devices=num_devices)
+
+
+def test_it_has_a_short_name(tmp_path: Path) -> None:
+    assert "fsdp2" in StrategyRegistry
+    strategy = bare_trainer(tmp_path, 1, strategy="fsdp2", devices=2).strategy
+    assert isinstance(strategy, FSDP)
+    assert (strategy.tensor_parallel_size, strategy.data_parallel_size) == (1, 2)
+
+
+def test_neighbours_form_a_tensor_parallel_group(tmp_path: Path) -> None:
+    strategy = bare_trainer(tmp_path, 1, strategy=FSDP(tensor_parallel_size=2), devices=4).strategy
+    assert isinstance(strategy, FSDP)
+    places = []
+    for rank in range(4):
+        strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
+        places.append((strategy.data_parallel_rank, strategy.tensor_parallel_rank))
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert strategy.data_parallel_size == 2
