@@ -27,8 +27,8 @@ class DeviceSyncBeforeBarrier(RLCallback):
     It covers ``rlightning.distributed.barrier``, through which rlightning's strategies go, and the loop's own barrier:
     ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone`` (transformers'
     ``Trainer``), or a ``barrier`` attribute of an object of the user's. From a loop that is not Lightning's it needs
-    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which undoes it; and that the loop
-    calls one of these barriers, not ``torch.distributed.barrier`` past them.
+    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which undoes it; and the loop
+    must call one of these barriers, not ``torch.distributed.barrier`` past them.
 
     Args:
         device: to wait for, such as "cuda:1"; by default the loop's or the module's.

@@ -173,6 +173,7 @@ def _parameters(trainer: Any, module: Any) -> Iterator[Tensor]:
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             yield from group["params"]
-    for owner in (module, getattr(module, "reference", None)):
+    owners: tuple[Any, Any] = (module, getattr(module, "reference", None))
+    for owner in owners:
         if hasattr(owner, "parameters"):
             yield from owner.parameters()

@@ -27,7 +27,7 @@ def cures() -> list[Any]:
     return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout()]
 
 
-class Adapter(TrainerCallback):  # type: ignore[misc]
+class Adapter(TrainerCallback):
     """Tells rlightning's callbacks what a transformers Trainer does.
 
     It is the ``trainer`` that they see: ``accelerator`` has the device and the barrier, ``optimizer`` the state. A
@@ -40,20 +40,20 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
-    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The model and the optimizer are on the device."""
-        fire(self, model, "setup", "fit")
+        fire(self, given["model"], "setup", "fit")
 
-    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The optimizer has stepped."""
-        fire(self, model, "on_update_end", None)
+        fire(self, given["model"], "on_update_end", None)
 
-    def on_train_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """All is over."""
-        fire(self, model, "teardown", "fit")
+        fire(self, given["model"], "teardown", "fit")
 
 
-class OnlineTrainer(Trainer):  # type: ignore[misc]
+class OnlineTrainer(Trainer):
     """Trains on what the model itself has just written."""
 
     def __init__(self, callbacks: Sequence[Any], **kwargs: Any) -> None:
@@ -81,13 +81,19 @@ class OnlineTrainer(Trainer):  # type: ignore[misc]
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         reward = (tokens[:, 1:] % 2 == 0).float().mean(-1)
         self.rewards.append(reward.mean().item())
-        return ((reward.mean() - reward)[:, None] * logprobs).mean()
+        loss: Tensor = ((reward.mean() - reward)[:, None] * logprobs).mean()
+        return loss
 
 
 def main(num_steps: int = 20, callbacks: Sequence[Any] | None = None) -> list[float]:
     """Train for ``num_steps``; the mean reward of each."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_hidden_layers=2, head_dim=16, eos_token_id=None, **sizes))
     rows = [{"input_ids": torch.tensor([i % 16])} for i in range(64)]
     with tempfile.TemporaryDirectory() as folder:

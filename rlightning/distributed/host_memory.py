@@ -93,7 +93,7 @@ class HostMemory:
 
     def _spans(self, storage: UntypedStorage, start: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A storage's bytes and their place on the host, cut where one block ends and the next begins."""
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         done = 0
         while done < size:
             index, offset = divmod(start + done, BLOCK_BYTES)

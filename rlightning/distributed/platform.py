@@ -74,7 +74,7 @@ def reset_peak(device: torch.device | None = None) -> None:
 
 def has_context() -> bool:
     """Whether this process has used a CUDA device."""
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
 
 
 def device_of(trainer: Any, module: Any) -> torch.device | None:

@@ -49,7 +49,7 @@ def test_before_the_strategys_barrier_during_a_run_and_not_after_it(tmp_path: Pa
             trainer.strategy.barrier("update")
 
     trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), MeetsAtEachStep(), max_steps=2)
-    trainer.strategy.barrier = recorder.meet  # type: ignore[method-assign]
+    trainer.strategy.barrier = recorder.meet  # type: ignore[assignment, method-assign]
     trainer.fit(ObservedModule(), loader())
     calls = recorder.take()[1:]  # Lightning's first barrier comes before the callbacks are set up
     assert len(calls) >= 4 and calls == ["device", "meet"] * (len(calls) // 2)
@@ -120,7 +120,7 @@ def meet_while_rank_0_works(folder: Path) -> None:
         time.sleep(0.5 if rank == 0 else 0)
         times["done"] = time.monotonic()
 
-    platform.synchronize = synchronize  # type: ignore[assignment]
+    platform.synchronize = synchronize
     for name, loop in (("ours", SimpleNamespace()), ("own", SimpleNamespace(barrier=dist.barrier))):
         callback = DeviceSyncBeforeBarrier()
         callback.setup(loop, PlainModule(), "fit")
