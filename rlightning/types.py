@@ -226,7 +226,7 @@ class RolloutBatch:
     def filler(self) -> Self:
         """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
         one = type(self).of_sequence([0])
-        ones = {
+        ones: dict[str, Any] = {
             f.name: torch.zeros(1, dtype=value.dtype)
             for f in fields(self)
             if f.name in ("rewards", "advantages", "old_logprobs", "ref_logprobs")

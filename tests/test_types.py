@@ -132,3 +132,13 @@ def test_to_moves_every_tensor() -> None:
     assert moved.reward_components["a"].is_meta
     batch = fill(make_batch())
     assert_equal(batch.to("cpu"), batch)
+
+
+def test_a_filler_counts_for_nothing() -> None:
+    batch = make_batch()
+    batch.rewards, batch.advantages = torch.ones(4), torch.ones(12)
+    filler = batch.select([]).filler()
+    assert (filler.num_tokens, filler.num_sequences) == (1, 1)
+    assert not filler.completion_mask.any()
+    assert filler.advantages is not None and filler.advantages.tolist() == [0.0]
+    assert filler.rewards is not None and filler.old_logprobs is None
