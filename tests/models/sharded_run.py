@@ -8,6 +8,7 @@ is JSON: by case either the error, or how far it is from the whole model.
 
 import json
 import logging
+import math
 import os
 import sys
 from typing import Any
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tiny_models import make_sequences
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlightning.errors import ConfigError
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.models.sharding import Sharding, load_sharded_policy
+from rlightning.models.shards import local_tensor
+from rlightning.optimization import clip_gradients
 from rlightning.types import RolloutBatch
 
 
@@ -62,10 +66,32 @@ def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str
     return found
 
 
+def clip(rank: int) -> dict[str, Any]:
+    """Clip the gradients of parameters on three meshes; then with one that is not finite on rank 1 alone."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
+    split = [Shard(0), Replicate()]
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh["shard"], [Shard(0)])),
+        nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh["shard", "tensor_parallel"], split)),
+        nn.Parameter(distribute_tensor(torch.zeros(1), mesh["shard"], [Shard(0)])),
+        nn.Parameter(torch.zeros(2)),
+    ]
+    found = {}
+    for name, bad in (("finite", 1.0), ("not finite", math.nan)):
+        for parameter, value in zip(parameters, (1.0, 1.0, 2.0, 4.0), strict=True):
+            parameter.grad = torch.full_like(parameter, value)
+        if rank == 1:
+            local_tensor(parameters[0].grad)[0, 0] *= bad
+        norm, is_finite = clip_gradients(parameters, 1.3)
+        left = [None if p.grad is None else local_tensor(p.grad).flatten().tolist() for p in parameters]
+        found[name] = {"norm": norm.item(), "is_finite": bool(is_finite), "left": left}
+    return found
+
+
 def local_bytes(tensor: torch.Tensor) -> int:
     """What a rank holds of a tensor."""
     assert isinstance(tensor, DTensor)
-    return tensor.to_local().nbytes
+    return local_tensor(tensor).nbytes
 
 
 class RecordLog(logging.Handler):
@@ -91,5 +117,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     results = [compare(folder, tuple(sizes), **kwargs) for folder, sizes, kwargs in json.loads(sys.argv[1])]
-    sys.stdout.write(json.dumps({"results": results}) + "\n")
+    sys.stdout.write(json.dumps({"results": results, "clip": clip(dist.get_rank())}) + "\n")
     dist.destroy_process_group()

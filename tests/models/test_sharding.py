@@ -46,10 +46,11 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
     ranks = start_ranks(Path(__file__).parent / "sharded_run.py", 2, json.dumps(list(cases.values())))
     try:
-        by_rank: Any = [rank["results"] for rank in results(ranks, timeout=150)]
+        by_rank: Any = results(ranks, timeout=150)
     finally:
         end_ranks(ranks)
-    return {name: [found[i] for found in by_rank] for i, name in enumerate(cases)}
+    found = {name: [rank["results"][i] for rank in by_rank] for i, name in enumerate(cases)}
+    return found | {"clip": [rank["clip"] for rank in by_rank]}
 
 
 def save_in_parts(folder: Path) -> str:
@@ -104,6 +105,42 @@ def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]
         assert "lacks 1 of its weights, such as 'model.norm.weight'" in found["error"]
     for found in compared["other shape"]:
         assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, Any]) -> None:
+    """12 x 1 and 4 x 1 and 2**2 on shards, 2 x 4**2 whole: the square root of 52, of which 1.3 is left."""
+    for found in compared["clip"]:
+        assert found["finite"]["is_finite"] and found["finite"]["norm"] == pytest.approx(52**0.5)
+    one, two, four = (value * 1.3 / 52**0.5 for value in (1, 2, 4))
+    first, second = (found["finite"]["left"] for found in compared["clip"])
+    # rank 1 has the last of three rows, one of two, and nothing of one
+    assert first == [pytest.approx(values) for values in ([one] * 8, [one] * 2, [two], [four] * 2)]
+    assert second == [pytest.approx(values) for values in ([one] * 4, [one] * 2, [], [four] * 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_all(compared: dict[str, Any]) -> None:
+    for found in compared["clip"]:
+        assert not found["not finite"]["is_finite"]
+        assert found["not finite"]["left"] == [None] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_loading_shards_takes_the_memory_of_the_shards(tmp_path: Path) -> None:
+    """A model of 190 MB on two ranks; loading it whole is seen to take what it is by the same measure."""
+    ranks = start_ranks(Path(__file__).parents[2] / "benchmarks" / "sharded_loading.py", 2)
+    try:
+        megabytes: Any = results(ranks, timeout=90)[0]
+    finally:
+        end_ranks(ranks)
+    assert megabytes["whole_model"] > 180
+    assert megabytes["shards"] == pytest.approx(megabytes["whole_model"] / 2, rel=0.01)
+    assert megabytes["peak_of_loading_shards"] < 1.2 * megabytes["shards"]
+    assert megabytes["peak_of_loading_the_whole"] > 0.9 * megabytes["whole_model"]
 
 
 @pytest.mark.parametrize(
