@@ -101,7 +101,7 @@ def summarise(run: Run, steps: Rows) -> dict[str, Any]:
         "reserved before the callback, max": max(column(steps, "update_end/before/reserved")),
         "reserved after update, max": max(reserved),
         "reserved / allocated, max": max((r / a for r, a in zip(reserved, allocated, strict=True) if a), default=0.0),
-        f"reserved, growth after step {settled}": max(reserved) - reserved[0],
+        f"reserved, growth after step {SETTLED}": max(reserved) - reserved[0],
         "free before wake, min": min(column(steps, "sync_start/after/free", 2)),
         "free while generating, min": min(column(steps, "sync_end/after/free", 2)),
         "emptying, ms a step": emptying_ms(metrics),
@@ -164,13 +164,15 @@ def describe_end(run: Run) -> str:
     if run.exit_code == 0:
         return f"{run.job.name}: finished {count} steps"
     reason = lines[0][:300] if lines else f"see {run.folder / 'run.log'}"
-    return f"{run.job.name}: exit code {run.exit_code} after {count} whole steps: {reason}"
+    seen = (run.read_trace("after") or [{"moment": "start", "step": "1"}])[-1]
+    last = f"last seen at {seen['moment']} of step {seen['step']}"
+    return f"{run.job.name}: exit code {run.exit_code} after {count} whole steps, {last}: {reason}"
 
 
 def main() -> None:
     """Run the arms, then the two at the fatal setting."""
     parser = benchmark_parser(__doc__ or "", "colocated_memory", steps=24)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which runs (all)")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="which runs (all)")
     parser.add_argument("--prompts", type=int, default=16, help="a step (16)")
     parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
     parser.add_argument("--shortest", type=int, default=64, help="tokens of a completion (64)")
@@ -178,21 +180,26 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
     parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of the arms (0.3)")
     parser.add_argument("--oom", action="store_true", help="find and try the setting that dies without the callback")
-    parser.add_argument("--oom-utilization", type=float, help="take this one instead of searching")
+    parser.add_argument("--oom-utilization", type=float, help="the setting, where it is known already")
     arguments = parser.parse_args()
+    if arguments.oom and arguments.oom_utilization is None and not {"without", "before_wake_too"} <= {*arguments.arms}:
+        parser.error("--oom needs the runs without and before_wake_too, or --oom-utilization")
     prepare(arguments)
     jobs = [make_job(arguments, arm, arguments.utilization) for arm in arguments.arms]
-    finished = [run.require_success() for run in run_jobs(jobs, arguments)]
+    finished = [run.require_success() for run in run_jobs(jobs, arguments)] if jobs else []
     steps = {run.job.name: read_steps(run) for run in finished}
     rows = [summarise(run, steps[run.job.name]) for run in finished]
-    write_steps(arguments, steps)
     notes = []
+    if steps:
+        write_steps(arguments, steps)
     if arguments.oom:
-        say(format_table(rows))
-        fatal = arguments.oom_utilization or fatal_utilization(arguments, steps)
+        fatal = arguments.oom_utilization
+        if fatal is None:
+            say(format_table(rows))
+            fatal = fatal_utilization(arguments, steps)
         pair = [("without", "oom_without"), ("before_wake_too", "oom_with")]
         ends = run_jobs([make_job(arguments, arm, fatal, name) for arm, name in pair], arguments)
-        rows += [summarise(run, read_steps(run)) for run in ends if run.metrics()]
+        rows += [summarise(run, read_steps(run)) for run in ends if read_steps(run)]
         notes = [f"gpu_memory_utilization {fatal}:", *(f"- {describe_end(run)}" for run in ends)]
     finish(arguments, rows, notes)
 

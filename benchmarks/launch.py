@@ -91,22 +91,23 @@ class Run:
         return self
 
 
-def benchmark_parser(description: str, name: str, *, model: str = "0.6b", steps: int = 20) -> argparse.ArgumentParser:
+def benchmark_parser(description: str, name: str, *, steps: int, model: str | None = "0.6b") -> argparse.ArgumentParser:
     """A parser with the arguments that all benchmarks have.
 
     Args:
         description: the script's docstring.
         name: the benchmark's, of its output folder.
-        model: the usual one.
         steps: the usual number of rollout steps of a run.
+        model: the usual one; None where there is no choice.
     """
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="What follows a lone -- goes to each `rlightning fit`, such as: -- --rollout.engine.enforce_eager true",
     )
-    parser.add_argument("--model", default=model, help=f"{', '.join(SHAPES)}, or a Hugging Face folder ({model})")
-    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="where shapes are made (runs/models)")
+    if model is not None:
+        parser.add_argument("--model", default=model, help=f"{', '.join(SHAPES)}, or a Hugging Face folder ({model})")
+        parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=steps, help=f"rollout steps of a run ({steps})")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, each on GPUs of its own (1)")
@@ -262,15 +263,17 @@ def say(text: str) -> None:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Write rows of equal keys."""
+    """Write rows of equal keys; an empty file without any."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
 
 
 def format_table(rows: Rows) -> str:
-    """Rows of equal keys as a Markdown table; floats with three digits."""
+    """Rows of equal keys as a Markdown table; floats with three digits. Nothing without any rows."""
+    if not rows:
+        return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_format(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
