@@ -34,6 +34,8 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None) -> list[fl
     """Train for ``num_steps``; the mean reward of each."""
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_cuda else torch.device("cpu")
+    if has_cuda:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).to(device)
     engine = copy.deepcopy(policy)

@@ -178,7 +178,7 @@ def test_a_long_kernel_on_another_stream_is_done_at_the_barriers_return() -> Non
             callback.setup(loop, module, "fit")
         for meet in (loop.barrier, lambda: barrier("ours")):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(int(1e9))  # cycles: half a second or so
+                torch.cuda._sleep(int(2e9))  # cycles: a second or so
                 event.record()
             meet()
             done.append(event.query())

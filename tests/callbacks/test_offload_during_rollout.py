@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
+from rlightning.module import Reference
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -205,12 +206,13 @@ def test_a_restarted_engine_is_sent_the_weights_again() -> None:
 
 
 def test_the_reference_model_is_moved_with_the_parameters() -> None:
-    module = SimpleNamespace(reference=nn.Linear(10, 10, bias=False))
+    model: Any = nn.Linear(10, 10, bias=False)
+    module = SimpleNamespace(reference=Reference(model))
     loop = SimpleNamespace(callbacks=[offload := OnCPU(parameters=True)])
     fire(loop, module, "on_engine_wake")
-    away = num_bytes(module.reference.parameters())
+    away = num_bytes(model.parameters())
     fire(loop, module, "on_engine_sleep")
-    assert (away, num_bytes(module.reference.parameters())) == (0, 400)
+    assert (away, num_bytes(model.parameters())) == (0, 400)
     assert offload.last["memory/offloaded_gib"] == 400 / 2**30
 
 
@@ -267,6 +269,7 @@ def test_the_device_is_free_during_the_rollout_and_training_is_the_same() -> Non
     results = []
     for callbacks in ([], [OffloadDuringRollout(parameters=True)]):
         torch.manual_seed(0)
+        torch.cuda.empty_cache()
         model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()  # 16 MiB each
         loop = SimpleNamespace(callbacks=callbacks, optimizer=AdamW(model.parameters(), lr=1e-3, fused=True))
         freed = []

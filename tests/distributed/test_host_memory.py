@@ -175,6 +175,7 @@ def test_a_dtensor_is_moved_by_its_shard(process_group: None) -> None:
 @pytest.mark.timeout(120)
 def test_the_device_gets_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "BLOCK_BYTES", 64 << 20)
+    torch.cuda.empty_cache()  # of other tests
     tensors = [torch.full((50 << 20,), i, dtype=torch.uint8, device="cuda") for i in range(8)]
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()

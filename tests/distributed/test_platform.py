@@ -57,6 +57,7 @@ def test_device_of_every_kind_of_loop() -> None:
 @needs_cuda
 @pytest.mark.timeout(120)
 def test_memory_on_a_device() -> None:
+    torch.cuda.empty_cache()  # of other tests
     block = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
     held = platform.memory_use(CUDA)
     assert held is not None and held.peak >= held.allocated >= 256 << 20
