@@ -1,5 +1,6 @@
 """The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
 
+import logging
 import re
 import sys
 import time
@@ -16,12 +17,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
 
-import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
+import rlightning.distributed.fsdp  # noqa: F401  so that `--trainer.strategy fsdp2` finds it by its short name
+from rlightning.atomic_save import PREVIOUS, find_saved
 from rlightning.config_keys import ConfigKeys
 from rlightning.data import PromptDataModule
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint
+from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
+
+log = logging.getLogger(__name__)
 
 # The package never imports a concrete callback: the command line finds its own by these names, when it runs.
 ROLLOUT = "rlightning.callbacks.VLLMRollout"
@@ -80,6 +88,7 @@ class RLCLI(LightningCLI):
 
     def __init__(self, args: list[str]) -> None:
         self.args = args
+        replace_lightning_ddp()
         for name in import_module("rlightning.callbacks").__all__:
             find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
         super().__init__(
@@ -151,6 +160,8 @@ class RLCLI(LightningCLI):
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
         check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
+        if config.get("ckpt_path") == "last":
+            config["ckpt_path"] = find_last(folder)
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
@@ -162,6 +173,7 @@ class RLCLI(LightningCLI):
         config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
         if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
+        config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])
         try:
             return self._instantiate_trainer(config, [])
         except (MisconfigurationException, TypeError, ValueError) as error:
@@ -193,7 +205,8 @@ class RLCLI(LightningCLI):
         # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
         has_checkpoints = trainer["enable_checkpointing"] is not False
         if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-            callbacks.append(ModelCheckpoint(folder, save_last=True))
+            # Its names tell checkpoints apart already, and "last" is a link: nothing is written twice.
+            callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
         for callback in callbacks:
             # Lightning's default is a folder of the first logger's.
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -246,27 +259,44 @@ def check_trainer(trainer: Namespace) -> None:
 
 def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None:
     """Reject a checkpoint that is not there, and a new run in the folder of another."""
-    saved = sorted((folder / "checkpoints").glob("*.ckpt"))
+    checkpoints = folder / "checkpoints"
+    saved = sorted([*checkpoints.glob("*.ckpt"), *checkpoints.glob(f"*.ckpt{PREVIOUS}")])
     if ckpt_path is None:
         if command == "fit" and saved:
             raise ConfigError(
                 f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
                 "--ckpt_path last, or set another trainer.default_root_dir."
             )
-    elif ckpt_path == "last" and not any(path.name.startswith("last") for path in saved):
-        others = f" Name one of the others there, such as {saved[-1]}." if saved else ""
-        start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
-        raise ConfigError(
-            f"ckpt_path=last, but there is no last.ckpt in {folder / 'checkpoints'}.{others} "
-            f"Set trainer.default_root_dir to the folder of the run to {start}."
-        )
+    elif ckpt_path == "last":
+        if last_checkpoint(checkpoints) is None:
+            start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
+            raise ConfigError(
+                f"ckpt_path=last, but there is no checkpoint in {checkpoints}. "
+                f"Set trainer.default_root_dir to the folder of the run to {start}."
+            )
     elif ckpt_path == "best":
         raise ConfigError(
             "ckpt_path=best: which one that is only the run itself knew. "
-            + (f"Name a file, such as {saved[0]}." if saved else "Name a file.")
+            + (f"Name one, such as {saved[0]}." if saved else "Name one by its path.")
         )
-    elif ckpt_path not in ("last", "hpc") and "://" not in ckpt_path and not Path(ckpt_path).exists():
+    elif ckpt_path != "hpc" and "://" not in ckpt_path and not find_saved(Path(ckpt_path)).exists():
         raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
+
+
+def find_last(folder: Path) -> str:
+    """``last`` where Lightning finds that itself; else the newest checkpoint, which is what a crash has left of it."""
+    found = last_checkpoint(folder / "checkpoints")
+    if found is None or (found.name.startswith("last") and found.suffix == ".ckpt"):
+        return "last"
+    log.info("There is no last.ckpt in %s: this goes on from the newest checkpoint, %s.", found.parent, found.name)
+    return str(found)
+
+
+def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
+    """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
+    listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
+    has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)
+    return listed if has_one else [*listed, AtomicCheckpointIO()]
 
 
 def settle_lengths(trainer: Namespace) -> None:

@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import TextIO
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich import get_console
 
 
@@ -14,11 +15,15 @@ def is_live_terminal() -> bool:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at that moment: lines appear above a live progress bar, not in it."""
+    """Writes to whatever ``sys.stderr`` is at that moment: lines appear above a live progress bar, not in it.
+
+    Of several ranks the first speaks for all; the others are heard when they warn.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(message)s"))
+        self.addFilter(lambda record: record.levelno > logging.INFO or rank_zero_only.rank == 0)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

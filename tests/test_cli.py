@@ -40,7 +40,9 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(project: Path) -
     assert len(logged_steps(run / "metrics" / "version_0")) == 3
     hyperparameters = yaml.safe_load((run / "metrics" / "version_0" / "hparams.yaml").read_text())
     assert hyperparameters["trainer"]["max_steps"] == 3
-    assert (run / "checkpoints" / "last.ckpt").exists()
+    last, kept = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "epoch=0-step=3.ckpt"
+    assert last.is_symlink() and last.resolve() == kept.resolve()  # nothing is written twice
+    assert sorted(path.name for path in kept.parent.iterdir()) == sorted([kept.name, last.name])
 
 
 def test_a_run_shows_nothing_but_itself(project: Path) -> None:
@@ -71,8 +73,9 @@ def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) 
     assert rlightning(project, *fit, *listed).returncode == 0
     assert [path.name for path in (project / "listed/checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
     continued = rlightning(project, *fit, "--ckpt_path", "last")
-    assert continued.returncode == 2
-    assert "there is no last.ckpt in listed/checkpoints. Name one of the others" in continued.stderr
+    assert continued.returncode == 0, continued.stderr
+    assert "goes on from the newest checkpoint, epoch=0-step=2.ckpt" in continued.stderr
+    assert logged_steps(project / "listed/metrics/version_1") == [3]
 
 
 def test_configs_and_overrides_merge_in_their_order(project: Path) -> None:

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlightning.cli import check_checkpoints, new_run_folder, settle_lengths, summarise
+from rlightning.cli import add_checkpoint_io, check_checkpoints, find_last, new_run_folder, settle_lengths, summarise
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import ConfigError
 
 
@@ -71,12 +75,45 @@ def test_a_folder_with_checkpoints_takes_no_new_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_a_checkpoint_that_nobody_can_find(command: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ckpt_path=last, but there is no checkpoint in .* Set trainer"):
+        check_checkpoints(command, tmp_path, "last")
+    with pytest.raises(ConfigError, match=r"gone\.ckpt: there is no such file"):
+        check_checkpoints(command, tmp_path, str(tmp_path / "gone.ckpt"))
     (tmp_path / "checkpoints").mkdir()
-    other = tmp_path / "checkpoints" / "epoch=0-step=2.ckpt"
-    other.touch()
-    for keyword, message in (("last", "there is no last.ckpt in"), ("best", "only the run itself knew")):
-        with pytest.raises(ConfigError, match=rf"ckpt_path={keyword}.*{message}.* such as .*step=2\.ckpt"):
-            check_checkpoints(command, tmp_path, keyword)
+    (tmp_path / "checkpoints" / "epoch=0-step=2.ckpt").touch()
+    with pytest.raises(ConfigError, match=r"ckpt_path=best.*only the run itself knew.* such as .*step=2\.ckpt"):
+        check_checkpoints(command, tmp_path, "best")
+
+
+def test_last_is_what_a_crash_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rlightning")
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "last.ckpt").touch()
+    assert find_last(tmp_path) == "last" and not caplog.messages
+    # in the middle of being replaced
+    (checkpoints / "last.ckpt").rename(checkpoints / "last.ckpt.previous")
+    for ckpt_path in ("last", str(checkpoints / "last.ckpt")):
+        check_checkpoints("fit", tmp_path, ckpt_path)
+    with pytest.raises(ConfigError, match="holds a run's checkpoints already"):
+        check_checkpoints("fit", tmp_path, None)
+    assert find_last(tmp_path) == str(checkpoints / "last.ckpt.previous")
+    # a link that leads to what has been removed
+    (checkpoints / "last.ckpt.previous").unlink()
+    (checkpoints / "last.ckpt").symlink_to("epoch=0-step=2.ckpt")
+    (checkpoints / "epoch=0-step=4.ckpt").touch()
+    check_checkpoints("fit", tmp_path, "last")
+    assert find_last(tmp_path) == str(checkpoints / "epoch=0-step=4.ckpt")
+    assert caplog.messages[-1].endswith("goes on from the newest checkpoint, epoch=0-step=4.ckpt.")
+
+
+def test_files_are_saved_atomically_unless_told_otherwise() -> None:
+    (added,) = add_checkpoint_io(None, "auto")
+    assert isinstance(added, AtomicCheckpointIO)
+    own, other = TorchCheckpointIO(), LightningEnvironment()
+    assert add_checkpoint_io([own, other], "auto") == [own, other]
+    assert add_checkpoint_io(other, "auto")[0] is other and len(add_checkpoint_io(other, "auto")) == 2
+    assert add_checkpoint_io(None, SingleDeviceStrategy("cpu", checkpoint_io=own)) == []
 
 
 def test_the_gist_of_a_long_message_is_its_key_and_its_reason() -> None:

@@ -8,7 +8,8 @@ Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, 
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> None:
             for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim]:
                 tensors[f"optimizer/{number}/{name}/{key}"] = state.pop(key)
     group = cpu_group()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=group is None)
+    with _alone_on_purpose():
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=group is None)
 
 
 def write_meta(folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str]) -> None:
@@ -155,8 +157,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     """The checkpoint as Lightning has it in a single file, for strategies that do not shard; all of it on the host."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+    with _alone_on_purpose():
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
     twins = meta.pop(FORMAT)["twins"]
@@ -178,12 +179,20 @@ def find_twins(module: nn.Module) -> dict[str, str]:
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Read into the tensors, in place."""
     group = cpu_group()
-    # a plain dict: what is read goes into the tensors, in place
-    with torch.no_grad():
+    with torch.no_grad(), _alone_on_purpose():
         dcp.load(
             {key: tensor.detach() for key, tensor in tensors.items()},
             storage_reader=dcp.FileSystemReader(folder),
             process_group=group,
             no_dist=group is None,
         )
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Without the warning that one process may not be what was meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        yield

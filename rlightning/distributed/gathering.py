@@ -16,6 +16,7 @@ Letters: ``g`` ranks that hold different parts.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ GATHER_BYTES = 256 << 20
 """Bytes of full values that one collective brings, unless a single tensor is larger."""
 ALIGNMENT = 16
 """Bytes. Each shard starts at a multiple of this in its buffer, which suits every dtype."""
+
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Since torch 2.13 the old name is deprecated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
         received = sent[None]
     elif destination is None:
         received = torch.empty(len(ranks), share, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(received.view(-1), sent, group=_group(pairs[0][1], ranks))
+        _all_gather(received.view(-1), sent, group=_group(pairs[0][1], ranks))
     else:
         shape = (len(ranks) if rank == destination else 0, share)
         received = torch.empty(shape, dtype=torch.uint8, device=device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from rlightning.distributed import gathering
 from rlightning.distributed.gathering import gather_into, local_box
 from rlightning.rollout.weights import WeightBucket, open_bucket
 
@@ -31,8 +32,8 @@ class Collectives:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_bytes: list[int] = []
-        for name in ("all_gather_into_tensor", "gather"):
-            patch.setattr(dist, name, self.wrap(getattr(dist, name)))
+        for owner, name in ((gathering, "_all_gather"), (dist, "gather")):
+            patch.setattr(owner, name, self.wrap(getattr(owner, name)))
 
     def wrap(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def count(output: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_net import run_ranks
-from sharded_run import SIZES, CountSteps, full_weights, pose_as_launched, train, write_rows
+from sft_run import SIZES, CountSteps, full_weights, pose_as_launched, train, write_rows
 from tiny import save_model
 
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder

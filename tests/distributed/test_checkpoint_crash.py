@@ -1,0 +1,134 @@
+"""A process that dies in the middle of a save, at each of its moments, leaves a checkpoint that is whole and found."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rlightning import atomic_save
+from rlightning.atomic_save import find_saved
+from rlightning.distributed.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint, newest_checkpoint, relink
+
+KILLED = 9
+Save = Callable[[Path, int], None]
+
+
+def save_folder(path: Path, value: int) -> None:
+    """As a sharding strategy of one rank does."""
+    partial = atomic_save.prepare_partial(path)
+    atomic_save.remove_leftovers(path.parent)
+    partial.mkdir()
+    checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "step": value}
+    write_tensors(partial, checkpoint)
+    write_meta(partial, checkpoint, {})
+    atomic_save.swap_in(partial, path)
+
+
+def save_file(path: Path, value: int) -> None:
+    AtomicCheckpointIO().save_checkpoint(
+        {"state_dict": {"weight": torch.full((3,), float(value))}, "step": value}, path
+    )
+
+
+def saved_value(path: Path) -> int:
+    """What :meth:`load_checkpoint` finds; parts that do not belong together are refused."""
+    checkpoint = AtomicCheckpointIO().load_checkpoint(path)
+    assert checkpoint["state_dict"]["weight"].eq(checkpoint["step"]).all()
+    return int(checkpoint["step"])
+
+
+def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
+    """Save in a process of its own that is killed before its ``moment``-th change to the disk; whether it was."""
+    child = os.fork()
+    if child == 0:
+        count = iter(range(1_000_000))
+
+        def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+            def changed(*args: Any, **kwargs: Any) -> Any:
+                if next(count) == moment:
+                    os.kill(os.getpid(), KILLED)
+                return change(*args, **kwargs)
+
+            return changed
+
+        for owner, name in (
+            (os, "mkdir"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
+            (torch, "save"), (dcp, "save"),
+        ):  # fmt: skip
+            setattr(owner, name, deadly(getattr(owner, name)))
+        save(path, value)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("save", [save_folder, save_file])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: Path) -> None:
+    """``last.ckpt`` itself is saved anew, or the checkpoint that it leads to."""
+    path = tmp_path / ("epoch=0-step=2.ckpt" if is_linked else "last.ckpt")
+    moment, seen = 0, set()
+    while True:
+        save(path, 1)
+        if is_linked:
+            relink(tmp_path / "last.ckpt", path)
+        died = die_in(save, path, 2, moment)
+        last = last_checkpoint(tmp_path)
+        assert last is not None
+        seen.add(saved_value(last))
+        assert saved_value(path) == saved_value(last)
+        assert find_saved(path).exists()
+        if not died:
+            break
+        moment += 1
+    assert moment >= 4 and seen == {1, 2}
+    save(path, 3)
+    assert saved_value(path) == 3
+    assert sorted(left.name for left in tmp_path.iterdir()) == sorted({path.name, "last.ckpt"})
+
+
+@pytest.mark.parametrize("save", [save_folder, save_file])
+def test_a_death_at_any_moment_of_a_removal(save: Save, tmp_path: Path) -> None:
+    """Lightning removes the old checkpoint before it moves the link."""
+    old, new, last = tmp_path / "epoch=0-step=2.ckpt", tmp_path / "epoch=0-step=4.ckpt", tmp_path / "last.ckpt"
+    moment = 0
+    while True:
+        save(old, 2)
+        save(new, 4)
+        os.utime(old, (0, 0))
+        relink(last, old)
+        died = die_in(lambda path, _: AtomicCheckpointIO().remove_checkpoint(path), old, 0, moment)
+        found = last_checkpoint(tmp_path)
+        assert found is not None and saved_value(found) in (2, 4)
+        assert all(saved_value(path) for path in tmp_path.glob("*.ckpt"))  # nothing half that looks whole
+        if not died:
+            break
+        moment += 1
+    assert moment >= 2
+    assert last.resolve() == new and not old.exists()
+
+
+def test_what_last_stands_for(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    save_file(tmp_path / "epoch=0-step=2.ckpt", 2)
+    save_folder(tmp_path / "epoch=0-step=4.ckpt", 4)
+    os.utime(tmp_path / "epoch=0-step=2.ckpt", (0, 0))
+    assert newest_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"  # Lightning had removed its link
+    relink(tmp_path / "last.ckpt", tmp_path / "gone.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    relink(tmp_path / "last.ckpt", tmp_path / "epoch=0-step=2.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+
+
+def test_the_whole_of_a_folder(tmp_path: Path) -> None:
+    save_folder(tmp_path / "last.ckpt", 5)
+    checkpoint = read_whole(tmp_path / "last.ckpt")
+    assert FORMAT not in checkpoint and checkpoint["step"] == 5
