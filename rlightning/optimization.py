@@ -69,7 +69,7 @@ def make_optimizer(
     betas: tuple[float, float],
     is_state_on_host: bool = False,
 ) -> AdamW:
-    """AdamW, fused where the parameters are on a GPU; one-dimensional parameters (norms, biases) do not decay.
+    """AdamW, fused where parameters are on a GPU or sharded; one-dimensional ones (norms, biases) do not decay.
 
     Args:
         parameters: plain or sharded; those that need no gradient are left out.
@@ -83,8 +83,8 @@ def make_optimizer(
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    is_cuda = any(p.is_cuda for p in trained)
-    return (HostStateAdamW if is_state_on_host else AdamW)(groups, lr=lr, betas=betas, fused=is_cuda)
+    is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in trained)
+    return (HostStateAdamW if is_state_on_host else AdamW)(groups, lr=lr, betas=betas, fused=is_fused)
 
 
 class HostStateAdamW(AdamW):
@@ -94,7 +94,7 @@ class HostStateAdamW(AdamW):
     """How much of the state is on the device at a time, unless one parameter's is more."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As AdamW's."""
         loss = None
         if closure is not None:
@@ -225,17 +225,17 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         where = None
         if isinstance(tensor, DTensor):
-            dims = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
-            where = tensor.device_mesh, tuple(dims)
+            dims = tuple(dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+            where = tensor.device_mesh, dims
         spread.setdefault(where, []).append(local_tensor(tensor))
     total = torch.zeros(())
     for where, parts in spread.items():
         norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
         squares = torch.stack(list(norms)).square().sum()
         if where is not None:
-            mesh, dims = where
+            mesh, split_dims = where
             squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
-            for dim in dims:
+            for dim in split_dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total = total.to(squares.device) + squares
     return total.sqrt()

@@ -80,6 +80,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other ranks and lay them out in a mesh."""
+        assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         shard_size = self.shard_size or self.data_parallel_size
@@ -162,6 +163,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
         whole exchange of gradients.
         """
+        assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
             self._require_sync(module, False)

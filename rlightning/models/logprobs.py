@@ -5,6 +5,7 @@ Letters: ``T`` tokens, ``M`` tokens asked for, ``E`` hidden size, ``V`` vocabula
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def packed_logprobs(
     """
     if isinstance(model, FSDPModule):
         # The same as a method, around which FSDP gathers the weights that are used outside of forward().
-        values: tuple[Tensor, Tensor] = model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
+        compute: Any = model.compute_packed_logprobs
+        values: tuple[Tensor, Tensor] = compute(batch, temperature, needs_entropy_grad)
         return values
     return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad)
 

@@ -14,7 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
+from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 from rlightning.models.policy import load_policy
@@ -63,10 +66,16 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     """
     files = find_weights(model)
     targets = dict(saved_tensors(policy))
-    if targets.keys() <= files.keys():
+    if targets.keys() <= files.keys() and not is_converted(policy):
         read_slices(model, targets, files)
     else:
         broadcast_slices(model, targets)
+
+
+def is_converted(policy: PreTrainedModel) -> bool:
+    """Whether transformers may change values, not only names, as it loads such a model."""
+    conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def saved_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -129,19 +138,18 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
     For weights whose names or shapes in the file are not the module's, which transformers converts as it loads them,
     and for formats other than safetensors.
     """
-    device = next(iter(targets.values())).device
     is_first = dist.get_rank() == 0
-    failure: list[str | None] = [None]
+    failure: str | None = None
     whole: dict[str, Tensor] = {}
     if is_first:
         log.info("The files of model='%s' do not hold its weights by their names: rank 0 loads and sends them.", model)
         try:
             whole = dict(saved_tensors(load_policy(model, next(iter(targets.values())).dtype)))
         except ConfigError as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure)
-    if failure[0] is not None:
-        raise ConfigError(failure[0])
+            failure = str(error)
+    failure = gather_objects(failure)[0]
+    if failure is not None:
+        raise ConfigError(failure)
     for name, target in targets.items():
         device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)

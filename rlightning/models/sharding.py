@@ -6,6 +6,7 @@ No rank ever holds the whole model, on the device or on the host. A layer's weig
 of afterwards.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -125,17 +126,22 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
         fully_shard(layer, reshard_after_forward=sharding.reshard_after_forward, **options)
     # Embedding and output layer are needed first in the backward pass: they stay gathered until then.
     fully_shard(policy, reshard_after_forward=False, **options)
-    policy.compute_packed_logprobs = MethodType(compute_packed_logprobs, policy)
-    register_fsdp_forward_method(policy, "compute_packed_logprobs")
-    gathering = policy.compute_packed_logprobs
+    policy.register_forward_hook(lambda *_: release_without_gradient(policy))
+    add_forward_method(policy, "compute_packed_logprobs", compute_packed_logprobs)
 
-    def compute(*args: Any) -> Any:
+
+def add_forward_method(policy: Any, name: str, function: Callable[..., Any]) -> None:
+    """Make ``function`` a method around which the policy's weights are gathered, as they are around ``forward()``."""
+    setattr(policy, name, MethodType(function, policy))
+    register_fsdp_forward_method(policy, name)
+    gathering = getattr(policy, name)
+
+    def call(*args: Any) -> Any:
         values = gathering(*args)
         release_without_gradient(policy)
         return values
 
-    policy.compute_packed_logprobs = compute
-    policy.register_forward_hook(lambda *_: release_without_gradient(policy))
+    setattr(policy, name, call)
 
 
 def release_without_gradient(policy: nn.Module) -> None:

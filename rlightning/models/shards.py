@@ -15,4 +15,5 @@ def with_local_tensor(tensor: Tensor, local: Tensor) -> Tensor:
         return local
     names, layout = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
-    return DTensor.__tensor_unflatten__(parts, layout, tensor.shape, tensor.stride())
+    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, tensor.shape, tensor.stride())
+    return rebuilt

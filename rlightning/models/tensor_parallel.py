@@ -67,6 +67,7 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: of one dimension, this rank's tensor-parallel group.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
+    assert plan is not None
     parallelize_module(
         policy.base_model,
         mesh,

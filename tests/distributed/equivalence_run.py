@@ -69,7 +69,14 @@ class RecordUpdates(Callback):
 
 
 def train(
-    folder: Path, model: str, strategy: Strategy | str, num_ranks: int = 1, *, precision: Any = "32-true", **kwargs: Any
+    folder: Path,
+    model: str,
+    strategy: Strategy | str,
+    num_ranks: int = 1,
+    *,
+    precision: Any = "32-true",
+    accelerator: str = "cpu",
+    **kwargs: Any,
 ) -> Any:
     """Three optimizer steps; the whole weights, the reference's too, and what was logged."""
     arguments: dict[str, Any] = {"max_grad_norm": 0.05, "kl_coef": 0.1, "max_tokens_per_microbatch": WHOLE}
@@ -90,6 +97,7 @@ def train(
         record,
         devices=num_ranks,
         strategy=strategy,
+        accelerator=accelerator,
         precision=precision,
     )
     trainer.fit(module, make_data(folder))

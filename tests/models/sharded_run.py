@@ -37,17 +37,13 @@ def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str
     except ConfigError as error:
         return {"error": str(error)}
     whole = load_policy(folder)
-    weights = dict(sharded.named_parameters())
-    found: dict[str, Any] = {
-        "log": log.close(),
-        "names": list(weights) == [name for name, _ in whole.named_parameters()],
-    }
-    found["weights"] = all(
-        torch.equal(weights[name].full_tensor(), weight) for name, weight in whole.named_parameters()
-    )
+    weights: dict[str, Any] = dict(sharded.named_parameters())
+    expected = dict(whole.named_parameters())
+    found: dict[str, Any] = {"log": log.close(), "names": list(weights) == list(expected)}
+    found["weights"] = all(torch.equal(weights[name].full_tensor(), weight) for name, weight in expected.items())
     buffers = dict(sharded.named_buffers())
     found["buffers"] = all(torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers())
-    found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in whole.parameters())
+    found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in expected.values())
     batch = RolloutBatch.of_sequence(torch.cat(make_sequences()).tolist())
     results = []
     for model in (whole, sharded):
@@ -60,7 +56,7 @@ def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str
     found["logprobs"] = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
     found["gradients"] = max(
         ((weights[name].grad.full_tensor() - weight.grad).norm() / weight.grad.norm()).item()
-        for name, weight in whole.named_parameters()
+        for name, weight in expected.items()
         if weight.grad is not None
     )
     return found
@@ -70,7 +66,7 @@ def clip(rank: int) -> dict[str, Any]:
     """Clip the gradients of parameters on three meshes; then with one that is not finite on rank 1 alone."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
     split = [Shard(0), Replicate()]
-    parameters = [
+    parameters: list[Any] = [
         nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh["shard"], [Shard(0)])),
         nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh["shard", "tensor_parallel"], split)),
         nn.Parameter(distribute_tensor(torch.zeros(1), mesh["shard"], [Shard(0)])),
