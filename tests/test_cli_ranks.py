@@ -43,7 +43,7 @@ def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> 
     make_project(tmp_path)
     (tmp_path / "die.py").write_text(DIE)
     fit = ("fit", "--config", "run.yaml", *TWO_RANKS, "--trainer.default_root_dir", "run")
-    saves = ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2")
+    saves: tuple[str, ...] = ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2")
     saves += ("--trainer.callbacks.save_last", "link", "--trainer.callbacks.enable_version_counter", "false")
     killed = rlightning(tmp_path, *fit, "--trainer.max_steps", "6", *saves, "--trainer.callbacks+=die.DieInSave")
     assert killed.returncode != 0

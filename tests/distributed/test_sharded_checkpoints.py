@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_net import run_ranks
 from sft_run import SIZES, CountSteps, full_weights, pose_as_launched, train, write_rows
+from sharded_net import run_ranks
 from tiny import save_model
 
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder

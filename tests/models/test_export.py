@@ -79,6 +79,8 @@ def test_what_shards_give_is_what_a_whole_policy_gives(tmp_path: Path) -> None:
         }
         for other in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
             assert (folder / other).read_text() == (tmp_path / "plain" / other).read_text()
+        loaded: Any
+        info: dict[str, Any]
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)  # type: ignore[misc]
         assert not any(info.values()) and loaded.dtype == torch.bfloat16
         assert load_config(str(folder)).architectures == ["Qwen3ForCausalLM"]
