@@ -6,9 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 from rlightning.errors import ConfigError
-from rlightning.optimization import check_optimizer, check_trainer, clip_gradients, make_lr_schedule, make_optimizer
+from rlightning.optimization import (
+    HostStateAdamW,
+    check_optimizer,
+    check_trainer,
+    clip_gradients,
+    make_lr_schedule,
+    make_optimizer,
+)
 
 
 def make_parameters() -> tuple[nn.Parameter, nn.Parameter]:
@@ -132,3 +140,57 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
     check_optimizer(**usual, max_grad_norm=math.inf)
     with pytest.raises(ConfigError, match=message):
         check_optimizer(**usual | {"max_grad_norm": 1.0} | setting)
+
+
+def take_steps(optimizer_class: type[AdamW], device: str) -> tuple[AdamW, list[nn.Parameter]]:
+    """Three steps on random gradients, with half of the parameters at a time on the device."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 8, device=device)) for _ in range(4)]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}]
+    optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(4, 8).to(device)
+        optimizer.step()
+    return optimizer, parameters
+
+
+class HalfAtATime(HostStateAdamW):
+    bytes_at_a_time = 2 * 2 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_state_on_the_host_changes_no_step(device: str) -> None:
+    usual, expected = take_steps(AdamW, device)
+    offloaded, got = take_steps(HalfAtATime, device)
+    for parameter, other in zip(got, expected, strict=True):
+        assert torch.equal(parameter, other)
+        for name, value in usual.state[other].items():
+            assert torch.equal(offloaded.state[parameter][name].cpu(), value.cpu())
+        moments = [offloaded.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
+        assert all(moment.device.type == "cpu" for moment in moments)
+        assert device == "cpu" or all(moment.is_pinned() for moment in moments)
+    assert [len(group["params"]) for group in offloaded.param_groups] == [3, 1]
+
+
+def test_a_step_on_the_host_calls_its_closure_once() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer([parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), is_state_on_host=True)
+    losses = []
+
+    def closure() -> float:
+        parameter.grad = torch.ones(2)
+        losses.append(1.5)
+        return 1.5
+
+    assert optimizer.step(closure) == 1.5
+    assert losses == [1.5]

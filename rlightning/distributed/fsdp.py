@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -155,6 +156,8 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         for module in self.model.children():
             if not isinstance(module, FSDPModule):
                 module.to(self.root_device)
+        # what module.device is, which only the module's own .to() would set
+        _update_properties(self.model, device=self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
