@@ -146,7 +146,7 @@ def take_steps(optimizer_class: type[AdamW], device: str) -> tuple[AdamW, list[n
     """Three steps on random gradients, with half of the parameters at a time on the device."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 8, device=device)) for _ in range(4)]
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}]
     optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.1, fused=True)
     for _ in range(3):
         for parameter in parameters:
