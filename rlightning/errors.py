@@ -1,6 +1,7 @@
 """The errors that reach a user."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 
 
@@ -23,7 +24,7 @@ def check_rules(rules: Mapping[str, bool]) -> None:
             raise ConfigError(f"{rule}.")
 
 
-def find_mistake(error: BaseException) -> Exception | None:
+def find_mistake(error: BaseException) -> BaseException | None:
     """The user's mistake behind ``error``: itself or what it was raised from, or None if it is no mistake of theirs.
 
     jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too.
@@ -33,9 +34,9 @@ def find_mistake(error: BaseException) -> Exception | None:
         if isinstance(seen, ConfigError):
             return seen
         seen = seen.__cause__
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    return error if isinstance(error, MisconfigurationException) else None
+    # Whatever is an instance of a class has loaded it, and a failing process has no time to.
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    return error if lightning and isinstance(error, lightning.MisconfigurationException) else None
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

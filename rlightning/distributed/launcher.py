@@ -37,8 +37,9 @@ class RankLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
         except BaseException as error:
             # The callbacks' on_exception comes later, and takes its time: engines have to close.
-            if report_failure(error) is None:
-                end_children(self.procs, 0)
+            report_failure(error)
+            if active_watch() is None:
+                end_children(self.procs, 0)  # they wait in the rendezvous
             raise
 
     def kill(self, signum: int) -> None:

@@ -1,0 +1,148 @@
+"""The first failure ends all ranks: real processes in plain PyTorch, failing and being interrupted in several ways."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from rank_processes import end_ranks, start_ranks
+
+from rlightning.distributed.failure import describe, exit_code, is_failure
+from rlightning.distributed.failure_hub import Failure, FailureHub, connect
+from rlightning.errors import ConfigError
+
+LOOP = """\
+import ctypes, os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
+import torch, torch.distributed as dist
+from rlightning.distributed.failure import FailureWatch
+
+rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo")
+with FailureWatch(grace=2):
+    try:
+        if rank == failing:
+            time.sleep(0.5)
+            if how == "raise":
+                raise ValueError("boom")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+        elif others == "sleep":
+            time.sleep(60)
+        elif others == "process":
+            subprocess.run(["sleep", "60"])
+        elif others == "collective":
+            dist.all_reduce(torch.ones(1))
+        elif others == "stuck":
+            # Like a collective on a device: no signal gets through to Python.
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        elif others == "work":
+            time.sleep(rank)
+    finally:
+        sys.stderr.write(f"rank {rank} cleans up\\n")
+sys.stderr.write(f"rank {rank} is through\\n")
+"""
+
+
+def run_ranks(folder: Path, failing: int, how: str, others: str) -> tuple[list[int], list[str]]:
+    """Exit codes and standard errors of three ranks."""
+    script = folder / "loop.py"
+    script.write_text(LOOP)
+    ranks = start_ranks(script, 3, str(failing), how, others)
+    try:
+        errors = [process.communicate(timeout=45)[1] for process in ranks]
+    finally:
+        end_ranks(ranks)
+    return [process.returncode for process in ranks], errors
+
+
+@pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
+@pytest.mark.timeout(60)
+def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
+    codes, errors = run_ranks(tmp_path, failing, "raise", others)
+    assert codes == [1, 1, 1]
+    for rank, error in enumerate(errors):
+        assert error.count("Traceback") == (rank == failing)
+        line = f"rank {rank} ends because rank {failing} failed: ValueError: boom"
+        assert error.count(line) == (rank != failing)
+        assert "is through" not in error
+        # What nothing interrupts is ended when the grace is over, without cleaning up.
+        assert (f"rank {rank} cleans up" in error) == (rank == failing or others != "stuck")
+
+
+@pytest.mark.parametrize(("failing", "others"), [(1, "process"), (0, "stuck")])
+@pytest.mark.timeout(60)
+def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str) -> None:
+    codes, errors = run_ranks(tmp_path, failing, "kill", others)
+    assert [code for rank, code in enumerate(codes) if rank != failing] == [1, 1]
+    for rank, error in enumerate(errors):
+        if rank != failing:
+            assert f"rank {rank} ends because rank {failing} is gone" in error
+            assert "Traceback" not in error
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
+    codes, errors = run_ranks(tmp_path, 1, "interrupt", "sleep")
+    assert codes[0] == codes[2] == 130
+    assert codes[1] in (130, -signal.SIGINT)
+    assert [error.count("KeyboardInterrupt") for error in errors] == [0, 1, 0]
+    assert all("cleans up" in error for error in errors)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path) -> None:
+    codes, errors = run_ranks(tmp_path, 1, "end", "work")
+    assert codes == [0, 0, 0]
+    assert [error.splitlines() for error in errors] == [
+        [f"rank {rank} cleans up", f"rank {rank} is through"] for rank in range(3)
+    ]
+
+
+@pytest.mark.timeout(20)
+def test_the_hub_takes_a_death_for_the_cause_of_an_exception_at_the_same_time() -> None:
+    """The others' connections to the dead break, too, and may be seen first."""
+    decided: list[Failure] = []
+    hub = FailureHub(3, decided.append)
+    hub.start()
+    first, second, third = (connect(["localhost"], hub.port, 5.0) for _ in range(3))
+    for rank, link in enumerate((first, second, third)):
+        link.send({"token": hub.token, "rank": rank})
+    second.send({"failed": {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}})
+    third.hang_up()
+    messages = first.receive()
+    assert messages is not None
+    assert messages[0]["first"]["rank"] == 2
+    assert [failure.rank for failure in decided] == [2]
+    hub.close()
+
+
+@pytest.mark.timeout(20)
+def test_the_hub_does_not_listen_to_strangers() -> None:
+    decided: list[Failure] = []
+    hub = FailureHub(1, decided.append)
+    hub.start()
+    stranger = connect(["localhost"], hub.port, 5.0)
+    stranger.send({"token": "guessed", "rank": 0})
+    assert stranger.receive() is None
+    member = connect(["localhost"], hub.port, 5.0)
+    member.send({"token": hub.token, "rank": 0})
+    member.send({"bye": True})
+    hub.join(5)
+    assert not hub.is_alive()
+    assert decided == []
+
+
+def test_what_counts_as_a_failure_and_what_the_process_ends_with() -> None:
+    assert [is_failure(SystemExit(code)) for code in (None, 0, 3)] == [False, False, True]
+    assert [exit_code(error) for error in (SystemExit(3), KeyboardInterrupt(), ConfigError("x"), ValueError("x"))] == [
+        3,
+        130,
+        2,
+        1,
+    ]
+    assert describe(ValueError("one\ntwo")) == "failed: ValueError: one"
+    assert describe(ValueError()) == "failed: ValueError"

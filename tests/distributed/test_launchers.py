@@ -1,0 +1,171 @@
+"""One run under Lightning's launcher, torchrun and SLURM's variables; and what the first failure does there."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from cli_project import environment, make_project
+from rank_processes import free_port
+
+PAIR = """\
+  devices: 2
+  strategy:
+    class_path: rlightning.distributed.ddp.DDP
+    init_args:
+      failure_grace: 5
+"""
+
+FAILS = """
+
+class Fails(Callback):
+    def __init__(self, rank: int, how: str):
+        self.rank, self.how = rank, how
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx != 1:
+            return
+        if self.rank not in (trainer.global_rank, -1):
+            time.sleep(60 if self.how != "SIGTERM" else 0)
+        elif self.how == "raise":
+            raise ValueError("boom")
+        elif self.how == "mistake":
+            raise ConfigError("width=3 cannot be halved. Use 4.")
+        else:
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+    def on_exception(self, trainer, module, exception):
+        sys.stderr.write(f"rank {trainer.global_rank} cleans up\\n")
+"""
+
+SCRIPT = str(Path(sys.executable).with_name("rlightning"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_project(folder)
+    with (folder / "run.yaml").open("a") as file:
+        file.write(PAIR)
+    with (folder / "own_classes.py").open("a") as file:
+        file.write(FAILS)
+    classes = (folder / "own_classes.py").read_text()
+    (folder / "own_classes.py").write_text(f"import os, signal, sys\n{classes}")
+    return folder
+
+
+def start(
+    project: Path, run: str, *options: str, by: str = "lightning", variables: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str]":
+    """Begin to fit, with ``run`` as the run's folder."""
+    before = [TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port())] if by == "torchrun" else []
+    return subprocess.Popen(
+        [*before, SCRIPT, "fit", "--config", "run.yaml", "--trainer.default_root_dir", run, *options],
+        cwd=project,
+        env={**environment(), **(variables or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def slurm(procid: int, port: int) -> dict[str, str]:
+    """What srun would set for one of two tasks on one node."""
+    return {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_PROCID": str(procid),
+        "SLURM_LOCALID": str(procid),
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def losses(project: Path, run: str) -> list[str]:
+    """What the run logged."""
+    (path,) = (project / run).rglob("metrics.csv")
+    with path.open() as file:
+        return [row["policy/loss"] for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_same_run_under_three_launchers(project: Path) -> None:
+    port = free_port()
+    runs = [
+        start(project, "lightning"),
+        start(project, "torchrun", by="torchrun"),
+        *(start(project, "slurm", variables=slurm(rank, port)) for rank in range(2)),
+    ]
+    outputs = [run.communicate(timeout=150)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0, 0], "\n".join(outputs)
+    one, two, three = (losses(project, run) for run in ("lightning", "torchrun", "slurm"))
+    assert len(one) == 3
+    assert one == two == three
+
+
+def failing(project: Path, run: str, rank: int, how: str, by: str) -> tuple[int, str]:
+    """Exit code and output of a run in which ``rank`` fails in the second batch; -1 is all ranks."""
+    entry = json.dumps({"class_path": "own_classes.Fails", "init_args": {"rank": rank, "how": how}})
+    process = start(project, run, f"--trainer.callbacks+={entry}", by=by)
+    output, _ = process.communicate(timeout=80)
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "lightning"), (1, "torchrun")])
+@pytest.mark.timeout(90)
+def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, by: str) -> None:
+    code, output = failing(project, f"raise-{rank}-{by}", rank, "raise", by)
+    assert code == 1
+    # Not torchrun's own, which tells of the exit code.
+    assert output.count("ValueError: boom\n") == 2
+    assert output.count('raise ValueError("boom")') == 1
+    assert f"rank {1 - rank} ends because rank {rank} failed: ValueError: boom" in output
+    assert all(f"rank {i} cleans up" in output for i in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "by"), [(1, "lightning"), (0, "torchrun")])
+@pytest.mark.timeout(90)
+def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
+    code, output = failing(project, f"kill-{rank}-{by}", rank, "SIGKILL", by)
+    assert code == 1
+    assert f"rank {1 - rank} ends because rank {rank} is gone" in output
+    assert f"rank {1 - rank} cleans up" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
+    code, output = failing(project, "mistake", -1, "mistake", "lightning")
+    assert code == 2
+    assert output.count("width=3") == 1
+    assert "error: width=3 cannot be halved. Use 4.\n" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
+    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning")
+    assert code == 130
+    assert output.count("interrupted\n") == 1
+    assert all(f"rank {i} cleans up" in output for i in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_sigterm_of_any_rank_stops_all_at_the_same_batch(project: Path) -> None:
+    code, output = failing(project, "terminate", 1, "SIGTERM", "lightning")
+    assert code == 0  # as Lightning's of one process
+    assert all(f"rank {i} cleans up" in output for i in range(2))
+    assert "ends because" not in output
