@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -218,7 +219,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     norms are not cut by it.
 
     Returns:
-        A plain float32 scalar; 0 for no tensors.
+        A plain scalar, float32 unless a tensor is of a wider type; 0 for no tensors.
     """
     # tensors by the groups of ranks over which their shards are spread
     spread: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
@@ -230,8 +231,8 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         spread.setdefault(where, []).append(local_tensor(tensor))
     total = torch.zeros(())
     for where, parts in spread.items():
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
-        squares = torch.stack(list(norms)).square().sum()
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+        squares = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype)).square().sum()
         if where is not None:
             mesh, split_dims = where
             squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device

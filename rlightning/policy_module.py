@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
@@ -66,14 +66,17 @@ class PolicyModule(LightningModule):
             self.actor = self.load_model(self.model_path, gradient_checkpointing=self.gradient_checkpointing)
 
     def load_model(self, model: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
-        """Load a policy as the strategy has it: whole, or this rank's shards of it, which are on the device then."""
+        """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device."""
         dtype = torch.get_default_dtype()
-        sharding = None if self._trainer is None else getattr(self.trainer.strategy, "sharding", None)
+        strategy = None if self._trainer is None else self.trainer.strategy
+        sharding = getattr(strategy, "sharding", None)
         if sharding is not None:
             from rlightning.models.sharding import load_sharded_policy
 
             return load_sharded_policy(model, sharding, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
-        return load_policy(model, dtype, gradient_checkpointing=gradient_checkpointing)
+        policy = load_policy(model, dtype, gradient_checkpointing=gradient_checkpointing)
+        # Not self.device, which Lightning sets after configure_model().
+        return policy if strategy is None else nn.Module.to(policy, strategy.root_device)
 
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule, stepped once a rollout."""
