@@ -16,6 +16,7 @@ from rlightning.distributed.checkpoint_folder import (
     find_twins,
     is_checkpoint_folder,
     named_optimizer_state,
+    other_model,
     read_meta,
     read_model,
     read_optimizer,
@@ -114,14 +115,12 @@ class ShardedCheckpoints(ParallelStrategy):
     def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
         """A single file: every rank maps it into memory and reads its own parts."""
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        if "state_dict" not in checkpoint:
+            raise ConfigError(f"ckpt_path={path} is no checkpoint of a run. To start from a model, name it in model.")
         whole = checkpoint.pop("state_dict")
         for name, tensor in weights.items():
             if name not in whole or whole[name].shape != tensor.shape:
-                held = f"one of {tuple(whole[name].shape)}" if name in whole else "nothing of that name"
-                raise ConfigError(
-                    f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and "
-                    f"holds {held}. Name the checkpoint's own model in model."
-                )
+                raise other_model(path, name, tensor, whole[name].shape if name in whole else None)
             own = local_part(whole[name], tensor)
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
         for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", []), strict=False):

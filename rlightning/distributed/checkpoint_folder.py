@@ -8,7 +8,7 @@ Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, 
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ Stored = Mapping[str, TensorStorageMetadata]
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder that a strategy wrote a checkpoint to."""
-    return (path / META).is_file()
+    """Whether ``path`` is a folder that a strategy wrote a whole checkpoint to."""
+    return (path / META).is_file() and (path / ".metadata").is_file()
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -114,11 +114,7 @@ def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> N
     for name, tensor in tensors.items():
         entry = stored.get(f"model/{name}")
         if entry is None or entry.size != tensor.shape:
-            held = "nothing of that name" if entry is None else f"one of {tuple(entry.size)}"
-            raise ConfigError(
-                f"ckpt_path={folder} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds "
-                f"{held}. Name the checkpoint's own model in model."
-            )
+            raise other_model(folder, name, tensor, None if entry is None else entry.size)
     _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -169,6 +165,15 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
             named["state"].setdefault(name, {})[what] = tensors[key]
         meta["optimizer_states"][number] = numbered_optimizer_state(named)
     return meta
+
+
+def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
+    """What to say of a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
+    instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
+    return ConfigError(
+        f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "
+        "Name the checkpoint's own model in model."
+    )
 
 
 def find_twins(module: nn.Module) -> dict[str, str]:

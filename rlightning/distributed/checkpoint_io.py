@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
     """The checkpoint that was written last, a file or a folder; links do not count."""
-    found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but]
+    found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and _is_whole(path)]
     return max(found, key=_written_at, default=None)
 
 
@@ -68,10 +68,10 @@ def last_checkpoint(folder: Path) -> Path | None:
         folder: the checkpoints'.
     """
     lasts = [find_saved(path) for path in (folder / f"last{SUFFIX}", *sorted(folder.glob(f"last-v*{SUFFIX}")))]
-    lasts = [path for path in lasts if path.exists()]
+    lasts = [path for path in lasts if _is_whole(path)]
     if lasts:
         return max(lasts, key=_written_at)
-    previous = [path for path in folder.glob(f"*{SUFFIX}{PREVIOUS}") if path.exists()]
+    previous = [path for path in folder.glob(f"*{SUFFIX}{PREVIOUS}") if _is_whole(path)]
     return newest_checkpoint(folder) or max(previous, key=_written_at, default=None)
 
 
@@ -81,6 +81,11 @@ def relink(link: Path, target: Path) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(os.path.relpath(target, link.parent))
     partial.replace(link)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a file, or a folder of which nothing is missing; links count as what they lead to."""
+    return path.is_file() or is_checkpoint_folder(path)
 
 
 def _written_at(path: Path) -> float:

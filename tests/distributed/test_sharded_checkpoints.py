@@ -1,4 +1,4 @@
-"""A run that is handed on: from one process to two that shard, to two that split each layer, and back to one."""
+"""A run that is handed on: from one process to two that shard, to two that split each layer, and so on."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from sft_run import SIZES, CountSteps, full_weights, pose_as_launched, train, wr
 from sharded_net import run_ranks
 from tiny import save_model
 
-from rlightning.distributed.checkpoint_folder import is_checkpoint_folder
+from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, stored_tensors
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 
@@ -32,10 +32,13 @@ def two_ranks(folder: Path, port: int) -> None:
     )
     assert (trainer.global_step, counter.num_steps, module.weight_version) == (6, 6, 6)
     trainer.save_checkpoint(folder / "tensor_parallel.ckpt")
-    weights = full_weights(module)
-    if rank == 0:
-        torch.save(weights, folder / "weights.pt")
 
+    # two copies of the weights, the optimizer's state on the host
+    strategy = FSDP(shard_size=1, cpu_offload="optimizer")
+    module, trainer = train(folder, 7, devices=2, strategy=strategy, ckpt_path=folder / "tensor_parallel.ckpt")
+    trainer.save_checkpoint(folder / "copies.ckpt")
+    stored = stored_tensors(folder / "copies.ckpt")
+    assert all(len(entry.chunks) == 1 for entry in stored.values())  # of two copies one is written
     with pytest.raises(ConfigError, match=r"is of another model: it should hold .* Name the checkpoint's own model"):
         train(folder / "other", 6, devices=2, strategy=FSDP(), ckpt_path=folder / "data_parallel.ckpt")
 
@@ -43,7 +46,7 @@ def two_ranks(folder: Path, port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
-    """Eight steps in one go are eight steps in four runs; float32 sums in another order make the difference."""
+    """Eight steps in one go are eight steps in five runs; float32 sums in another order make the difference."""
     for folder, sizes in ((tmp_path, SIZES), (tmp_path / "other", {**SIZES, "num_hidden_layers": 3})):
         folder.mkdir(exist_ok=True)
         save_model(folder / "model", **sizes)
@@ -55,13 +58,13 @@ def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
     run_ranks(two_ranks, 2, tmp_path, 0)
 
     assert sorted(path.name for path in tmp_path.glob("*.ckpt*")) == [
+        "copies.ckpt",
         "data_parallel.ckpt",
         "single.ckpt",
         "tensor_parallel.ckpt",
     ]
-    counter = CountSteps()
-    module, trainer = train(tmp_path, STEPS, counter, ckpt_path=tmp_path / "tensor_parallel.ckpt")
-    assert (trainer.global_step, counter.num_steps, module.weight_version) == (STEPS, STEPS, STEPS)
+    module, trainer = train(tmp_path, STEPS, ckpt_path=tmp_path / "copies.ckpt")
+    assert (trainer.global_step, module.weight_version) == (STEPS, STEPS)
     expected = full_weights(in_one_go)
     for name, weight in full_weights(module).items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
