@@ -20,7 +20,8 @@ def package_files() -> list[Path]:
 
 def source_files() -> list[Path]:
     """Everything that is ours but tests."""
-    return [*package_files(), *sorted(CALLBACKS.glob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
+    others = [path for name in ("examples", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
+    return [*package_files(), *sorted(CALLBACKS.glob("*.py")), *others]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -39,14 +40,39 @@ def imports_any(source: str, *packages: str) -> list[str]:
     return [n for n in imported(ast.parse(source)) if any(f"{n}.".startswith(f"{p}.") for p in packages)]
 
 
+MEETINGS = {"barrier", "monitored_barrier"}
+WAITS = {"synchronize"}
+STRATEGIES = {"strategy", "self", "fabric"}
+"""Who asks the strategy: its ``barrier`` is ours, and in the example of a Fabric loop it is that loop's."""
+OWN_MODULES = {"rlightning.distributed.barrier", "rlightning.distributed.platform"}
+
+
 def raw_synchronizations(source: str) -> list[str]:
-    """Barriers and device synchronizations that go past the one primitive of ``rlightning.distributed``."""
+    """Barriers and waits for a device that go past the one primitive of ``rlightning.distributed``, by any alias.
+
+    A strategy's ``barrier`` is none, and neither are the functions of ``OWN_MODULES``.
+    """
     tree = ast.parse(source)
-    found = [n for n in imported(tree) if n in ("torch.distributed.barrier", "torch.cuda.synchronize")]
+    own: set[str] = set(OWN_MODULES)
+    found: list[str] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            name, owner = node.attr, ast.unparse(node.value).rpartition(".")[2]
-            if (name, owner) in (("barrier", "dist"), ("barrier", "distributed"), ("synchronize", "cuda")):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in OWN_MODULES:
+                    own.add(alias.asname or alias.name)
+                elif alias.name in MEETINGS | WAITS and node.module not in OWN_MODULES:
+                    found.append(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            own |= {alias.asname for alias in node.names if alias.name in OWN_MODULES and alias.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in MEETINGS | WAITS:
+            owner = ast.unparse(node.value)
+            is_strategy = node.attr == "barrier" and owner.rpartition(".")[2] in STRATEGIES
+            if owner not in own and not is_strategy:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value in MEETINGS | WAITS:
                 found.append(ast.unparse(node))
     return found
 
@@ -89,7 +115,8 @@ def test_only_the_ray_files_import_ray() -> None:
 
 
 def test_barriers_and_synchronizations_go_through_one_place() -> None:
-    files = [path for path in source_files() if PACKAGE / "distributed" not in path.parents]
+    places = [PACKAGE / "distributed" / "barrier.py", PACKAGE / "distributed" / "platform.py"]
+    files = [path for path in source_files() if path not in places]
     found = {str(p.relative_to(ROOT)): raw_synchronizations(p.read_text(encoding="utf-8")) for p in files}
     assert {name: calls for name, calls in found.items() if calls} == {}
 
@@ -131,11 +158,32 @@ def test_an_import_is_found_wherever_it_stands(source: str, found: list[str]) ->
     [
         "torch.distributed.barrier()",
         "dist.barrier(group)",
+        "import torch.distributed as c10d\nc10d.barrier()",
+        "from torch import distributed as d\nd.monitored_barrier()",
+        "from torch.distributed import barrier as meet",
         "torch.cuda.synchronize()",
+        "torch.accelerator.synchronize()",
+        "torch.cuda.current_stream().synchronize()",
+        "event.synchronize()",
         "from torch.cuda import synchronize",
         "wait = dist.barrier",
+        "getattr(dist, 'barrier')()",
     ],
 )
 def test_a_raw_synchronization_is_found(source: str) -> None:
     assert raw_synchronizations(source)
-    assert not raw_synchronizations("trainer.strategy.barrier('name')")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "trainer.strategy.barrier('name')",
+        "fabric.barrier('name')",
+        "from rlightning.distributed.barrier import barrier\nbarrier('name')",
+        "from rlightning.distributed import platform\nplatform.synchronize(device)",
+        "import rlightning.distributed.platform as p\np.synchronize(device)",
+        "'After the barrier(), synchronize()'",
+    ],
+)
+def test_the_one_primitive_is_none(source: str) -> None:
+    assert not raw_synchronizations(source)
