@@ -14,16 +14,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.spawn import spawn
 
 
-def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
-    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one gloo group; raise what one of them raises."""
+def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> None:
+    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; raise what one of them raises."""
     (folder / "store").unlink(missing_ok=True)
-    spawn(_join, args=(work, num_ranks, folder, args), nprocs=num_ranks)
+    spawn(_join, args=(work, num_ranks, folder, args, device_type), nprocs=num_ranks)
 
 
-def _join(rank: int, work: Callable[..., None], num_ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
+def _join(
+    rank: int, work: Callable[..., None], num_ranks: int, folder: Path, args: tuple[Any, ...], device_type: str
+) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
         work(folder, *args)
     finally:
@@ -54,11 +59,13 @@ def make_net(seed: int = 0) -> OddNet:
     return OddNet()
 
 
-def shard_net(net: OddNet, replicate: int, shard: int, tensor_parallel: int, *, offload: bool = False) -> OddNet:
+def shard_net(
+    net: OddNet, replicate: int, shard: int, tensor_parallel: int, *, device_type: str = "cpu", offload: bool = False
+) -> OddNet:
     """Split ``net`` over a mesh of the three dimensions, of which those of size 0 are left out."""
     sizes = {"replicate": replicate, "shard": shard, "tensor_parallel": tensor_parallel}
     names = tuple(name for name, size in sizes.items() if size)
-    mesh = init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
     if tensor_parallel:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(net, mesh["tensor_parallel"], plan)

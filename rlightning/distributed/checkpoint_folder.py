@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -37,7 +38,7 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """An optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
         "param_groups": [
@@ -74,7 +75,9 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> None:
                 tensors[f"optimizer/{number}/{name}/{key}"] = state.pop(key)
     group = cpu_group()
     with _alone_on_purpose():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=group is None)
+        state_dict_saver.save(
+            tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None
+        )
 
 
 def write_meta(folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str]) -> None:
@@ -101,7 +104,7 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 def stored_tensors(folder: Path) -> Stored:
     """Sizes and dtypes of the tensors in a folder."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -154,7 +157,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     with _alone_on_purpose():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
     twins = meta.pop(FORMAT)["twins"]
     meta["state_dict"] = weights | {name: weights[twin] for name, twin in twins.items()}
@@ -187,9 +190,9 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read into the tensors, in place."""
     group = cpu_group()
     with torch.no_grad(), _alone_on_purpose():
-        dcp.load(
+        state_dict_loader.load(
             {key: tensor.detach() for key, tensor in tensors.items()},
-            storage_reader=dcp.FileSystemReader(folder),
+            storage_reader=FileSystemReader(folder),
             process_group=group,
             no_dist=group is None,
         )

@@ -74,6 +74,23 @@ def compare_with_full_tensor(folder: Path) -> None:
                 assert all(torch.equal(output, weight) for output, weight in zip(outputs, expected, strict=True))
 
 
+def gather_on_gpus(folder: Path) -> None:
+    """Shards on the GPU, and shards that are kept on the host while the group is NCCL's."""
+    rank = dist.get_rank()
+    for offload, tensor_parallel in ((False, 0), (False, 2), (True, 0)):
+        net = make_net() if offload else make_net().to("cuda")
+        shard_net(net, 0, 1 if tensor_parallel else 2, tensor_parallel, device_type="cuda", offload=offload)
+        parameters = list(net.parameters())
+        assert all(parameter.is_cuda is not offload for parameter in parameters)
+        expected = [weight.detach().bfloat16() for weight in make_net().parameters()]
+        gather_into(outputs := empty_like(parameters, torch.bfloat16, "cuda"), parameters)
+        assert all(torch.equal(output.cpu(), weight) for output, weight in zip(outputs, expected, strict=True))
+        outputs = empty_like(parameters, torch.bfloat16, "cpu" if rank == 0 else "meta")
+        gather_into(outputs, parameters, destination=0)
+        if rank == 0:
+            assert all(torch.equal(output, weight) for output, weight in zip(outputs, expected, strict=True))
+
+
 def check_special_cases(folder: Path) -> None:
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
     full = torch.arange(35.0).view(7, 5)
@@ -158,6 +175,13 @@ def check_everything(folder: Path) -> None:
 @pytest.mark.timeout(120)
 def test_shards_of_four_ranks_are_gathered(tmp_path: Path) -> None:
     run_ranks(check_everything, 4, tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(180)
+def test_shards_of_two_gpus_are_gathered(tmp_path: Path) -> None:
+    run_ranks(gather_on_gpus, 2, tmp_path, device_type="cuda")
 
 
 def test_plain_tensors_are_copied_without_any_process_group() -> None:
