@@ -247,7 +247,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
     group = cpu_group()
     assert group is not None
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     # The deadline is ours; that of the operation has to be later, and soon: a process ends after its operations.
     options.timeout = timedelta(seconds=seconds + ROLL_CALL_SECONDS)
     return group.allreduce([tensor], options)

@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -35,9 +38,9 @@ class NoteStore:
         prefix: of all keys.
     """
 
-    def __init__(self, store: dist.Store, prefix: str) -> None:
+    def __init__(self, store: "Store", prefix: str) -> None:
         self._prefix = prefix
-        self._tasks: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], queue.SimpleQueue[Any]] | None]
+        self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None]
         self._tasks = queue.SimpleQueue()
         threading.Thread(target=self._serve, args=(store,), name="note-store", daemon=True).start()
 
@@ -48,7 +51,7 @@ class NoteStore:
     def get(self, key: str) -> str | None:
         """What is written there, or None."""
 
-        def read(store: dist.Store) -> str | None:
+        def read(store: "Store") -> str | None:
             # A key that is not there would be waited for.
             return store.get(self._prefix + key).decode() if store.check([self._prefix + key]) else None
 
@@ -66,7 +69,7 @@ class NoteStore:
         """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
         self._tasks.put(None)
 
-    def _ask(self, task: Callable[[dist.Store], T]) -> T:
+    def _ask(self, task: Callable[["Store"], T]) -> T:
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
         self._tasks.put((task, answers))
         try:
@@ -77,8 +80,8 @@ class NoteStore:
             raise StoreError("The ranks' store does not answer.") from error
         return answer  # type: ignore[return-value]
 
-    def _serve(self, store: dist.Store) -> None:
-        own: dist.Store | None = None
+    def _serve(self, store: Any) -> None:
+        own: Any = None
         while (asked := self._tasks.get()) is not None:
             task, answers = asked
             try:

@@ -49,9 +49,9 @@ class ConnectedRanks(ParallelStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._launcher is None or type(self._launcher) is _SubprocessScriptLauncher:
-            assert self.cluster_environment is not None
+            strategy: Any = self  # which has the counts that this mixin does not
             # Also under torchrun and SLURM, where it starts nothing: it is the first to hear of an exception.
-            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
         """Meet the other processes."""

@@ -23,8 +23,8 @@ class SigtermAgreement:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._is_asked = False
-        trainer._signal_connector._sigterm_notifier_fn = self.note
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree
+        trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
 
     def note(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler."""

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent.parent
 
@@ -46,7 +47,7 @@ def end_ranks(ranks: "list[subprocess.Popen[str]]") -> None:
         process.communicate()
 
 
-def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 60) -> list[dict[str, object]]:
+def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 60) -> list[dict[str, Any]]:
     """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none."""
     found = []
     for process in ranks:

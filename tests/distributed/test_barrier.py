@@ -35,7 +35,9 @@ def connect():
 connect()
 """
 
-LIVING = MEET + """
+LIVING = (
+    MEET
+    + """
 # The last to come is not early, and nobody leaves before.
 time.sleep(rank * 0.2)
 came = time.time()
@@ -64,8 +66,11 @@ print(json.dumps(result), flush=True)
 if rank != 2:
     time.sleep(2.5)  # rank 0 has the store
 """
+)
 
-GOING = MEET + """
+GOING = (
+    MEET
+    + """
 barrier("start")
 if rank == int(sys.argv[1]):
     if sys.argv[2] == "raise":
@@ -75,6 +80,7 @@ note("gone", "save", timeout=5)
 print(json.dumps(result), flush=True)
 os._exit(0)  # the group would wait for the missing at its end
 """
+)
 
 
 @pytest.mark.timeout(60)
@@ -108,8 +114,16 @@ def test_living_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "how", "message"),
     [
-        (1, "raise", "Barrier 'save' broke: a connection between the ranks closed; rank 1 was last seen at barrier 'start'"),
-        (2, "kill", "Barrier 'save' broke: a connection between the ranks closed; rank 2 was last seen at barrier 'start'"),
+        (
+            1,
+            "raise",
+            "Barrier 'save' broke: a connection between the ranks closed; rank 1 was last seen at barrier 'start'",
+        ),
+        (
+            2,
+            "kill",
+            "Barrier 'save' broke: a connection between the ranks closed; rank 2 was last seen at barrier 'start'",
+        ),
         (1, "stop", "Barrier 'save' was not reached by rank 1 within 5 s: rank 1 was last seen at barrier 'start'"),
         (0, "kill", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
         (0, "stop", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),

@@ -1,0 +1,108 @@
+"""The strategies' own barrier, broadcast and reductions, asked by Lightning and a callback on two real ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+from tiny import bare_trainer
+
+from rlightning.distributed import barrier as barriers
+from rlightning.distributed.cpu_group import barrier_timeout, cpu_group
+from rlightning.distributed.ddp import DDP, replace_lightning_ddp
+from rlightning.distributed.failure import active_watch
+from rlightning.errors import ConfigError
+
+
+class AskStrategy(Callback):
+    """Writes what the strategy answers on each rank."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        hold = barriers._Meeting.hold
+
+        def note(meeting: Any) -> None:
+            self.names.append(meeting.name)
+            hold(meeting)
+
+        barriers._Meeting.hold = note  # type: ignore[method-assign, assignment]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy, rank = trainer.strategy, trainer.global_rank
+        value = torch.tensor([1.0, 2.0]) * (rank + 1)
+        mean = strategy.reduce(value)
+        answers = {
+            "broadcast": [strategy.broadcast({"rank": rank}), strategy.broadcast(rank, src=1)],
+            "mean": mean.tolist(),
+            "in place": mean is value,
+            "sum": strategy.reduce(torch.tensor(rank + 1), reduce_op="sum").item(),
+            "sum of bfloat16": strategy.reduce(
+                torch.tensor(0.5, dtype=torch.bfloat16), reduce_op=dist.ReduceOp.SUM
+            ).item(),
+            "max": strategy.reduce(torch.tensor(rank), reduce_op="max").item(),
+            "no tensor": strategy.reduce("text"),
+            "all": [strategy.reduce_boolean_decision(flag) for flag in (True, rank == 0, False)],
+            "any": [strategy.reduce_boolean_decision(flag, all=False) for flag in (True, rank == 0, False)],
+            "timeout": barrier_timeout(),
+            "backend": dist.get_backend(cpu_group()),
+            "is watched": active_watch() is not None,
+        }
+        strategy.barrier()
+        strategy.barrier("own name")
+        answers["names"] = self.names
+        (Path(trainer.default_root_dir) / f"rank{rank}.json").write_text(json.dumps(answers))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    strategy = DDP(start_method="spawn", barrier_timeout=60)
+    bare_trainer(tmp_path, 2, AskStrategy(), devices=2, strategy=strategy).fit(BoringModel())
+    for rank in range(2):
+        answers = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        names = answers.pop("names")
+        assert answers == {
+            "broadcast": [{"rank": 0}, 1],
+            "mean": [1.5, 3.0],
+            "in place": True,
+            "sum": 3,
+            "sum of bfloat16": 1.0,
+            "max": 1,
+            "no tensor": "text",
+            "all": [True, False, False],
+            "any": [True, True, False],
+            "timeout": 60,
+            "backend": "gloo",
+            "is watched": True,
+        }
+        assert names[-2:] == ["AskStrategy.on_train_start", "own name"]
+        # Lightning's own.
+        assert {"post_setup", "run-stage", "train_dataloader()"} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_one_rank_needs_no_group(tmp_path: Path) -> None:
+    bare_trainer(tmp_path, 2, devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
+
+
+@pytest.mark.parametrize("name", ["barrier_timeout", "failure_grace"])
+def test_times_that_cannot_be_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0 must be positive"):
+        DDP(**{name: 0})
+
+
+def test_the_short_name_is_replaced() -> None:
+    usual = StrategyRegistry["ddp"]
+    try:
+        replace_lightning_ddp()
+        assert type(StrategyRegistry.get("ddp")) is DDP
+    finally:
+        StrategyRegistry["ddp"] = usual
