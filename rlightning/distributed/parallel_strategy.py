@@ -87,7 +87,7 @@ class ConnectedRanks(ParallelStrategy):
         """Reduce a tensor over all ranks, in place; anything else is returned as it is.
 
         Args:
-            tensor: of any device.
+            tensor: of any device. The mean of integers is a new tensor, of floats.
             group: another group than that of all ranks: the tensor is reduced there, on its own device.
             reduce_op: "mean", "sum", or another of torch's operations, by name or itself.
         """
@@ -106,6 +106,9 @@ class ConnectedRanks(ParallelStrategy):
         dist.all_reduce(reduced, op, group=group)
         if is_mean:
             reduced = reduced / dist.get_world_size(group)
+            if not tensor.is_floating_point():
+                # Lightning divides means by counts that it averages this way: cut to integers they would be wrong.
+                return reduced.to(tensor.device)
         with torch.no_grad():
             return tensor.copy_(reduced)
 

@@ -42,6 +42,7 @@ class AskStrategy(Callback):
             "broadcast": [strategy.broadcast({"rank": rank}), strategy.broadcast(rank, src=1)],
             "mean": mean.tolist(),
             "in place": mean is value,
+            "mean of integers": strategy.reduce(torch.tensor(rank + 1)).item(),
             "sum": strategy.reduce(torch.tensor(rank + 1), reduce_op="sum").item(),
             "sum of bfloat16": strategy.reduce(
                 torch.tensor(0.5, dtype=torch.bfloat16), reduce_op=dist.ReduceOp.SUM
@@ -72,6 +73,7 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
             "broadcast": [{"rank": 0}, 1],
             "mean": [1.5, 3.0],
             "in place": True,
+            "mean of integers": 1.5,
             "sum": 3,
             "sum of bfloat16": 1.0,
             "max": 1,
