@@ -42,7 +42,8 @@ class NoteStore:
         self._prefix = prefix
         self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None]
         self._tasks = queue.SimpleQueue()
-        threading.Thread(target=self._serve, args=(store,), name="note-store", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(store,), name="note-store", daemon=True)
+        self._thread.start()
 
     def set(self, key: str, text: str) -> None:
         """Write ``text``."""
@@ -68,6 +69,7 @@ class NoteStore:
     def close(self) -> None:
         """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
         self._tasks.put(None)
+        self._thread.join(1.0)
 
     def _ask(self, task: Callable[["Store"], T]) -> T:
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()

@@ -30,6 +30,8 @@ def note(key, name, **kwargs):
 def connect():
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Rank 0 may be the last to let go of the old store.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     dist.init_process_group("gloo")
 
 connect()
