@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rank_processes import end_ranks, start_ranks
 
 from rlightning.distributed.failure import describe, exit_code, is_failure
@@ -17,7 +18,7 @@ import torch, torch.distributed as dist
 from rlightning.distributed.failure import FailureWatch
 
 rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo")
+dist.init_process_group("nccl" if others == "device" else "gloo")
 with FailureWatch(grace=2):
     try:
         if rank == failing:
@@ -34,6 +35,9 @@ with FailureWatch(grace=2):
             subprocess.run(["sleep", "60"])
         elif others == "collective":
             dist.all_reduce(torch.ones(1))
+        elif others == "device":
+            dist.all_reduce(number := torch.ones(1, device=f"cuda:{rank}"))
+            number.item()
         elif others == "stuck":
             # Like a collective on a device: no signal gets through to Python.
             mutex = ctypes.create_string_buffer(64)
@@ -47,11 +51,11 @@ sys.stderr.write(f"rank {rank} is through\\n")
 """
 
 
-def run_ranks(folder: Path, failing: int, how: str, others: str) -> tuple[list[int], list[str]]:
-    """Exit codes and standard errors of three ranks."""
+def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int = 3) -> tuple[list[int], list[str]]:
+    """Exit codes and standard errors of the ranks."""
     script = folder / "loop.py"
     script.write_text(LOOP)
-    ranks = start_ranks(script, 3, str(failing), how, others)
+    ranks = start_ranks(script, num_ranks, str(failing), how, others)
     try:
         errors = [process.communicate(timeout=45)[1] for process in ranks]
     finally:
@@ -82,6 +86,17 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
         if rank != failing:
             assert f"rank {rank} ends because rank {failing} is gone" in error
             assert "Traceback" not in error
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.timeout(120)
+def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -> None:
+    codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
+    assert codes[0] == 1
+    assert "rank 0 ends because rank 1 " in errors[0]
+    assert "Traceback" not in errors[0]
 
 
 @pytest.mark.timeout(60)
