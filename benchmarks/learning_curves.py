@@ -131,12 +131,26 @@ def compare_stage(
     return curves, compare_curves(metric, *curves)
 
 
+def compare_losses(arguments: argparse.Namespace, runs: list[Run]) -> tuple[Rows, Rows, list[str]]:
+    """Of stage one: a row a point of the curves, a row on how they agree, and how far apart equal seeds ever are."""
+    curves, rows = compare_stage(arguments, runs, "policy/loss", "loss.svg")
+    last_tenth = [[mean(v for _, v in curve[-max(len(curve) // 10, 1) :]) for curve in some] for some in curves]
+    pairs = [pair for both in zip(*curves, strict=True) for pair in zip(*both, strict=True)]
+    apart = max(abs(one[1] - several[1]) for one, several in pairs)
+    note = (
+        f"SFT sees the same data on one and on {arguments.gpus} GPUs with the same seed: at no step do the two losses "
+        f"differ by more than {apart:.2g} nats."
+    )
+    return rows, [{"quantity": "SFT loss, last tenth", **compare(*last_tenth)}], [note]
+
+
 def main() -> None:
     """Both stages for all seeds, on one and on several GPUs."""
     parser = benchmark_parser(__doc__ or "", "learning_curves", steps=250, model=None)
     parser.add_argument("--gpus", type=int, default=4, help="that one GPU is compared with (4)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(0 1 2 3)")
     parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
+    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
     parser.add_argument("--runs-per-gpu", type=int, default=5, help="that share a GPU (5)")
     parser.add_argument("--utilization", type=float, default=0.06, help="gpu_memory_utilization of each (0.06)")
     parser.set_defaults(at_once=8)
@@ -147,35 +161,26 @@ def main() -> None:
 
     sizes = [1, arguments.gpus]
     share = arguments.runs_per_gpu
-    jobs = [sft_job(arguments, seed, n) for seed in arguments.seeds for n in sizes]
+    jobs = [] if arguments.start else [sft_job(arguments, seed, n) for seed in arguments.seeds for n in sizes]
     sft = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=share)]
-    jobs = [grpo_job(arguments, seed, n, sft[0].folder / "hf") for n in reversed(sizes) for seed in arguments.seeds]
+    start = arguments.start or sft[0].folder / "hf"
+    jobs = [grpo_job(arguments, seed, n, start) for n in reversed(sizes) for seed in arguments.seeds]
     grpo = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=share)]
 
-    loss, loss_rows = compare_stage(arguments, sft, "policy/loss", "loss.svg")
+    rows, agreement, notes = compare_losses(arguments, sft) if sft else ([], [], [])
     reward, reward_rows = compare_stage(arguments, grpo, "reward/mean", "reward.svg")
     passed, pass_rows = compare_stage(arguments, grpo, PASS, "pass.svg")
-    rows = loss_rows + reward_rows + pass_rows
+    rows += reward_rows + pass_rows
     write_csv(arguments.out / "table.csv", rows)
     (arguments.out / "table.md").write_text(format_table(rows))
 
-    last_tenth = [[mean(v for _, v in curve[-max(len(curve) // 10, 1) :]) for curve in curves] for curves in loss]
     area = [[mean(value for _, value in curve) for curve in curves] for curves in reward]
     last = [[curve[-1][1] for curve in curves] for curves in passed]
-    agreement = [
-        {"quantity": "SFT loss, last tenth", **compare(*last_tenth)},
+    agreement += [
         {"quantity": "GRPO reward, all steps", **compare(*area)},
         {"quantity": "greedy pass@1, end", **compare(*last)},
     ]
-    pairs = [pair for curves in zip(*loss, strict=True) for pair in zip(*curves, strict=True)]
-    apart = max(abs(a[1] - b[1]) for a, b in pairs)
-    text = "\n".join(
-        [
-            format_table(agreement),
-            f"SFT sees the same data on one and on {arguments.gpus} GPUs with the same seed: at no step do the two "
-            f"losses differ by more than {apart:.2g} nats.",
-        ]
-    )
+    text = "\n".join([format_table(agreement), *notes])
     (arguments.out / "agreement.md").write_text(text)
     say(text)
 

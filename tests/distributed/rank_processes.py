@@ -26,7 +26,7 @@ def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Po
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     return [
         subprocess.Popen(
