@@ -199,7 +199,7 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
     Returns:
         The runs in the jobs' order, whether they ended well or not.
     """
-    needed = max(job.num_devices for job in jobs)
+    needed = max((job.num_devices for job in jobs), default=0)
     num_devices = count_gpus() if arguments.device == "cuda" else needed * arguments.at_once
     if needed > num_devices:
         raise SystemExit(f"{needed} GPUs are needed, and there are {num_devices}.")

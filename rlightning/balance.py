@@ -57,8 +57,8 @@ def balance(batch: RolloutBatch, deal: Deal, *, tensor_parallel_size: int = 1) -
 def assign_groups(tokens: Sequence[int], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
     """The rank of each group: in each minibatch the largest group goes first, each to the rank with the fewest tokens.
 
-    Of ranks that are level the one with the fewest tokens over all minibatches is taken, so that no rank stays without a
-    group as long as there are enough.
+    Of ranks that are level the one with the fewest tokens over all minibatches is taken, so that no rank stays without
+    a group as long as there are enough.
 
     Args:
         tokens: [G], of each group.

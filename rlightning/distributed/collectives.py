@@ -1,7 +1,7 @@
 """What the ranks of a run tell each other that is no tensor of the model: counts, decisions, completions.
 
-Everything here goes over the CPU (gloo) group and touches no device. Without several processes it is a no-op, so callers
-need not ask. All ranks must call the same function in the same order.
+Everything here goes over the CPU (gloo) group and touches no device. Without several processes it is a no-op, so
+callers need not ask. All ranks must call the same function in the same order.
 """
 
 import pickle

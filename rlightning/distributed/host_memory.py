@@ -19,7 +19,8 @@ class HostMemory:
 
     A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
     parameters, views, DTensors, FSDP's shards and whoever refers to them notice nothing, so long as nobody reads
-    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the next time.
+    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the
+    next time.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Several ranks roll out with real engines: one a rank, or one that they share."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
