@@ -55,9 +55,7 @@ def test_updates_divide_the_prompts(prompts: int, such_as: str) -> None:
 def test_ranks_divide_the_prompts_of_a_step() -> None:
     with pytest.raises(ConfigError) as error:
         BatchPlan(**SIZES).check_world_size(8)
-    assert str(error.value) == (
-        "prompts_per_step=12 cannot be split over 8 ranks. Use a multiple of 24, such as 24."
-    )
+    assert str(error.value) == ("prompts_per_step=12 cannot be split over 8 ranks. Use a multiple of 24, such as 24.")
 
 
 def test_sequences_fit_the_model_and_the_microbatch() -> None:

@@ -297,7 +297,5 @@ def test_prompts_that_the_ranks_cannot_split(tokenizer: PreTrainedTokenizerFast,
     data = make_data(train)
     data.trainer = make_trainer(tmp_path, devices=2, strategy="ddp")
     data.trainer.strategy.connect(Recorder(tokenizer))
-    with pytest.raises(
-        ConfigError, match=r"prompts_per_step=3 cannot be split over 2 ranks\. .* such as 2"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts_per_step=3 cannot be split over 2 ranks\. .* such as 2"):
         data.setup("fit")
