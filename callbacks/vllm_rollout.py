@@ -16,6 +16,7 @@ from rlightning.distributed.collectives import any_rank, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError, check_rules, did_you_mean
 from rlightning.hooks import RLCallback, fire
 from rlightning.rollout import Sampling
+from rlightning.rollout.canary import CANARY_TOKENS, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
 from rlightning.run_dir import run_dir
@@ -23,8 +24,6 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
 
-CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
-CANARY_TOKENS = 32
 MIN_HANG_TIMEOUT = 5.0
 """Seconds."""
 OWN_ARGUMENTS = {
@@ -35,10 +34,6 @@ OWN_ARGUMENTS = {
     "worker_extension_cls": "weights are received by it",
 }
 """Engine arguments that are not passed through, with the reason."""
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-TF32_TOLERANCE = 0.02
-"""Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
-with one wrong matrix 0.2 and more."""
 
 
 class VLLMRollout(RLCallback):
@@ -264,7 +259,7 @@ class VLLMRollout(RLCallback):
         expected = None
         if any_rank(self.verify_every > 0 and self._num_syncs % self.verify_every == 0):
             # While the actor has the device: its memory may be somewhere else once the engine is awake.
-            canary = _canary(module.tokenizer, module.max_model_length - 1)
+            canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
             expected = module.score(canary).cpu().numpy()
         group.load_weights(module.named_weights, version)
         if group.config.can_sleep:
@@ -277,18 +272,14 @@ class VLLMRollout(RLCallback):
 
     def _verify(self, engine: VLLMEngine, canary: list[int], expected: NDArray[np.float32]) -> None:
         """Refuse to sample from an engine whose log-probabilities are not the actor's."""
-        got = engine.score(canary)
-        gap = float(abs(expected - got)[1:].mean())
-        tolerance = self.verify_tolerance
+        version, tolerance = self._module.weight_version, self.verify_tolerance
         if tolerance is None:
-            tolerance = _default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
-        if not gap <= tolerance:
-            version, engine.weight_version = engine.weight_version, None  # nobody may sample from it
-            raise EngineError(
-                f"The engine does not hold the actor's weights of version {version}: the canary's mean log-probability "
-                f"is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, and they "
-                f"differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}."
-            )
+            tolerance = default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
+        try:
+            check_agreement(expected, engine.score(canary), tolerance, version)
+        except EngineError:
+            engine.weight_version = None  # nobody may sample from it
+            raise
 
     # Configuration
 
@@ -373,23 +364,6 @@ class VLLMRollout(RLCallback):
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
-
-
-def _default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:
-    """The coarser of the two precisions, the engine's and the actor's, decides."""
-    tolerance = VERIFY_TOLERANCE[engine.dtype]
-    if engine.device.type == "cuda":
-        tolerance = max(tolerance, TF32_TOLERANCE)  # which vLLM multiplies float32 matrices in
-    if "16" in actor_precision:
-        tolerance = max(tolerance, VERIFY_TOLERANCE[torch.bfloat16])
-    return tolerance
-
-
-def _canary(tokenizer: Any, max_tokens: int) -> list[int]:
-    """Tokens to compare actor and engine on: a short text, filled up where the tokenizer makes too little of it."""
-    token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
-    token_ids += [(7 * i + 1) % len(tokenizer) for i in range(CANARY_TOKENS - len(token_ids))]
-    return token_ids[: min(CANARY_TOKENS, max_tokens)]
 
 
 def _random_streams(prompts: Sequence[Prompt], weight_version: int) -> list[int]:

@@ -166,7 +166,7 @@ class VLLMEngine:
         """
         self.weight_version = None
         if self._is_asleep:
-            self._call("wake", "weights")
+            self._wake("weights")
         if not self._is_bucket_open:
             self._call("open_bucket", list(handles))
             self._is_bucket_open = True
@@ -187,7 +187,7 @@ class VLLMEngine:
                 f"random, such as {', '.join(self._missing[:3])}. The engine must be of the actor's architecture."
             )
         if self._is_asleep:
-            self._call("wake", "kv_cache")
+            self._wake("kv_cache")
             self._is_asleep = False
         if not self._call("reset_prefix_cache"):
             raise EngineError("The engine is still busy with requests of the weights before. Finish them first.")
@@ -199,6 +199,18 @@ class VLLMEngine:
             self._call("sleep")
             self._is_asleep = True
             self.weight_version = None
+
+    def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        try:
+            self._call("wake", tag)
+        except EngineError as error:
+            if isinstance(error, EngineDiedError) or "out of memory" not in str(error).lower():
+                raise
+            raise EngineError(
+                f"The engine found no room for its {tag.replace('_', ' ')} when it woke: the trainer holds the "
+                "device's memory. Add EmptyCacheAfterUpdate to trainer.callbacks (and OffloadDuringRollout, if that is "
+                f"not enough), or lower rollout.gpu_memory_utilization. {error}"
+            ) from error
 
     def close(self) -> None:
         """See :meth:`RolloutEngine.close`."""

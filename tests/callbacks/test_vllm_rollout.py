@@ -15,10 +15,10 @@ from engine_run import Witness, in_session, make_data, make_module, make_rollout
 from lightning.pytorch import Trainer
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.callbacks.vllm_rollout import _canary
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
+from rlightning.rollout.canary import canary_tokens
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Prompt
@@ -188,7 +188,7 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
             sample(loop)
         with pytest.raises(EngineError):  # nor does it the next time
             sample(loop)
-    canary = _canary(loop.policy.tokenizer, 255)
+    canary = canary_tokens(loop.policy.tokenizer, 255)
     assert len(canary) == 32
     assert f"of version {before + 1}" in str(caught.value)
     assert f"is {loop.policy.score(canary)[1:].mean():.4f} under the actor and -" in str(caught.value)

@@ -216,6 +216,21 @@ def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
 
+def test_a_full_device_is_told_with_the_ways_out(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
+
+    def refuse(engine: VLLMEngine, method: str, *arguments: str) -> None:
+        raise EngineError("The engine refused a request:\nCUDA Error: out of memory at /workspace/cumem_allocator.cpp")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMEngine, "_call", refuse)
+        patch.setattr(engine, "_is_asleep", True)
+        with pytest.raises(
+            EngineError, match=r"no room for its weights when .* Add EmptyCacheAfterUpdate .*cumem"
+        ):
+            engine.begin_loading([])
+
+
 @pytest.mark.slow
 def test_tied_weights_travel_once(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", tie_word_embeddings=True)

@@ -1,0 +1,62 @@
+"""A short sequence on which actor and engine must agree: stale or wrong weights show in its log-probabilities."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlightning.errors import EngineError
+from rlightning.rollout.vllm_engine import VLLMConfig
+
+CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
+CANARY_TOKENS = 32
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+TF32_TOLERANCE = 0.02
+"""Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
+with one wrong matrix 0.2 and more."""
+
+
+def canary_tokens(tokenizer: Any, max_tokens: int) -> list[int]:
+    """The canary [P]: a short text, filled up where the tokenizer makes too little of it.
+
+    Args:
+        tokenizer: the policy's.
+        max_tokens: cut it here.
+    """
+    token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
+    token_ids += [(7 * i + 1) % len(tokenizer) for i in range(CANARY_TOKENS - len(token_ids))]
+    return token_ids[: min(CANARY_TOKENS, max_tokens)]
+
+
+def default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:
+    """The coarser of the two precisions, the engine's and the actor's, decides."""
+    tolerance = VERIFY_TOLERANCE[engine.dtype]
+    if engine.device.type == "cuda":
+        tolerance = max(tolerance, TF32_TOLERANCE)  # which vLLM multiplies float32 matrices in
+    if "16" in actor_precision:
+        tolerance = max(tolerance, VERIFY_TOLERANCE[torch.bfloat16])
+    return tolerance
+
+
+def check_agreement(
+    expected: NDArray[np.float32], got: NDArray[np.float32], tolerance: float, weight_version: int
+) -> None:
+    """Refuse log-probabilities that are not the actor's.
+
+    Args:
+        expected: [P], the canary's under the actor; the first is not looked at.
+        got: [P], under the engine.
+        tolerance: the largest mean difference, in nats.
+        weight_version: which weights the engine should hold.
+
+    Raises:
+        EngineError: with both means and their difference.
+    """
+    gap = float(abs(expected - got)[1:].mean())
+    if not gap <= tolerance:  # nor is it if the gap is not a number
+        raise EngineError(
+            f"The engine does not hold the actor's weights of version {weight_version}: the canary's mean "
+            f"log-probability is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, "
+            f"and they differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}."
+        )
