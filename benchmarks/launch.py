@@ -170,7 +170,7 @@ def grpo_config(
         trainer["strategy"] = {"class_path": "rlightning.distributed.FSDP"}
     settings = {
         "model": str(arguments.model),
-        "rewards": ["probes.random_reward"],
+        "rewards": ["rewards.random_reward"],
         "prompts_per_step": prompts_per_step,
         "samples_per_prompt": samples_per_prompt,
     }

@@ -1,4 +1,4 @@
-"""Callbacks and a reward that the benchmarks put into a run: they vary the work, and write down what it takes."""
+"""Callbacks that the benchmarks put into a run: they vary the work, and write down what it takes."""
 
 import csv
 import random
@@ -10,11 +10,6 @@ from typing import Any
 from rlightning.distributed.platform import memory_use, synchronize
 from rlightning.hooks import RLCallback
 from rlightning.run_dir import run_dir
-
-
-def random_reward(completion: str) -> float:
-    """Uniform in [0, 1): a model of random weights has nothing to be judged by, and the update costs the same."""
-    return random.SystemRandom().random()
 
 
 class CSVTrace(RLCallback):
