@@ -42,8 +42,9 @@ endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@
 
+# One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
