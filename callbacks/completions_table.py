@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich import get_console
 from rich.table import Table
@@ -150,11 +151,10 @@ def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
     advantage (if it is there yet: that of the completion's first token), length in tokens, finish_reason.
     """
     num = batch.num_sequences
-    starts = (batch.cu_seqlens[:-1].tolist(), [len(p.token_ids) for p in batch.prompts])
     groups = batch.group_ids.tolist()
     rewards = _column(batch.rewards, num)
     components = {f"reward/{name}": _column(values, num) for name, values in batch.reward_components.items()}
-    advantages = None if batch.advantages is None else batch.advantages.float().tolist()
+    advantages = None if batch.advantages is None else _first_advantages(batch)
     rows = []
     for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
         row: dict[str, Any] = {
@@ -168,9 +168,17 @@ def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
         }
         length = len(completion.token_ids)
         if advantages is not None:
-            row["advantage"] = advantages[starts[0][i] + starts[1][i]] if length else 0.0
+            row["advantage"] = advantages[i] if length else 0.0
         rows.append(row | {"length": length, "finish_reason": completion.finish_reason})
     return rows
+
+
+def _first_advantages(batch: RolloutBatch) -> list[float]:
+    """Of the token after each prompt, which is another sequence's where a completion is empty."""
+    assert batch.advantages is not None
+    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in batch.prompts], dtype=torch.int64)
+    first = batch.cu_seqlens[:-1] + prompt_lengths.to(batch.cu_seqlens.device)
+    return batch.advantages[first.clamp(max=batch.num_tokens - 1)].float().tolist()
 
 
 def _column(values: Tensor | None, num: int) -> list[float]:

@@ -70,7 +70,6 @@ class RolloutBatch:
 
     Attributes:
         token_ids: [T] int64.
-        position_ids: [T] int64, counted from 0 in each sequence.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
         completion_mask: [T] bool, the tokens that the policy sampled.
         rollout_logprobs: [T] float32, from the engine; 0 on prompts.
@@ -87,7 +86,6 @@ class RolloutBatch:
     """
 
     token_ids: Tensor
-    position_ids: Tensor
     cu_seqlens: Tensor
     completion_mask: Tensor
     rollout_logprobs: Tensor
@@ -115,25 +113,24 @@ class RolloutBatch:
         """
         pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
         groups = [g for g, group in enumerate(completions) for _ in group]
-        prompt_lengths = [len(p.token_ids) for p, _ in pairs]
-        lengths = [n + len(c.token_ids) for n, (_, c) in zip(prompt_lengths, pairs, strict=True)]
+        prompt_ids = [np.asarray(p.token_ids, np.int64) for p in prompts]
+        lengths = [len(p.token_ids) + len(c.token_ids) for p, c in pairs]
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         total = int(cu_seqlens[-1])
         token_ids = np.zeros(total, np.int64)
         rollout_logprobs = np.zeros(total, np.float32)
         weight_versions = np.full(total, -1, np.int32)
         completion_mask = np.zeros(total, np.bool_)
-        for start, end, n, (prompt, completion) in zip(cu_seqlens, cu_seqlens[1:], prompt_lengths, pairs, strict=False):
-            middle = start + n
-            token_ids[start:middle] = prompt.token_ids
+        bounds = cu_seqlens.tolist()
+        for start, end, group, (_, completion) in zip(bounds, bounds[1:], groups, pairs, strict=False):
+            middle = start + len(prompt_ids[group])
+            token_ids[start:middle] = prompt_ids[group]
             token_ids[middle:end] = completion.token_ids
             rollout_logprobs[middle:end] = completion.logprobs
             weight_versions[middle:end] = completion.weight_versions
             completion_mask[middle:end] = True
-        position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
         return cls(
             token_ids=torch.from_numpy(token_ids),
-            position_ids=torch.from_numpy(position_ids.astype(np.int64)),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             completion_mask=torch.from_numpy(completion_mask),
             rollout_logprobs=torch.from_numpy(rollout_logprobs),
@@ -169,7 +166,13 @@ class RolloutBatch:
     @property
     def completion_lengths(self) -> Tensor:
         """[N] int64, completion tokens."""
-        return self.sum_by_sequence(self.completion_mask.long())
+        # Exact up to 2^24 tokens a sequence, and without the [T] indices of sum_by_sequence.
+        return torch.segment_reduce(self.completion_mask.float(), "sum", lengths=self.lengths, unsafe=True).long()
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64, each token's place in its sequence, counted from 0."""
+        return torch.arange(self.num_tokens, device=self.token_ids.device) - self.to_tokens(self.cu_seqlens[:-1])
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -202,22 +205,23 @@ class RolloutBatch:
             sequences: indices in ``range(N)``.
         """
         index = torch.as_tensor(sequences, dtype=torch.int64, device=self.token_ids.device)
-        lengths = self.lengths[index]
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        starts = self.cu_seqlens[:-1].long()[index]
-        offsets = (starts - cu_seqlens[:-1]).repeat_interleave(lengths)
-        tokens = torch.arange(offsets.numel(), device=offsets.device) + offsets
+        starts, ends = self.cu_seqlens[index], self.cu_seqlens[index + 1]
+        # Runs of tokens are copied whole: an index a token would take more memory than what it selects.
+        order, *bounds = torch.stack([index, starts, ends]).tolist()
+        runs = [slice(*run) for run in zip(*bounds, strict=True)]
         chosen: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name == "cu_seqlens":
                 continue
-            chosen[f.name] = value[index] if f.name in ("group_ids", "rewards") else value[tokens]
-        order: list[int] = index.tolist()
+            if f.name in ("group_ids", "rewards"):
+                chosen[f.name] = value[index]
+            else:
+                chosen[f.name] = torch.cat([value[:0], *(value[run] for run in runs)])
         return replace(
             self,
             **chosen,
-            cu_seqlens=cu_seqlens.int(),
+            cu_seqlens=torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0, dtype=torch.int32)]),
             prompts=[self.prompts[i] for i in order],
             completions=[self.completions[i] for i in order],
             reward_components={name: value[index] for name, value in self.reward_components.items()},
@@ -239,8 +243,10 @@ class RolloutBatch:
     def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Lay several batches end to end. Optional tensors must be there in all of them or in none.
 
-        Groups stay apart: the ids of each batch are counted on from the one before it.
+        Groups stay apart: the ids of each batch are counted on from the one before it. One batch alone is not copied.
         """
+        if len(batches) == 1:
+            return replace(batches[0])
         merged: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(b, f.name) for b in batches]

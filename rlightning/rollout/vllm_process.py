@@ -47,8 +47,8 @@ class VLLMServer:
             {
                 "text": one.text,
                 "token_ids": np.asarray(one.token_ids, np.int64),
-                # position i's first entry is the sampled token's
-                "logprobs": np.asarray(one.logprobs.logprobs, np.float32)[np.asarray(one.logprobs.start_indices)],
+                # logprobs=0: one entry a position, the sampled token's
+                "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
                 "finish_reason": one.finish_reason,
             }
             for one in output.outputs
