@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from rlightning.atomic_save import written_aside
 from rlightning.console import is_live_terminal
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
-from rlightning.run_dir import run_dir, written_aside
+from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
 
 logger = logging.getLogger("rlightning")

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import torch
 
+from rlightning.atomic_save import written_aside
 from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.errors import ConfigError
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
-from rlightning.run_dir import run_dir, written_aside
+from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
 
 logger = logging.getLogger("rlightning")

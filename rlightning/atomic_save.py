@@ -1,21 +1,43 @@
 """Saving a file or a folder so that a crash at any moment leaves a whole one, and that one is found.
 
-``name.partial`` is written first. A file then takes the place of the old one in one step. No call of Python's replaces
+``.name.partial`` is written first. A file then takes the place of the old one in one step. No call of Python's replaces
 a folder, so there the old one becomes ``name.previous``, the new one takes its name, and ``name.previous`` is removed:
 at each moment ``name`` or ``name.previous`` is whole, and :func:`find_saved` says which.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
 PREVIOUS = ".previous"
 
 
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Give a name to write a file or a folder to; it becomes ``path`` when the block ends well.
+
+    Who reads ``path`` meanwhile sees what was there, never half of what will be. A block that raises leaves nothing;
+    what a kill leaves is removed the next time.
+    """
+    partial = prepare_partial(path)
+    try:
+        yield partial
+        swap_in(partial, path)
+    finally:
+        remove(partial)
+
+
+def partial_of(path: Path) -> Path:
+    """Where what will be ``path`` is written first: beside it, and hidden from who reads the whole folder."""
+    return path.with_name(f".{path.name}{PARTIAL}")
+
+
 def prepare_partial(path: Path) -> Path:
     """Where to write what will be ``path``; nothing is there, but the folder around it is."""
-    partial = Path(f"{path}{PARTIAL}")
+    partial = partial_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
     return partial
@@ -49,11 +71,16 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what crashes left in ``folder``: parts, and predecessors of what is there itself."""
-    for path in folder.glob(f"*{PARTIAL}"):
+def remove_leftovers(folder: Path, suffix: str) -> None:
+    """Remove what crashes left in ``folder``: parts, and predecessors of what is there itself.
+
+    Args:
+        folder: may hold other files, which stay.
+        suffix: of what is saved there, such as ``.ckpt``.
+    """
+    for path in folder.glob(f"*{suffix}*{PARTIAL}"):
         remove(path)
-    for path in folder.glob(f"*{PREVIOUS}"):
+    for path in folder.glob(f"*{suffix}{PREVIOUS}"):
         if path.with_name(path.name.removesuffix(PREVIOUS)).exists():
             remove(path)
 

@@ -24,7 +24,7 @@ class DieInSave(Callback):
         replace = Path.replace
 
         def deadly(path, target):
-            if trainer.is_global_zero and path.name == "epoch=0-step=4.ckpt.partial":
+            if trainer.is_global_zero and path.name == ".epoch=0-step=4.ckpt.partial":
                 os.kill(os.getpid(), signal.SIGKILL)
             return replace(path, target)
 
@@ -51,7 +51,7 @@ def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> 
     assert {path.name for path in checkpoints.iterdir()} == {
         "epoch=0-step=2.ckpt",
         "last.ckpt",
-        "epoch=0-step=4.ckpt.partial",
+        ".epoch=0-step=4.ckpt.partial",
     }
     assert (killed.stdout + killed.stderr).count("A step is ") == 1
     assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == ["config.yaml"]

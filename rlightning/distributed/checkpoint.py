@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlightning.atomic_save import find_saved, prepare_partial, remove_leftovers, swap_in
+from rlightning.atomic_save import find_saved, partial_of, prepare_partial, remove_leftovers, swap_in
 from rlightning.distributed.checkpoint_folder import (
     find_twins,
     is_checkpoint_folder,
@@ -24,7 +24,7 @@ from rlightning.distributed.checkpoint_folder import (
     write_meta,
     write_tensors,
 )
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
+from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 
@@ -71,10 +71,10 @@ class ShardedCheckpoints(ParallelStrategy):
             raise ConfigError(f"A sharded checkpoint is a folder on a disk that all ranks see, not {filepath}.")
         path = Path(self.broadcast(str(filepath)))
         if self.is_global_zero:
-            remove_leftovers(path.parent)
+            remove_leftovers(path.parent, SUFFIX)
             prepare_partial(path).mkdir()
         self.barrier("there is a folder for the checkpoint")
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_of(path)
         write_tensors(partial, checkpoint)
         if self.is_global_zero:
             assert self.lightning_module is not None

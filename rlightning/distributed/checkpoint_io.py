@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from rlightning.atomic_save import PARTIAL, PREVIOUS, find_saved, prepare_partial, remove, remove_leftovers, swap_in
+from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, read_whole
 
 SUFFIX = ".ckpt"
@@ -28,10 +28,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        partial = prepare_partial(path)
-        remove_leftovers(path.parent)
-        torch.save(checkpoint, partial)
-        swap_in(partial, path)
+        remove_leftovers(path.parent, SUFFIX)
+        with written_aside(path) as partial:
+            torch.save(checkpoint, partial)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a single file, or the whole of a sharded folder."""
@@ -77,7 +76,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def relink(link: Path, target: Path) -> None:
     """Have ``link`` lead to ``target`` beside it, without a moment in which it leads nowhere."""
-    partial = Path(f"{link}{PARTIAL}")
+    partial = partial_of(link)
     partial.unlink(missing_ok=True)
     partial.symlink_to(os.path.relpath(target, link.parent))
     partial.replace(link)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from rlightning.atomic_save import prepare_partial, remove, swap_in
+from rlightning.atomic_save import written_aside
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.gathering import gather_into
 
@@ -53,14 +53,10 @@ def save_policy(
     weights = exported_weights(policy)
     batches = plan_files(weights, dtype, math.inf if _is_stored_converted(policy) else max_file_bytes)
     if not dist.is_initialized() or dist.get_rank() == WRITER:
-        partial = prepare_partial(path)
-        partial.mkdir()
-        try:
-            _write_weights(policy, weights, batches, partial, dtype, max_file_bytes)
-            _write_rest(policy, tokenizer, partial, dtype)
-            swap_in(partial, path)
-        finally:
-            remove(partial)
+        with written_aside(path) as folder:
+            folder.mkdir()
+            _write_weights(policy, weights, batches, folder, dtype, max_file_bytes)
+            _write_rest(policy, tokenizer, folder, dtype)
     else:
         for names in batches:
             _gather({name: weights[name] for name in names}, dtype, torch.device("meta"))

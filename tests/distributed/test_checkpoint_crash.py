@@ -21,7 +21,7 @@ Save = Callable[[Path, int], None]
 def save_folder(path: Path, value: int) -> None:
     """As a sharding strategy of one rank does."""
     partial = atomic_save.prepare_partial(path)
-    atomic_save.remove_leftovers(path.parent)
+    atomic_save.remove_leftovers(path.parent, path.suffix)
     partial.mkdir()
     checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "step": value}
     write_tensors(partial, checkpoint)
@@ -113,6 +113,15 @@ def test_a_death_at_any_moment_of_a_removal(save: Save, tmp_path: Path) -> None:
         moment += 1
     assert moment >= 2
     assert last.resolve() == new and not old.exists()
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    others = ["download.zip.partial", "notes", "notes.previous", "model.ckpt.txt"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "older.ckpt.partial").write_text("of a crash")
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "model.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "model.ckpt"])
 
 
 def test_what_last_stands_for(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""What is written aside; deaths in the middle are in tests/distributed/test_checkpoint_crash.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlightning.atomic_save import partial_of, remove_leftovers, written_aside
+
+
+def write_file(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def write_folder(path: Path, text: str) -> None:
+    path.mkdir()
+    (path / text).write_text(text)
+
+
+def read(path: Path) -> str:
+    return next(path.iterdir()).name if path.is_dir() else path.read_text()
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder])
+def test_it_appears_whole_or_not_at_all(write: Callable[[Path, str], None], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "saved.x"
+    with written_aside(path) as partial:
+        write(partial, "one")
+        assert not path.exists()
+        assert partial.name.startswith(".")  # who reads all of a folder, as pandas does, passes it by
+    with pytest.raises(KeyboardInterrupt), written_aside(path) as partial:
+        write(partial, "half")
+        assert read(path) == "one"
+        raise KeyboardInterrupt
+    assert read(path) == "one"
+    write(partial_of(path), "left by a process that was killed")
+    with written_aside(path) as partial:
+        write(partial, "two")
+    assert read(path) == "two"
+    assert [left.name for left in path.parent.iterdir()] == ["saved.x"]
+
+
+def test_leftovers_are_those_of_ones_own_kind(tmp_path: Path) -> None:
+    mine = [".a.ckpt.partial", ".b.ckpt.previous.partial", "c.ckpt.previous"]
+    others = ["c.ckpt", "d.ckpt.previous", ".report.html.partial", "predictions.jsonl.partial"]
+    for name in mine + others:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path, ".ckpt")
+    assert sorted(left.name for left in tmp_path.iterdir()) == sorted(others)
