@@ -68,7 +68,7 @@ class MemoryTrace(CSVTrace):
         self._measure(trainer, module, "sync_end")
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        """The engine sleeps, or is about to."""
+        """The engine sleeps, if it is one that does."""
         self._measure(trainer, module, "rollout_end")
 
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:

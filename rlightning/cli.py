@@ -181,7 +181,7 @@ class RLCLI(LightningCLI):
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
         """The rollout callback first, then those listed, then each default whose class is not listed."""
-        callbacks = list(listed)
+        callbacks = rollout_first(listed)
         section = self._get(self.config_init, "rollout")
         if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
             if self.is_rollout_configured():
@@ -226,6 +226,12 @@ class RLCLI(LightningCLI):
 def find_callback(name: str) -> Any:
     """One of the package's callbacks, by name."""
     return getattr(import_module("rlightning.callbacks"), name)
+
+
+def rollout_first(callbacks: list[Callback]) -> list[Callback]:
+    """The same callbacks, that of the engine in front: see :mod:`rlightning.hooks`."""
+    rollout = find_callback("VLLMRollout")
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 
 def new_run_folder() -> str:

@@ -1,11 +1,14 @@
 """The RL hooks, and the one function that fires them.
 
 A training step fires them in this order; those in brackets only when there is something to send. The first two lines
-come again for each refill, the weights being there already::
+come again for each refill, the weights being there already; those of the engine come if it shares a device and sleeps::
 
-    on_rollout_start  [on_weight_sync_start  on_engine_wake  on_weight_sync_end]  on_rollout_end  [on_engine_sleep]
+    on_rollout_start  [on_weight_sync_start  on_engine_wake  on_weight_sync_end]  [on_engine_sleep]  on_rollout_end
     on_reward_start  on_reward_end
     on_update_start  on_update_end
+
+``VLLMRollout`` stands first among the callbacks and has its engine sleep within its own ``on_rollout_end``: all others
+get ``on_engine_sleep`` before theirs.
 
 Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
 """

@@ -9,7 +9,16 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlightning.cli import add_checkpoint_io, check_checkpoints, find_last, new_run_folder, settle_lengths, summarise
+from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, VLLMRollout
+from rlightning.cli import (
+    add_checkpoint_io,
+    check_checkpoints,
+    find_last,
+    new_run_folder,
+    rollout_first,
+    settle_lengths,
+    summarise,
+)
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import ConfigError
 
@@ -42,6 +51,11 @@ def test_an_interval_in_steps_counts_over_epochs(given: dict[str, Any], every_n_
     config = trainer(**given)
     settle_lengths(config)
     assert config["check_val_every_n_epoch"] == every_n_epochs
+
+
+def test_a_rollout_that_is_listed_by_hand_stands_first() -> None:
+    empty, rollout, offload = EmptyCacheAfterUpdate(), VLLMRollout(), OffloadDuringRollout()
+    assert rollout_first([empty, rollout, offload]) == [rollout, empty, offload]
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

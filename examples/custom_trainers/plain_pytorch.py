@@ -56,8 +56,8 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None) -> list[fl
             fire(loop, policy, "on_weight_sync_end", len(rewards))
             with torch.no_grad():
                 actions = engine(inputs).softmax(-1).multinomial(1)[:, 0]
-            fire(loop, policy, "on_rollout_end", actions)
             fire(loop, policy, "on_engine_sleep")  # and are back
+            fire(loop, policy, "on_rollout_end", actions)
             fire(loop, policy, "on_update_start", actions)
             reward = (actions == targets).float()
             logprobs = policy(inputs).log_softmax(-1)[torch.arange(64, device=device), actions]

@@ -75,8 +75,8 @@ class WithEngine(Adam):
         fire(trainer, self, "on_engine_wake")
         fire(trainer, self, "on_weight_sync_end", 1)
         batch = make_batch()
-        fire(trainer, self, "on_rollout_end", batch)
         fire(trainer, self, "on_engine_sleep")
+        fire(trainer, self, "on_rollout_end", batch)
         return batch
 
 
@@ -102,8 +102,8 @@ def test_what_is_away_when(
         ("on_rollout_start", state, gradients, WEIGHTS),
         ("on_weight_sync_start", state, gradients, WEIGHTS),  # about to be read
         ("on_engine_wake", state, gradients, weights),
-        ("on_rollout_end", state, gradients, weights),  # the engine has the device still
         ("on_engine_sleep", STATE, WEIGHTS, WEIGHTS),
+        ("on_rollout_end", STATE, WEIGHTS, WEIGHTS),
         ("on_update_start", STATE, WEIGHTS, WEIGHTS),
         ("on_update_end", STATE, WEIGHTS, WEIGHTS),
     ]
@@ -278,8 +278,8 @@ def test_the_device_is_free_during_the_rollout_and_training_is_the_same() -> Non
             for hook, args in (("on_rollout_start", ([],)), ("on_weight_sync_start", (1,)), ("on_engine_wake", ())):
                 fire(loop, model, hook, *args)
             freed.append(torch.cuda.mem_get_info()[0] - before)
-            fire(loop, model, "on_rollout_end", None)
             fire(loop, model, "on_engine_sleep")
+            fire(loop, model, "on_rollout_end", None)
             model(torch.ones(4, 2048, device="cuda")).square().mean().backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
