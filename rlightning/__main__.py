@@ -19,6 +19,7 @@ COMMANDS = {
     "validate": "measure a model on the validation sets",
     "test": "the same, on the test sets",
     "predict": "write completions of a prompt file to JSONL",
+    "plan": "what a run takes of a GPU's memory, without one",
 }
 
 HELP = f"""\
@@ -94,6 +95,11 @@ def run(args: list[str]) -> None:
     # An installed script does not have the folder it is called from on its path, and a user's classes are there.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if args[0] == "plan":
+        from rlightning.memory_plan.command import plan
+
+        sys.stdout.write(plan(args[1:]))
+        return
     from rlightning.cli import RLCLI
 
     if not sys.stderr.isatty():

@@ -1,0 +1,188 @@
+"""Bytes on a rank's device in each phase of a step, and what fits."""
+
+from dataclasses import replace
+from typing import Literal
+
+from rlightning.memory_plan.devices import GIB
+from rlightning.memory_plan.engine_memory import BLOCK_TOKENS, EnginePlan, plan_engine
+from rlightning.memory_plan.trainer_memory import TRANSIENT_PARTS, TrainerMemory
+from rlightning.memory_plan.work import Work
+
+Phase = Literal["sync", "generate", "score", "update"]
+ENGINE_PARTS = ("engine's weights", "engine's activations", "KV cache")
+"""What the engine's share of the device pays for."""
+
+# Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
+CONTEXT_BYTES = int(0.6 * GIB)
+"""Of the trainer's CUDA context: what the driver takes beside PyTorch."""
+ENGINE_CONTEXT_BYTES = int(1.5 * GIB)
+"""Of an engine's context, libraries and CUDA graphs, which it keeps while it sleeps."""
+EMPTIED_CACHE_BYTES = int(0.6 * GIB)
+"""What PyTorch still holds beyond its tensors after the cache was emptied."""
+FRESH_FRAGMENTATION = 0.06
+"""Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
+OLD_FRAGMENTATION = 0.25
+"""The same after steps of many lengths without emptying."""
+
+
+class MemoryPlan:
+    """Bytes of every phase on a rank's device, and what follows from them.
+
+    Args:
+        work: the run.
+        device_memory: bytes of the device, as PyTorch reports them.
+        like: see :class:`TrainerMemory`.
+    """
+
+    def __init__(self, work: Work, device_memory: int, *, like: TrainerMemory | None = None) -> None:
+        self.work, self.device_memory = work, device_memory
+        self.trainer = TrainerMemory(work, like)
+        self.tokens = work.batch.max_tokens_per_microbatch
+
+    def replace(self, **changes: object) -> "MemoryPlan":
+        """The same models under other settings; their configurations and the sequences' length must stay."""
+        work = replace(self.work, **changes)  # type: ignore[arg-type]
+        return MemoryPlan(work, self.device_memory, like=self.trainer)
+
+    def update(self, tokens: int | None = None, gradient_checkpointing: bool | None = None) -> dict[str, int]:
+        """By name, at the update's peak; for another micro-batch or with other checkpointing, where asked."""
+        is_checkpointed = self.work.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        parts = self.trainer.update_parts(self.tokens if tokens is None else tokens, is_checkpointed)
+        parts["weight bucket"] = self.trainer.bucket()
+        parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
+        return parts | self._beside_trainer(is_awake=self.work.engine is not None and not self.work.engine.can_sleep)
+
+    def score(self) -> dict[str, int]:
+        """By name, while log-probabilities are computed; empty where none are."""
+        if not self.work.is_scored:
+            return {}
+        parts = self.trainer.score_parts(self.tokens)
+        parts["weight bucket"] = self.trainer.bucket()
+        parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
+        return parts | self._beside_trainer(is_awake=self.work.engine is not None and not self.work.engine.can_sleep)
+
+    def sync(self) -> dict[str, int]:
+        """By name, while weights are sent: the engine has room for weights, not yet for its cache."""
+        if self.work.engine is None:
+            return {}
+        parts = self._resting(are_parameters_away=False)
+        parts["weight bucket"] = self.trainer.bucket()
+        parts["gathering window"] = self.trainer.gathering_window()
+        parts |= self._beside_trainer(is_awake=not self.work.engine.can_sleep)
+        parts["engine's weights"] = self.engine().weights
+        return parts
+
+    def generate(self) -> dict[str, int]:
+        """By name, while the engine generates."""
+        if self.work.engine is None:
+            return {}
+        parts = self._resting(are_parameters_away=self.work.offloads_parameters)
+        parts["weight bucket"] = self.trainer.bucket()
+        return parts | self._beside_trainer(is_awake=True)
+
+    def start(self) -> dict[str, int]:
+        """By name, when the engine comes up beside models that have just been loaded: nothing is offloaded yet."""
+        if self.work.engine is None:
+            return {}
+        parts = {"parameters": self.trainer.parameters(), "reference model": self.trainer.reference_parameters()}
+        return parts | self._beside_trainer(is_awake=True)
+
+    def phases(self) -> dict[Phase, dict[str, int]]:
+        """Each phase's bytes by name."""
+        return {"sync": self.sync(), "generate": self.generate(), "score": self.score(), "update": self.update()}
+
+    def engine(self, utilization: float | None = None) -> EnginePlan:
+        """The engine's share, or another one, cut up."""
+        assert self.work.engine is not None
+        share = self.work.engine.utilization if utilization is None else utilization
+        return plan_engine(self.work, self.trainer.weights, self.device_memory, share)
+
+    def _resting(self, *, are_parameters_away: bool) -> dict[str, int]:
+        """The trainer between two updates."""
+        parts = {
+            "parameters": 0 if are_parameters_away else self.trainer.parameters(),
+            "reference model": 0 if are_parameters_away else self.trainer.reference_parameters(),
+            "optimizer state": 0 if self.work.offloads_optimizer else self.trainer.optimizer_state(),
+        }
+        if self.work.empties_cache:
+            parts["allocator's slack"] = EMPTIED_CACHE_BYTES
+        else:
+            update = self.update()
+            freed = update["gradients"] + update["gathered parameters"]
+            freed += int((1 + OLD_FRAGMENTATION) * transient(update))
+            if self.work.offloads_optimizer:
+                freed += self.trainer.optimizer_state()
+            if are_parameters_away:
+                freed += self.trainer.parameters() + self.trainer.reference_parameters()
+            parts["allocator's slack"] = max(freed, EMPTIED_CACHE_BYTES)
+        return parts
+
+    def _beside_trainer(self, *, is_awake: bool) -> dict[str, int]:
+        parts = {"CUDA contexts": CONTEXT_BYTES}
+        if self.work.engine is not None:
+            parts["CUDA contexts"] += ENGINE_CONTEXT_BYTES
+        if is_awake:
+            engine = self.engine()
+            parts["engine's weights"] = engine.weights
+            parts["engine's activations"] = engine.activations
+            parts["KV cache"] = max(engine.kv_cache, 0)
+        return parts
+
+    # What follows
+
+    def largest_microbatch(self, gradient_checkpointing: bool) -> int:
+        """The most tokens of a micro-batch whose update fits; 0 if none does."""
+        low, high = 0, 1 << 24
+        while low < high:
+            middle = (low + high + 1) // 2
+            if total(self.update(middle, gradient_checkpointing)) <= self.device_memory:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def longest_sequence(self, gradient_checkpointing: bool) -> int:
+        """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
+        limits = [
+            self.largest_microbatch(gradient_checkpointing),
+            getattr(self.work.config.get_text_config(), "max_position_embeddings", None) or 1 << 30,
+        ]
+        if self.work.engine is not None:
+            share = self.suggested_utilization()
+            cache = 0 if share is None else max(self.engine(share).kv_cache, 0)
+            limits.append(cache // self.engine().token // BLOCK_TOKENS * BLOCK_TOKENS)
+        return int(min(limits))
+
+    def available_utilization(self) -> float:
+        """The largest share of the device that nothing else needs, in hundredths, rounded down; maybe below 0."""
+        engine = self.work.engine
+        assert engine is not None
+        awake = [self.start(), self.generate()]
+        if not engine.can_sleep:
+            awake += [self.update(), self.score()]
+        beside = max(total(parts) - total(only_engine(parts)) for parts in awake)
+        return (self.device_memory - beside) * 100 // self.device_memory / 100
+
+    def suggested_utilization(self) -> float | None:
+        """Enough for all sequences at the longest length, or all that there is; None if that holds not even one."""
+        engine = self.work.engine
+        assert engine is not None
+        parts = self.engine()
+        wanted = parts.weights + parts.activations + engine.max_sequences * parts.sequence
+        share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)
+        return share if share > 0 and self.engine(share).num_sequences >= 1 else None
+
+
+def total(parts: dict[str, int]) -> int:
+    """All bytes of a phase."""
+    return sum(parts.values())
+
+
+def transient(parts: dict[str, int]) -> int:
+    """Those that come and go within the phase."""
+    return sum(parts.get(name, 0) for name in TRANSIENT_PARTS)
+
+
+def only_engine(parts: dict[str, int]) -> dict[str, int]:
+    """Those that the engine's share of the device pays for."""
+    return {name: size for name, size in parts.items() if name in ENGINE_PARTS}

@@ -1,0 +1,188 @@
+"""From a parsed configuration to the work that a plan is about, without building anything of it."""
+
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+from rlightning.batch_plan import BatchPlan
+from rlightning.config_keys import find_class
+from rlightning.distributed.fsdp import FSDP
+from rlightning.errors import ConfigError
+from rlightning.memory_plan.work import Engine, Parallelism, Work
+from rlightning.models import load_config, max_model_length
+from rlightning.models.tensor_parallel import check_tensor_parallel
+from rlightning.optimization import check_trainer
+
+# The package never imports a concrete callback: they are found by these names, when a plan is made.
+CALLBACKS = "rlightning.callbacks"
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+PRECISIONS: dict[str, Precision] = {
+    "32": "32-true",
+    "32-true": "32-true",
+    "None": "32-true",
+    "bf16": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16-true": "bf16-true",
+}
+MAX_SEQUENCES = 1024
+"""That ``VLLMRollout`` asks an engine on a GPU for, at most."""
+MAX_BATCHED_TOKENS = 2048
+"""vLLM's own default for an engine that is not its server."""
+
+
+def read_work(config: Any) -> Work:
+    """What a run would do.
+
+    Args:
+        config: of ``fit``, parsed and complete, with its sections ``model``, ``data``, ``rollout`` and ``trainer``.
+
+    Raises:
+        ConfigError: as ``fit`` would, where it shows without building anything.
+    """
+    trainer, model, data = config["trainer"], arguments(config["model"]), arguments(config["data"])
+    model_config = load_config(model["model"])
+    parallelism = read_parallelism(trainer)
+    check_tensor_parallel(model["model"], model_config, parallelism.tensor_parallel_size)
+    batch = BatchPlan(
+        prompts_per_step=model.get("prompts_per_step", 32),
+        samples_per_prompt=model.get("samples_per_prompt", 1),
+        updates_per_rollout=model.get("updates_per_rollout", 1),
+        epochs_per_rollout=model.get("epochs_per_rollout", 1),
+        max_tokens_per_microbatch=model.get("max_tokens_per_microbatch", 16384),
+    )
+    batch.check_world_size(parallelism.ranks)
+    generates = getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True)
+    rollout = find_rollout(config) if generates else None
+    longest = min(batch.max_tokens_per_microbatch, max_model_length(model_config))
+    if rollout is not None:
+        limits = (data.get("max_prompt_tokens") or 1024, rollout["max_new_tokens"])
+        batch.check_sequence_length(*limits, max_model_length(model_config))
+        longest = sum(limits)
+    reference = model.get("reference_model") or model["model"]
+    offload = find_callback(trainer, "OffloadDuringRollout")
+    return Work(
+        config=model_config,
+        reference=load_config(reference) if model.get("kl_coef") else None,
+        batch=batch,
+        longest=longest,
+        precision=read_precision(trainer),
+        gradient_checkpointing=bool(model.get("gradient_checkpointing")),
+        parallelism=parallelism,
+        engine=None if rollout is None else read_engine(rollout, batch, parallelism.ranks),
+        offloads_optimizer=offload is not None and bool(offload.get("optimizer", True)),
+        offloads_parameters=offload is not None and bool(offload.get("parameters", False)),
+        empties_cache=find_callback(trainer, "EmptyCacheAfterUpdate") is not None,
+    )
+
+
+def arguments(section: Any) -> dict[str, Any]:
+    """The arguments of a class that a section names."""
+    return {} if section is None else dict((section.get("init_args") or {}).items())
+
+
+def read_precision(trainer: Any) -> Precision:
+    """Lightning's name for the precision, as far as a plan knows it."""
+    name = {"16": "16-mixed"}.get(str(trainer["precision"]), str(trainer["precision"]))
+    check_trainer(SimpleNamespace(precision=name, accumulate_grad_batches=1, gradient_clip_val=None))  # type: ignore[arg-type]
+    if name not in PRECISIONS:
+        raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
+    return PRECISIONS[name]
+
+
+def count_devices(devices: Any) -> int:
+    """How many devices ``trainer.devices`` asks for on each host; one for "auto", which no other machine can know."""
+    text = str(devices).strip("[]() ")
+    if text == "auto":
+        return 1
+    parts = [part for part in text.split(",") if part.strip()]
+    is_list = "," in text or isinstance(devices, list | tuple)
+    count = len(parts) if is_list else int(text) if text.isdigit() else 0
+    if count < 1:
+        raise ConfigError(f"trainer.devices={devices} does not say how many there are. Use a number, such as 8.")
+    return count
+
+
+def read_parallelism(trainer: Any) -> Parallelism:
+    """The strategy's name or class and arguments, and the number of ranks."""
+    devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
+    ranks = devices * nodes
+    kind, given = find_strategy(trainer["strategy"], ranks)
+    if issubclass(kind, FSDP):
+        strategy = kind(**given)
+        strategy.num_nodes, strategy.parallel_devices = nodes, [torch.device("cpu")] * devices
+        strategy.check_world_size()
+        return Parallelism(
+            kind="fsdp",
+            ranks=ranks,
+            tensor_parallel_size=strategy.tensor_parallel_size,
+            shard_size=strategy.shard_size or strategy.data_parallel_size,
+            cpu_offload=strategy.cpu_offload,
+            reshard_after_forward=strategy.reshard_after_forward,
+            reduce_every_microbatch=strategy.reduce_every_microbatch,
+        )
+    if issubclass(kind, DDPStrategy):
+        arguments_of_ddp = given.get("dict_kwargs") or given
+        has_views = bool(arguments_of_ddp.get("gradient_as_bucket_view", False))
+        return Parallelism(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
+    return Parallelism(ranks=ranks)
+
+
+def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
+    """The class of a strategy, and its arguments."""
+    if not isinstance(strategy, str):
+        found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")
+        given = arguments(strategy) | dict(strategy.get("dict_kwargs") or {})
+    elif strategy == "auto":
+        found, given = (SingleDeviceStrategy if ranks == 1 else DDPStrategy), {}
+    elif strategy == "fsdp2" or strategy.startswith("ddp"):
+        found, given = (FSDP if strategy == "fsdp2" else DDPStrategy), {}
+    elif "." in strategy:
+        found, given = find_class(strategy, [Strategy], "trainer.strategy"), {}
+    else:
+        found, given = Strategy, {}
+    if not issubclass(found, FSDP | DDPStrategy | SingleDeviceStrategy):
+        name = strategy if isinstance(strategy, str) else strategy["class_path"]
+        raise ConfigError(f"trainer.strategy={name} cannot be planned. Use fsdp2 or ddp.")
+    return found, given
+
+
+def find_callback(trainer: Any, name: str) -> dict[str, Any] | None:
+    """The arguments of the first listed callback that is one of the package's; None if it is not listed."""
+    wanted = find_class(f"{CALLBACKS}.{name}", [], name)
+    listed = trainer["callbacks"] or []
+    for callback in listed if isinstance(listed, list) else [listed]:
+        if issubclass(find_class(callback["class_path"], [], "trainer.callbacks"), wanted):
+            return arguments(callback)
+    return None
+
+
+def find_rollout(config: Any) -> dict[str, Any] | None:
+    """The arguments of the engine's callback, listed or in a section of its own."""
+    listed = find_callback(config["trainer"], "VLLMRollout")
+    return listed if listed is not None else arguments(config["rollout"]) or None
+
+
+def read_engine(rollout: dict[str, Any], batch: BatchPlan, ranks: int) -> Engine:
+    """The engine as ``VLLMRollout`` would start it on a GPU."""
+    given = dict(rollout.get("engine") or {})
+    size = int(given.get("tensor_parallel_size") or 1)
+    if ranks % size:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks, "
+            f"but there are {ranks} ranks. Set trainer.devices to a multiple of {size}."
+        )
+    completions = batch.prompts_per_step * batch.samples_per_prompt * size // ranks
+    itemsize = 4 if rollout.get("dtype") == "float32" else 2
+    cache = str(given.get("kv_cache_dtype") or "auto")
+    return Engine(
+        utilization=float(given.get("gpu_memory_utilization") or rollout["gpu_memory_utilization"]),
+        can_sleep=bool(rollout["sleep"]),
+        bucket_bytes=int(rollout["bucket_bytes"]),
+        itemsize=itemsize,
+        kv_itemsize=1 if "fp8" in cache or "int8" in cache else itemsize,
+        tensor_parallel_size=size,
+        max_sequences=int(given.get("max_num_seqs") or max(min(completions, MAX_SEQUENCES), 8)),
+        max_batched_tokens=int(given.get("max_num_batched_tokens") or MAX_BATCHED_TOKENS),
+    )

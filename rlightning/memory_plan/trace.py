@@ -1,0 +1,250 @@
+"""Bytes of activations: the model's own code run on tensors without memory, and what it would hold counted.
+
+A formula would have to follow what each architecture keeps. Here two and three layers of the model run forward and
+backward on fake tensors of a micro-batch's size, and every storage is counted from its making to its end. What the
+third layer adds is what each further one would.
+
+What Qwen3 keeps of one layer for its backward, bytes a token, without checkpointing (``E`` hidden size, ``H`` query
+heads, ``K`` key/value heads, ``D`` head size, ``I`` intermediate size; queries [T, H, D], keys and values [T, K, D]
+repeated to [T, H, D] for the kernel, its result [T, H, D], log-sum-exps [H, T]):
+
+================================  ==========================================  ==================================
+                                  weights and activations in bfloat16 (FSDP)  autocast over float32 weights
+================================  ==========================================  ==================================
+two norms and their results       2 (4E + 2E + 2E)                            2 (4E + 4E), the input float32
+what the linear layers cast       none                                        3 * 2E and 2 * 2E
+queries', keys' norms             6HD + 6KD                                   6HD + 6KD
+attention                         4 * 2HD + 4H                                4 * 2HD + 4H
+feed-forward                      4 * 2I                                      4 * 2I
+================================  ==========================================  ==================================
+
+The norms' reciprocals, [T] and [T, heads] float32, are left out of this table and counted by the trace. With
+checkpointing a layer keeps its input, E of the residual stream's type, and one layer at a time the rest.
+"""
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from rlightning.errors import ConfigError
+from rlightning.models.attention import _varlen_attention, packed_attention
+
+CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
+
+
+def attention_as_on_cuda(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """:func:`~rlightning.models.attention.packed_attention` as a GPU would run it, on tensors that are on none."""
+    device, longest = query.device.type, kwargs["max_length_q"]
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    window = kwargs.get("sliding_window")
+    if query.dtype != torch.bfloat16 or (window is not None and window < longest):
+        return packed_attention(module, query, key, value, attention_mask, **kwargs)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    groups = q.shape[1] // k.shape[1]
+    out = _varlen_attention(q, k, v, groups, kwargs["cu_seq_lens_q"], longest, kwargs.get("scaling"))
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
+
+    Args:
+        ignored: tensors whose storages are not counted, nor views of them.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most that were, since :meth:`restart`.
+    """
+
+    def __init__(self, ignored: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self.now = self.peak = 0
+
+    def restart(self) -> None:
+        """Begin to look for a new peak."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """What forward and backward of the decoder hold beside weights and gradients; numbers may be fractions.
+
+    Attributes:
+        kept: between forward and backward, the last hidden states included.
+        forward: at the peak of the forward pass.
+        backward: at the peak of the backward pass.
+        scoring: at the peak of a forward pass without gradient.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    scoring: float
+
+    def __add__(self, other: "ActivationBytes") -> "ActivationBytes":
+        return _combine(self, other, 1.0)
+
+    def __sub__(self, other: "ActivationBytes") -> "ActivationBytes":
+        return _combine(self, other, -1.0)
+
+    def __mul__(self, factor: float) -> "ActivationBytes":
+        return ActivationBytes(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
+
+
+def _combine(a: ActivationBytes, b: ActivationBytes, sign: float) -> ActivationBytes:
+    names = [field.name for field in fields(ActivationBytes)]
+    return ActivationBytes(**{name: getattr(a, name) + sign * getattr(b, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """How the decoder computes.
+
+    Attributes:
+        dtype: of the weights that the layers see.
+        is_autocast: whether linear layers cast to bfloat16.
+        gradient_checkpointing: whether a layer's activations are computed again.
+        tensor_parallel_size: ranks that split each layer.
+    """
+
+    dtype: torch.dtype
+    is_autocast: bool
+    gradient_checkpointing: bool
+    tensor_parallel_size: int = 1
+
+
+def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
+    """Bytes that a micro-batch's activations take in the whole decoder.
+
+    Args:
+        config: the model's.
+        decoder: how it computes.
+        tokens: of the micro-batch.
+        longest: tokens of its sequences.
+
+    Returns:
+        Those of two layers of each kind, and what a third one adds to them as often as there are further layers.
+
+    Raises:
+        ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
+    """
+    text_config = config.get_text_config()
+    kinds = Counter(getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers)
+    rest: list[ActivationBytes] = []
+    layers = ActivationBytes(kept=0, forward=0, backward=0, scoring=0)
+    for kind, count in kinds.items():
+        two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
+        rest.append(two - (three - two) * 2)
+        layers = layers + (three - two) * count
+    return layers + ActivationBytes(
+        **{field.name: max(getattr(part, field.name) for part in rest) for field in fields(ActivationBytes)}
+    )
+
+
+def _trace(
+    config: PreTrainedConfig, decoder: Decoder, layer_types: list[str], tokens: int, longest: int
+) -> ActivationBytes:
+    longest = min(longest, tokens)
+    config = shrink(config, layer_types, decoder.tensor_parallel_size)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
+            )
+            if decoder.gradient_checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+            return _run(model, decoder, tokens, longest)
+    except RuntimeError as error:  # what fake tensors raise where code asks for a value
+        raise ConfigError(
+            f"The memory of a {config.model_type} cannot be planned: its code needs values to run "
+            f"({type(error).__name__}). Measure it on a GPU; memory/peak_gib is among the metrics."
+        ) from error
+
+
+def _run(model: Any, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    bounds = torch.zeros(-(-tokens // longest) + 1, dtype=torch.int32)
+    inputs = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    lengths = {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if decoder.is_autocast else nullcontext()
+    live = LiveBytes([*model.parameters(), *model.buffers(), ids, bounds])
+    with live:
+        with autocast, torch.no_grad():
+            hidden = model.base_model(**inputs, **lengths).last_hidden_state
+        scoring = live.peak
+        del hidden
+        live.restart()
+        with autocast:
+            hidden = model.base_model(**inputs, **lengths).last_hidden_state
+        kept, forward = live.now, live.peak
+        live.restart()
+        hidden.backward(torch.empty_like(hidden))
+        return ActivationBytes(kept=kept, forward=forward, backward=live.peak, scoring=scoring)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def shrink(config: PreTrainedConfig, layer_types: list[str], tensor_parallel_size: int) -> PreTrainedConfig:
+    """The same architecture with the given layers only, a rank's part of each, and next to no vocabulary."""
+    small = copy.deepcopy(config)
+    text_config: Any = small.get_text_config()
+    heads, size = text_config.num_attention_heads, tensor_parallel_size
+    if getattr(text_config, "head_dim", None) is None and hasattr(text_config, "head_dim"):
+        text_config.head_dim = text_config.hidden_size // heads
+    if size > 1:
+        text_config.head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        text_config.num_key_value_heads = (getattr(text_config, "num_key_value_heads", None) or heads) // size
+        text_config.num_attention_heads = heads // size
+        text_config.intermediate_size //= size
+    text_config.num_hidden_layers = len(layer_types)
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = layer_types
+    text_config.vocab_size, text_config.pad_token_id = 8, None
+    rope = getattr(text_config, "rope_parameters", None)
+    if rope:  # scaled positions take as much memory, but ask for values
+        kept = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
+        text_config.rope_parameters = {**kept, "rope_type": "default"}
+    return small

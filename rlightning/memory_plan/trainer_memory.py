@@ -1,0 +1,218 @@
+"""What the trainer takes of a rank's device.
+
+Letters: ``T`` tokens of a micro-batch, ``M`` those of a chunk of logits, ``E`` hidden size, ``V`` vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from rlightning.distributed.gathering import GATHER_BYTES
+from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activations
+from rlightning.memory_plan.weights import Weights, count_weights
+from rlightning.memory_plan.work import Work
+from rlightning.models.logprobs import CHUNK_TOKENS
+from rlightning.optimization import HostStateAdamW
+from rlightning.rollout.weights import plan_chunks
+
+TRANSIENT_PARTS = ("activations", "logits chunk", "a layer's backward", "attention workspace")
+"""What an update or a forward pass gives back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearActivations:
+    """Activations as a function of a micro-batch's tokens: ``fixed + slope * T``."""
+
+    fixed: ActivationBytes
+    slope: ActivationBytes
+
+    def at(self, tokens: int) -> ActivationBytes:
+        """Those of a micro-batch of so many tokens."""
+        return self.fixed + self.slope * tokens
+
+
+class TrainerMemory:
+    """What the trainer takes of a device.
+
+    Args:
+        work: the run.
+        like: of another setting of the same models, so that what is the same need not be found out again.
+
+    Attributes:
+        weights: the actor's.
+        reference: the reference's, where there is one.
+    """
+
+    def __init__(self, work: Work, like: "TrainerMemory | None" = None) -> None:
+        self.work = work
+        self._decoders: dict[Decoder, LinearActivations] = {} if like is None else like._decoders
+        counted = (like.weights, like.reference) if like is not None and like._sizes == self._sizes else None
+        self.weights: Weights = counted[0] if counted else self._count(work.config)
+        self.reference: Weights | None = None
+        if work.reference is not None:
+            self.reference = counted[1] if counted else self._count(work.reference)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.work.parallelism.tensor_parallel_size, self.work.parallelism.shard_size
+
+    def _count(self, config: PreTrainedConfig) -> Weights:
+        return count_weights(config, tensor_parallel_size=self._sizes[0], shard_size=self._sizes[1])
+
+    def activations(self, gradient_checkpointing: bool) -> LinearActivations:
+        """Traced at two numbers of tokens, of sequences of equal length."""
+        work = self.work
+        is_bfloat16 = work.precision == "bf16-true" or (work.precision == "bf16-mixed" and not work.is_autocast)
+        decoder = Decoder(
+            dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
+            is_autocast=work.is_autocast,
+            gradient_checkpointing=gradient_checkpointing,
+            tensor_parallel_size=work.parallelism.tensor_parallel_size,
+        )
+        if decoder not in self._decoders:
+            length = work.longest
+            some, more = (measure_activations(work.config, decoder, length * n, length) for n in (2, 4))
+            slope = (more - some) * (1 / (2 * length))
+            self._decoders[decoder] = LinearActivations(fixed=some - slope * (2 * length), slope=slope)
+        return self._decoders[decoder]
+
+    # What stays
+
+    def parameters(self) -> int:
+        """The actor's, as they are kept: masters, or a rank's shard of them."""
+        return 0 if self._is_on_host else self.work.master_itemsize * self.weights.held
+
+    def optimizer_state(self) -> int:
+        """AdamW's two moments."""
+        if self._is_on_host or self.work.parallelism.cpu_offload == "optimizer":
+            return 0
+        return 2 * self.work.master_itemsize * self.weights.held
+
+    def reference_parameters(self) -> int:
+        """The reference model's."""
+        if self.reference is None or self._is_on_host:
+            return 0
+        return self.work.master_itemsize * self.reference.held
+
+    def gradients(self) -> int:
+        """As the optimizer reads them, and what strategies keep beside that."""
+        work, parallelism = self.work, self.work.parallelism
+        own = 0 if self._is_on_host else work.master_itemsize * self.weights.held
+        if parallelism.kind == "ddp" and parallelism.has_gradient_buckets:
+            own += work.master_itemsize * self.weights.held
+        if parallelism.kind == "fsdp" and not parallelism.reduce_every_microbatch:
+            own += 4 * (self.weights.layers + self.weights.root)
+        return own
+
+    @property
+    def _is_on_host(self) -> bool:
+        return self.work.parallelism.cpu_offload == "parameters"
+
+    # What comes and goes
+
+    def gathered(self) -> int:
+        """FSDP's whole weights in the forward's dtype: embedding and output layer, and two layers, or all of them."""
+        if self.work.parallelism.kind != "fsdp":
+            return 0
+        weights = self.weights
+        layers = min(2 * weights.layer, weights.layers)
+        if not self.work.parallelism.reshard_after_forward:
+            layers = weights.layers
+        return self.work.compute_itemsize * (weights.root + layers)
+
+    def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
+        """Of models/logprobs.py, compiled: a product [M, V], and in the backward its gradient, in the forward's dtype.
+
+        Everything between the two is one kernel. Beside them the output layer's gradient [V, E] of this chunk and the
+        sum of those before it, under autocast also its weights and gradient in bfloat16, and the last hidden states
+        [T, E] that were picked, with their gradient.
+        """
+        work = self.work
+        text_config: Any = work.config.get_text_config()
+        chunk: int = min(tokens, CHUNK_TOKENS) * text_config.vocab_size * work.compute_itemsize
+        states: int = tokens * text_config.hidden_size * self._state_itemsize
+        cast = 2 * self.weights.head if work.is_autocast else 0
+        if not has_gradient:
+            return chunk + states + cast
+        num_gradients = 2 if tokens > CHUNK_TOKENS else 1
+        gradients = num_gradients * self._state_itemsize * self.weights.head
+        return 2 * chunk + 2 * states + 2 * cast + gradients
+
+    def layer_backward(self, tokens: int, activations: ActivationBytes) -> int:
+        """What the backward of a layer takes beyond the activations that were kept, but for the attention kernel.
+
+        A tied embedding's gradient of the output layer waits until the last of the backward. FSDP has a layer's
+        gradients whole twice: as they were computed, and in float32 to be summed over the ranks.
+        """
+        waiting = self._state_itemsize * self.weights.head if self.weights.is_tied else 0
+        is_sharded = self.work.parallelism.kind == "fsdp"
+        whole = (self.work.compute_itemsize + 4) * self.weights.layer if is_sharded else 0
+        return int(activations.backward - activations.kept) + waiting + whole
+
+    def attention_workspace(self, tokens: int) -> int:
+        """The queries' gradients [T, heads, head size], which the attention kernel sums in float32."""
+        text_config: Any = self.work.config.get_text_config()
+        heads: int = text_config.num_attention_heads
+        size: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        return 4 * tokens * size * heads // self.work.parallelism.tensor_parallel_size
+
+    @property
+    def _state_itemsize(self) -> int:
+        """Bytes of a number in the residual stream, and in the output layer's gradient."""
+        return 4 if self.work.is_autocast else self.work.compute_itemsize
+
+    def update_parts(self, tokens: int, gradient_checkpointing: bool) -> dict[str, int]:
+        """By name, at the worst moment of the update: after the forward or in a layer's backward."""
+        activations = self.activations(gradient_checkpointing).at(tokens)
+        logits = self.logits_chunk(tokens, has_gradient=True)
+        layer, workspace = self.layer_backward(tokens, activations), self.attention_workspace(tokens)
+        is_in_layer = layer + workspace > logits
+        transient = max(logits, layer + workspace)
+        kept = max(int(activations.kept), int(activations.forward) - transient)
+        parts = {
+            "parameters": self.parameters(),
+            "reference model": self.reference_parameters(),
+            "optimizer state": self.optimizer_state(),
+            "gradients": self.gradients(),
+            "gathered parameters": self.gathered(),
+            "activations": kept,
+            "logits chunk": 0 if is_in_layer else logits,
+            "a layer's backward": layer if is_in_layer else 0,
+            "attention workspace": workspace if is_in_layer else 0,
+        }
+        if self.work.parallelism.cpu_offload == "optimizer":
+            # visits the device when activations are gone
+            visit = max(HostStateAdamW.bytes_at_a_time, 2 * self.work.master_itemsize * self.weights.largest)
+            parts["optimizer state"] = max(0, visit - kept - transient)
+        return parts
+
+    def score_parts(self, tokens: int) -> dict[str, int]:
+        """By name, while log-probabilities are computed without gradient."""
+        activations = self.activations(self.work.gradient_checkpointing).at(tokens)
+        return {
+            "parameters": self.parameters(),
+            "reference model": self.reference_parameters(),
+            "optimizer state": self.optimizer_state(),
+            "gathered parameters": self.gathered(),
+            "activations": int(activations.scoring),
+            "logits chunk": self.logits_chunk(tokens, has_gradient=False),
+        }
+
+    def bucket(self) -> int:
+        """That weights travel to the engine through."""
+        engine = self.work.engine
+        if engine is None:
+            return 0
+        dtype = torch.bfloat16 if engine.itemsize == 2 else torch.float32
+        return plan_chunks(self.weights.shapes, dtype, engine.bucket_bytes)[1]
+
+    def gathering_window(self) -> int:
+        """Of distributed/gathering.py, beyond the bucket."""
+        work = self.work
+        if work.engine is None or work.parallelism.kind != "fsdp":
+            return 0
+        holders = work.parallelism.shard_size * work.parallelism.tensor_parallel_size
+        window = max(GATHER_BYTES, work.engine.itemsize * self.weights.largest)
+        return window if holders == 1 else int((1 + 1 / holders) * window)
