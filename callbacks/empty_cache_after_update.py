@@ -81,6 +81,11 @@ class EmptyCacheAfterUpdate(RLCallback):
         if self.before_wake:
             self._empty(trainer, module, "before_wake")
 
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        """Empty it of what gathering and verifying the weights took: the KV cache is still to come."""
+        if self.before_wake:
+            platform.empty_cache(platform.device_of(trainer, module))
+
     def _empty(self, trainer: Any, module: Any, moment: str) -> None:
         device = platform.device_of(trainer, module)
         before = platform.memory_use(device)

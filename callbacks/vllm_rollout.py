@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlightning.distributed.collectives import any_rank, global_rank, world_size
+from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError, check_rules, did_you_mean
 from rlightning.hooks import RLCallback, fire
 from rlightning.rollout import Sampling
@@ -124,6 +124,7 @@ class VLLMRollout(RLCallback):
         self._module: Any = None
         self._num_syncs = 0
         self._has_restarted = False
+        self._num_drawn: Counter[int] = Counter()  # how often each prompt was completed in this step
 
     # The engine's life
 
@@ -167,7 +168,7 @@ class VLLMRollout(RLCallback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Forgive one death a step."""
-        self._has_restarted = False
+        self._begin_step()
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
@@ -175,7 +176,7 @@ class VLLMRollout(RLCallback):
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Forgive one death a step, in a loop without batches too."""
-        self._has_restarted = False
+        self._begin_step()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Leave the device to the actor."""
@@ -185,12 +186,16 @@ class VLLMRollout(RLCallback):
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Forgive one death a batch."""
-        self._has_restarted = False
+        self._begin_step()
 
     on_test_end: Any = on_validation_end
     on_test_batch_start: Any = on_validation_batch_start
     on_predict_end: Any = on_validation_end
     on_predict_batch_start: Any = on_validation_batch_start
+
+    def _begin_step(self) -> None:
+        self._has_restarted = False
+        self._num_drawn.clear()
 
     # Sampling
 
@@ -203,10 +208,10 @@ class VLLMRollout(RLCallback):
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
         group = self._loaded_group
-        streams = _random_streams(prompts, self._module.weight_version)
+        streams = self._random_streams(prompts)
         work = group.take_in(list(zip(prompts, streams, strict=True)))
         done: dict[int, list[Completion]] = {}
-        while any_rank(len(done) < len(work)):
+        while any_rank(len(done) < len(work), name="completions are there"):
             self._update_engines()
             todo = [i for i in range(len(work)) if i not in done]
             if group.engine is None or not todo:
@@ -219,6 +224,20 @@ class VLLMRollout(RLCallback):
                 self._restart(error)
         return group.hand_back([(work[i][0], done[i]) for i in range(len(work))])
 
+    def _random_streams(self, prompts: Sequence[Prompt]) -> list[int]:
+        """A number a prompt that no other has, in this step or under other weights; the same in a resumed run.
+
+        A prompt that comes again in a step, on another rank or in a refill, gets the next number.
+        """
+        drawn_by_rank = gather_objects([prompt.index for prompt in prompts], name="prompts to complete")
+        seen = self._num_drawn + Counter(index for drawn in drawn_by_rank[: global_rank()] for index in drawn)
+        self._num_drawn.update(index for drawn in drawn_by_rank for index in drawn)
+        streams = []
+        for prompt in prompts:
+            streams.append(((self._module.weight_version << 24) + prompt.index << 4) + seen[prompt.index])
+            seen[prompt.index] += 1
+        return streams
+
     @property
     def _loaded_group(self) -> EngineGroup:
         if self._group is None:
@@ -228,7 +247,7 @@ class VLLMRollout(RLCallback):
     def _update_engines(self) -> None:
         """Send all engines that need it the actor's current weights, until each has them."""
         group = self._loaded_group
-        while any_rank(group.is_stale(self._module.weight_version)):
+        while any_rank(group.is_stale(self._module.weight_version), name="weights are there"):
             try:
                 self._sync(group)
             except EngineDiedError as error:
@@ -240,7 +259,8 @@ class VLLMRollout(RLCallback):
         try:
             self._group.sleep()
         except EngineDiedError as error:
-            self._restart(error)
+            # The actor has the device now: whoever asks for completions next finds it dead, and starts it again.
+            log.warning("The engine died as it went to sleep: %s", str(error).splitlines()[0])
         fire(self._trainer, self._module, "on_engine_sleep")
 
     def _restart(self, error: EngineDiedError) -> None:
@@ -257,7 +277,8 @@ class VLLMRollout(RLCallback):
         module, version = self._module, self._module.weight_version
         fire(self._trainer, module, "on_weight_sync_start", version)
         expected = None
-        if any_rank(self.verify_every > 0 and self._num_syncs % self.verify_every == 0):
+        is_due = self.verify_every > 0 and self._num_syncs % self.verify_every == 0
+        if any_rank(is_due, name="canary"):
             # While the actor has the device: its memory may be somewhere else once the engine is awake.
             canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
             expected = module.score(canary).cpu().numpy()
@@ -364,16 +385,6 @@ class VLLMRollout(RLCallback):
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
-
-
-def _random_streams(prompts: Sequence[Prompt], weight_version: int) -> list[int]:
-    """A number a prompt that no other has, now or under other weights; the same in a run that was resumed."""
-    seen: Counter[int] = Counter()
-    streams = []
-    for prompt in prompts:
-        streams.append(((weight_version << 24) + prompt.index << 4) + seen[prompt.index])
-        seen[prompt.index] += 1
-    return streams
 
 
 def _engine_argument_names() -> set[str]:

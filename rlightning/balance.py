@@ -10,24 +10,24 @@ Groups are numbered through in the order of ranks, which is the order that one p
 from the numbers (minibatches) does not depend on the number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from rlightning.distributed.barrier import barrier
+from rlightning.data.packing import split_minibatches
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.types import RolloutBatch
 
-Deal = Callable[[int], list[list[int]]]
-"""From a number of groups to minibatches, each a list of groups."""
 
-
-def balance(batch: RolloutBatch, deal: Deal, *, tensor_parallel_size: int = 1) -> RolloutBatch:
+def balance(
+    batch: RolloutBatch, *, num_minibatches: int = 1, seed: int = 0, tensor_parallel_size: int = 1
+) -> RolloutBatch:
     """Move whole groups between ranks, so that data-parallel ranks hold about equally many tokens of each minibatch.
 
     Args:
         batch: this rank's completions, on the CPU.
-        deal: how the groups will be dealt out to minibatches.
+        num_minibatches: that the groups will be dealt out to, each of which is balanced.
+        seed: of the deal (:func:`deal_groups`).
         tensor_parallel_size: so many neighbouring ranks get the same sequences.
 
     Returns:
@@ -35,11 +35,11 @@ def balance(batch: RolloutBatch, deal: Deal, *, tensor_parallel_size: int = 1) -
     """
     local_ids, group = torch.unique(batch.group_ids, return_inverse=True)
     tokens: list[int] = torch.zeros(len(local_ids), dtype=torch.int64).index_add(0, group, batch.lengths).tolist()
-    barrier("balance the rollout")  # before waiting for each other without a name
-    tables = gather_objects(tokens)
+    tables = gather_objects(tokens, name="groups to share out")
     first = sum(len(table) for table in tables[: global_rank()])
     all_tokens = [count for table in tables for count in table]
-    owner = assign_groups(all_tokens, deal(len(all_tokens)), world_size() // tensor_parallel_size)
+    minibatches = deal_groups(len(all_tokens), num_minibatches, seed)[0]
+    owner = assign_groups(all_tokens, minibatches, world_size() // tensor_parallel_size)
     owner_of_sequence = torch.tensor(owner[first : first + len(tokens)], dtype=torch.int64)[group]
     batch.group_ids = group + first
     parcels = {}
@@ -47,11 +47,23 @@ def balance(batch: RolloutBatch, deal: Deal, *, tensor_parallel_size: int = 1) -
         share = batch.select((owner_of_sequence == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
             parcels[data_parallel_rank * tensor_parallel_size + neighbour] = share
-    received = list(exchange(parcels).values()) or [batch.select([])]
+    received = list(exchange(parcels, name="share out groups").values()) or [batch.select([])]
     numbers = torch.cat([share.group_ids for share in received])
     merged = RolloutBatch.concatenate(received)
     merged.group_ids = numbers
     return merged
+
+
+def deal_groups(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
+    """Deal all ranks' groups out to minibatches, anew in each epoch.
+
+    Ranks agree on it without a word, because it follows from the arguments; so do the balance and the update.
+
+    Returns:
+        For each epoch its minibatches, each a list of groups.
+    """
+    order = torch.Generator().manual_seed(seed)
+    return [split_minibatches(num_groups, num_minibatches, order) for _ in range(num_epochs)]
 
 
 def assign_groups(tokens: Sequence[int], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:

@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.balance import balance
+from rlightning.balance import balance, deal_groups
 from rlightning.batch_plan import BatchPlan
-from rlightning.data.packing import split_minibatches
+from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
@@ -218,16 +218,17 @@ class RLModule(PolicyModule):
         for _ in range(self.max_refills):
             missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
             # Every rank has to take as many prompts as the others, whoever it is that misses some.
-            share = math.ceil(all_reduce(torch.tensor(missing)).item() / world_size())
+            share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
             if share <= 0:
                 break
             sampled.append(self.reward(self.rollout(self.take_prompts(share))))
             kept.append(self._keep(sampled[-1]))
+        barrier("rewards are there")
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
         num_sampled = sum(batch.num_sequences for batch in sampled)
         num_kept = sum(batch.num_sequences for batch in kept)
-        num_sampled, num_kept = all_reduce(torch.tensor([num_sampled, num_kept])).tolist()
+        num_sampled, num_kept = all_reduce(torch.tensor([num_sampled, num_kept]), name="completions to keep").tolist()
         if not num_kept:
             raise RuntimeError(
                 f"No completion of {num_sampled} can be learned from, after {self.max_refills} refills. "
@@ -241,9 +242,12 @@ class RLModule(PolicyModule):
         Returns:
             Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
         """
-        order = self._minibatch_order()
-        deal = partial(split_minibatches, num_minibatches=self.plan.updates_per_rollout, generator=order)
-        return balance(batch, deal, tensor_parallel_size=self.tensor_parallel_size)
+        return balance(
+            batch,
+            num_minibatches=self.plan.updates_per_rollout,
+            seed=self.weight_version,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
         """Complete ``prompts``, each ``samples_per_prompt`` times.
@@ -307,16 +311,9 @@ class RLModule(PolicyModule):
         """The rollout's minibatches, each the sequences [M] of it that this rank has, on the CPU: maybe none."""
         groups = batch.group_ids.cpu()
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        order = self._minibatch_order()
-        return [
-            torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0]
-            for _ in range(self.plan.epochs_per_rollout)
-            for dealt in split_minibatches(num_groups, self.plan.updates_per_rollout, order)
-        ]
-
-    def _minibatch_order(self) -> torch.Generator:
-        """Deals a rollout's groups out, in the same way on all ranks and in a resumed run."""
-        return torch.Generator().manual_seed(self.weight_version)
+        plan = self.plan
+        epochs = deal_groups(num_groups, plan.updates_per_rollout, self.weight_version, plan.epochs_per_rollout)
+        return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
         """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient."""

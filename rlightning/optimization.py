@@ -115,6 +115,17 @@ class HostStateAdamW(AdamW):
             platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AdamW's, but that the state goes straight to the host."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                is_moment = isinstance(value, Tensor) and value.ndim > 0
+                # AdamW counts its steps where it computes
+                self.state[parameter][name] = _on_host(value, parameter) if is_moment else value.to(parameter.device)
+
     def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         portion: list[Tensor] = []
         num_bytes = 0
@@ -144,8 +155,7 @@ class HostStateAdamW(AdamW):
                 continue
             local = local_tensor(moment)
             if (parameter, name) not in on_host:
-                pinned = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
-                on_host[parameter, name] = with_local_tensor(moment, pinned)
+                on_host[parameter, name] = _on_host(moment, parameter)
             kept = on_host[parameter, name]
             local_tensor(kept).copy_(local, non_blocking=True)
             self.state[parameter][name] = kept
@@ -153,6 +163,13 @@ class HostStateAdamW(AdamW):
     def _moments(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
         """Each parameter's moments and their names; not its count of steps, a scalar that stays where it is."""
         return [(p, name, value) for p in parameters for name, value in self.state[p].items() if value.ndim]
+
+
+def _on_host(moment: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of ``moment`` in host memory, page-locked if its parameter is on a GPU."""
+    local = local_tensor(moment)
+    copied = torch.empty(local.shape, dtype=local.dtype, pin_memory=parameter.is_cuda)
+    return with_local_tensor(moment, copied.copy_(local))
 
 
 def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:

@@ -31,7 +31,7 @@ def test_alone_a_process_keeps_everything_and_counts_its_groups_through() -> Non
     batch = make_batch([[[1, 0], [2, 0]], [[3, 0]], [[4, 5, 0]]])
     batch = batch.select([0, 1, 3])  # group 1 has been dropped
     batch.rewards = torch.tensor([1.0, 2.0, 3.0])
-    shared = balance(batch, lambda num_groups: [list(range(num_groups))])
+    shared = balance(batch)
     assert shared.group_ids.tolist() == [0, 0, 1]
     assert shared.token_ids.tolist() == batch.token_ids.tolist()
     assert shared.rewards is not None and shared.rewards.tolist() == [1.0, 2.0, 3.0]
@@ -39,5 +39,5 @@ def test_alone_a_process_keeps_everything_and_counts_its_groups_through() -> Non
 
 def test_an_empty_batch_stays_one() -> None:
     batch = make_batch([[[1, 0]]]).select([])
-    shared = balance(batch, lambda num_groups: [list(range(num_groups))])
+    shared = balance(batch)
     assert shared.num_sequences == shared.num_tokens == 0

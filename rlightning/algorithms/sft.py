@@ -1,7 +1,6 @@
 """Supervised fine-tuning: a warm start for what follows."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlightning.balance import balance
-from rlightning.data.packing import split_minibatches
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
@@ -72,9 +70,7 @@ class SFT(RLModule):
         self._log_loss(prompts, dataloader_idx, "test")
 
     def _log_loss(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        everything = partial(split_minibatches, num_minibatches=1, generator=torch.Generator())
-        batch = balance(self._pack(prompts), everything, tensor_parallel_size=self.tensor_parallel_size)
-        batch = batch.to(self.device)
+        batch = balance(self._pack(prompts), tensor_parallel_size=self.tensor_parallel_size).to(self.device)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.completion_mask

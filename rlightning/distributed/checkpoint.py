@@ -27,6 +27,7 @@ from rlightning.distributed.checkpoint_folder import (
 from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
+from rlightning.optimization import HostStateAdamW
 
 
 class ShardedCheckpoints(ParallelStrategy):
@@ -98,7 +99,9 @@ class ShardedCheckpoints(ParallelStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         states = checkpoint.pop("optimizer_states", [])
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
-            optimizer.load_state_dict(read_optimizer(path, stored, number, named, parameters))
+            is_on_host = isinstance(optimizer, HostStateAdamW)
+            state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
+            optimizer.load_state_dict(state)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

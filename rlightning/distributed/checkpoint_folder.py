@@ -22,11 +22,14 @@ from torch.optim import Optimizer
 
 from rlightning.distributed.cpu_group import cpu_group
 from rlightning.errors import ConfigError
+from rlightning.models.shards import local_tensor, with_local_tensor
 
 META = "meta.pt"
 """The name that Lightning gives this file too."""
 FORMAT = "rlightning_checkpoint"
 """The key in it under which a folder of this module says so."""
+VERSION = 1
+"""Of such folders; grows when this code could not read them any more."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 
@@ -88,7 +91,7 @@ def write_meta(folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str
         checkpoint: the same.
         twins: names of tied weights, and the name that each is stored under.
     """
-    torch.save({**checkpoint, FORMAT: {"version": 1, "twins": dict(twins)}}, folder / META)
+    torch.save({**checkpoint, FORMAT: {"version": VERSION, "twins": dict(twins)}}, folder / META)
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -98,6 +101,12 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
         raise ConfigError(
             f"ckpt_path={folder} was not written by rlightning's strategies. To start from a model's weights, name its "
             "Hugging Face folder in model."
+        )
+    version = meta[FORMAT]["version"]
+    if version > VERSION:
+        raise ConfigError(
+            f"ckpt_path={folder} is a checkpoint of version {version}, and this rlightning reads versions up to {VERSION}. "
+            "Use the rlightning that wrote it, or a newer one."
         )
     return meta
 
@@ -122,7 +131,13 @@ def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> N
 
 
 def read_optimizer(
-    folder: Path, stored: Stored, number: int, named: dict[str, Any], parameters: Mapping[str, Tensor]
+    folder: Path,
+    stored: Stored,
+    number: int,
+    named: dict[str, Any],
+    parameters: Mapping[str, Tensor],
+    *,
+    is_on_host: bool = False,
 ) -> dict[str, Any]:
     """An optimizer's ``state_dict``, its tensors sharded as the parameters are.
 
@@ -132,6 +147,7 @@ def read_optimizer(
         number: the optimizer's.
         named: its entry in ``optimizer_states``.
         parameters: by name.
+        is_on_host: read the state to the host's memory, not to the parameters' device.
 
     Raises:
         ConfigError: if it optimizes other parameters than these.
@@ -146,7 +162,10 @@ def read_optimizer(
     for key, entry in stored.items():
         if key.startswith(prefix):
             name, what = key.removeprefix(prefix).rsplit("/", 1)
-            tensors[key] = torch.empty_like(parameters[name], dtype=entry.properties.dtype, requires_grad=False)
+            like = parameters[name].detach()
+            device = torch.device("cpu") if is_on_host else like.device
+            local = torch.empty_like(local_tensor(like), dtype=entry.properties.dtype, device=device)
+            tensors[key] = with_local_tensor(like, local)
             named["state"].setdefault(name, {})[what] = tensors[key]
     _read(folder, tensors)
     return numbered_optimizer_state(named)

@@ -1,7 +1,8 @@
 """What the ranks of a run tell each other that is no tensor of the model: counts, decisions, completions.
 
 Everything here goes over the CPU (gloo) group and touches no device. Without several processes it is a no-op, so
-callers need not ask. All ranks must call the same function in the same order.
+callers need not ask. All ranks must call the same function in the same order; they meet at a barrier first, whose error
+says by ``name`` where a rank did not come.
 """
 
 import pickle
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -27,12 +29,13 @@ def global_rank() -> int:
     return 0 if cpu_group() is None else dist.get_rank()
 
 
-def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
     """Reduce over all ranks.
 
     Args:
         tensor: small, of any device; it is left as it is.
         op: sum or max.
+        name: of the barrier.
 
     Returns:
         The result, on the tensor's device; the tensor itself where there is one rank.
@@ -40,31 +43,34 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
     group = cpu_group()
     if group is None:
         return tensor
+    barrier(name)
     reduced = tensor.detach().to("cpu", copy=True).contiguous()
     dist.all_reduce(reduced, _OPS[op], group=group)
     return reduced.to(tensor.device)
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(flag: bool, *, name: str) -> bool:
     """Whether ``flag`` is set on any rank; every rank gets the same answer."""
-    return bool(all_reduce(torch.tensor(int(flag)), "max"))
+    return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
-def gather_objects(thing: Any) -> list[Any]:
+def gather_objects(thing: Any, *, name: str) -> list[Any]:
     """Every rank's ``thing``, in the order of ranks."""
     group = cpu_group()
     if group is None:
         return [thing]
+    barrier(name)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, thing, group=group)
     return gathered
 
 
-def exchange(parcels: Mapping[int, Any]) -> dict[int, Any]:
+def exchange(parcels: Mapping[int, Any], *, name: str) -> dict[int, Any]:
     """Send objects from rank to rank.
 
     Args:
         parcels: by destination rank; they are pickled, and those for this rank handed over as they are.
+        name: of the barrier.
 
     Returns:
         What was sent to this rank, by the rank that it came from, in the order of ranks.
@@ -74,6 +80,7 @@ def exchange(parcels: Mapping[int, Any]) -> dict[int, Any]:
     received = {own: parcels[own]} if own in parcels else {}
     if group is None:
         return received
+    barrier(name)
     outgoing = {
         rank: torch.frombuffer(bytearray(pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         for rank, parcel in parcels.items()

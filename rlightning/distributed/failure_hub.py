@@ -167,9 +167,10 @@ class Link:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
+        return messages if all(isinstance(message, dict) for message in messages) else None  # a stranger's, else
 
     def hang_up(self) -> None:
         """End the connection, and whatever waits for it."""

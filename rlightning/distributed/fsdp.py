@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -50,19 +51,9 @@ class MeshStrategy(ModelParallelStrategy):
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Which of the shares this rank has; its tensor-parallel neighbours have the same."""
-        return self.global_rank // self.tensor_parallel_size
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's place among the neighbours that split each layer."""
-        return self.global_rank % self.tensor_parallel_size
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning gives these to a sampler of its own."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+        """Lightning gives these to a sampler of its own; tensor-parallel neighbours have the same share."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     def check_world_size(self) -> None:
         """Refuse numbers of ranks that do not divide."""
@@ -149,6 +140,13 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             cpu_offload=self.cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
         )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Called when the model is there."""
+        super().setup(trainer)
+        # Weights that a forward pass has gathered in inference mode cannot be trained with afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
 
     def model_to_device(self) -> None:
         """Move what is not sharded: a sharded model is where it belongs since it was loaded."""

@@ -100,7 +100,7 @@ class ConnectedRanks(ParallelStrategy):
         if group is None or group is dist.group.WORLD:
             group = shared
             barrier("reduce")
-            reduced = tensor.detach().cpu()
+            reduced = tensor.detach().to("cpu", copy=True)
         else:
             reduced = tensor.detach()
         dist.all_reduce(reduced, op, group=group)

@@ -38,7 +38,7 @@ class SigtermAgreement:
     def agree(self) -> None:
         """Before a batch: stop if any rank was asked to."""
         barrier("next batch")
-        if any_rank(self._is_asked):
+        if any_rank(self._is_asked, name="next batch"):
             self._stop()
 
     def _stop(self) -> NoReturn:

@@ -147,7 +147,7 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
             whole = dict(saved_tensors(load_policy(model, next(iter(targets.values())).dtype)))
         except ConfigError as error:
             failure = str(error)
-    failure = gather_objects(failure)[0]
+    failure = gather_objects(failure, name="rank 0 has loaded the model")[0]
     if failure is not None:
         raise ConfigError(failure)
     for name, target in targets.items():

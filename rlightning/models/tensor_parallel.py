@@ -66,18 +66,44 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
         policy: on the meta device, checked by :func:`check_tensor_parallel`.
         mesh: of one dimension, this rank's tensor-parallel group.
     """
+    parallelize_module(policy.base_model, mesh, plan_styles(policy))
+
+
+def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
+    """How each module that is to be cut is cut, by its name within the base model.
+
+    Raises:
+        ConfigError: if the plan leaves something out that is between cut modules.
+    """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
-    parallelize_module(
-        policy.base_model,
-        mesh,
-        {
-            name: _STYLES[style]()
-            for pattern, style in plan.items()
-            if style not in _STAYS_WHOLE
-            for name in match_modules(policy.base_model, pattern)
-        },
-    )
+    styles = {
+        name: _STYLES[style]()
+        for pattern, style in plan.items()
+        if style not in _STAYS_WHOLE
+        for name in match_modules(policy.base_model, pattern)
+    }
+    check_coverage(policy, set(styles))
+    return styles
+
+
+def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
+    """Refuse parameters between cut layers that the plan leaves out, such as a norm of the heads.
+
+    Each rank would use all of such a parameter on its part of the activations, and have a part of its gradient.
+
+    Args:
+        policy: whole still.
+        planned: names of the modules that are to be cut, within the base model.
+    """
+    parents = {name.rpartition(".")[0] for name in planned}
+    for name, _ in policy.base_model.named_parameters():
+        owners = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        if any(owner in parents for owner in owners) and not any(owner in planned for owner in owners):
+            raise ConfigError(
+                f"{type(policy).__name__} cannot be tensor parallel: its '{name}' works on parts of cut layers, and "
+                "transformers' plan does not say how. Use tensor_parallel_size=1."
+            )
 
 
 def match_modules(model: nn.Module, pattern: str) -> list[str]:

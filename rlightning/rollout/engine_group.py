@@ -11,6 +11,7 @@ With an engine a rank, which is the usual case, each group is one rank, and noth
 of the weights.
 """
 
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -46,10 +47,11 @@ class EngineGroup:
         size = int(config.engine_args.get("tensor_parallel_size") or 1)
         first = global_rank() // size * size
         self.ranks = range(first, first + size)
-        self.config = replace(config, devices=_devices(config.device, self.ranks))
+        self.config = replace(config, visible_devices=_visible_devices(config.device, self.ranks))
         self.engine = VLLMEngine(self.config) if global_rank() == first else None
         self._bucket: WeightBucket | None = None
         self._handles: list[bytes] = []
+        self._death: EngineDiedError | None = None
 
     def start(self) -> None:
         """Start the engine's process; returns before it is up."""
@@ -68,37 +70,34 @@ class EngineGroup:
         Args:
             weights: gives names and tensors, whole or sharded, anew with each call.
             weight_version: of the weights.
-
-        Raises:
-            EngineDiedError: if this rank's engine died meanwhile.
         """
         if self._bucket is None:
             shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
             config = self.config
             self._bucket = WeightBucket(shapes, config.dtype, config.device, config.bucket_bytes)
-            received = exchange({self.ranks[0]: self._bucket.handle()})
+            received = exchange({self.ranks[0]: self._bucket.handle()}, name="buckets")
             self._handles = list(received.values())
         engine = self.engine if self.is_stale(weight_version) else None
-        died = None
+        self._death = None
         self._meet("engine wakes")  # its neighbours' devices have room for it now
         if engine is not None:
-            died = _attempt(engine.begin_loading, self._handles)
+            self._death = _attempt(engine.begin_loading, self._handles)
         for chunk in self._bucket.fill(weights()):
             self._meet("weights in the bucket")
-            if engine is not None and died is None:
-                died = _attempt(engine.load_chunk, chunk)
+            if engine is not None and self._death is None:
+                self._death = _attempt(engine.load_chunk, chunk)
             self._meet("weights in the engine")
-        if died is not None:
-            raise died
 
     def finish_loading(self, weight_version: int) -> None:
         """Let each engine that was stale take the memory for its KV cache, and be ready.
 
         Raises:
-            EngineDiedError: if this rank's engine died meanwhile.
+            EngineDiedError: if this rank's engine died, now or while it loaded.
             EngineError: if a parameter of its model was set by none of the weights.
         """
         self._meet("engine takes its KV cache")
+        if self._death is not None:
+            raise self._death
         if self.engine is not None and self.is_stale(weight_version):
             self.engine.finish_loading(weight_version)
 
@@ -106,7 +105,7 @@ class EngineGroup:
         """The requests of all ranks of the group, each with its rank, to the one that has the engine; else none."""
         if len(self.ranks) == 1:
             return [(self.ranks[0], request) for request in requests]
-        received = exchange({self.ranks[0]: list(requests)})
+        received = exchange({self.ranks[0]: list(requests)}, name="prompts")
         return [(rank, request) for rank, some in received.items() for request in some]
 
     def hand_back(self, completed: Sequence[tuple[int, list[Completion]]]) -> list[list[Completion]]:
@@ -121,7 +120,7 @@ class EngineGroup:
             parcels: dict[int, Any] = {}
         else:
             parcels = {rank: [found for to, found in completed if to == rank] for rank in self.ranks}
-        return next(iter(exchange(parcels).values()))
+        return next(iter(exchange(parcels, name="completions").values()))
 
     def sleep(self) -> None:
         """Have the engine give its devices' memory back.
@@ -155,7 +154,7 @@ def check_group_size(size: int) -> None:
     """
     if size == 1:
         return
-    hosts = gather_objects(socket.gethostname())
+    hosts = gather_objects(socket.gethostname(), name="hosts")
     rule = f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks"
     if world_size() % size:
         raise ConfigError(f"{rule}, but there are {world_size()} ranks. Set trainer.devices to a multiple of {size}.")
@@ -163,10 +162,20 @@ def check_group_size(size: int) -> None:
         raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
 
 
-def _devices(own: torch.device, ranks: range) -> tuple[torch.device, ...]:
-    if len(ranks) == 1:
-        return (own,)
-    return tuple(gather_objects(own)[ranks.start : ranks.stop])
+def _visible_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
+    """What CUDA calls the devices of the ranks, whatever each of these sees of them."""
+    if own.type != "cuda":
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    index = own.index or 0
+    name = visible.split(",")[index] if visible else str(index)
+    names = [name] if len(ranks) == 1 else gather_objects(name, name="devices")[ranks.start : ranks.stop]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"Ranks {ranks.start} to {ranks.stop - 1} are to share an engine, but their devices all go by the name of "
+            f"{names[0]}. Let each rank see all devices of its host (SLURM: --gpus-per-node, not --gpus-per-task)."
+        )
+    return tuple(names)
 
 
 def _attempt(call: Callable[..., None], *arguments: Any) -> EngineDiedError | None:

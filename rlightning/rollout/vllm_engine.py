@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import socket
 import struct
@@ -34,7 +35,9 @@ LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
 EXIT_SECONDS = 1.0
 """How long an engine that has closed its socket may take to exit, for its exit status."""
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+LAUNCHER_VARIABLES = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
+)
 """A launcher's rendezvous is the trainer's; vLLM would join it."""
 
 
@@ -49,7 +52,7 @@ class VLLMConfig:
     Attributes:
         engine_args: of vLLM's AsyncEngineArgs.
         device: this rank's, as the trainer names it; the engine runs on it.
-        devices: all that the engine runs on, one a tensor-parallel worker; ``device`` alone where it is empty.
+        visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker.
         dtype: what weights are sent in.
         log_file: the engine's output, appended.
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
@@ -63,7 +66,7 @@ class VLLMConfig:
     device: torch.device
     dtype: torch.dtype
     log_file: Path
-    devices: tuple[torch.device, ...] = ()
+    visible_devices: tuple[str, ...] = ()
     can_sleep: bool = False
     bucket_bytes: int = 2 << 30
     start_timeout: float = 600.0
@@ -297,7 +300,7 @@ class VLLMEngine:
         self.weight_version = None
 
     def _environment(self, scratch: str) -> dict[str, str]:
-        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
         package = str(Path(rlightning.__file__).parent.parent)
         paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         environment |= {
@@ -312,10 +315,7 @@ class VLLMEngine:
         # worth keeping, and by default in TMPDIR
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
         if self.config.device.type == "cuda":
-            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-            indices = [device.index or 0 for device in self.config.devices or (self.config.device,)]
-            names = [visible.split(",")[index] if visible else str(index) for index in indices]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.visible_devices)
         else:
             # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
@@ -355,6 +355,6 @@ def _vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[st
 
 
 def _completion(output: dict[str, Any], weight_version: int) -> Completion:
-    versions = np.full(len(output["token_ids"]), weight_version, np.int32)
+    versions = np.broadcast_to(np.int32(weight_version), len(output["token_ids"]))  # one number, however many tokens
     reason: Literal["stop", "length"] = "length" if output["finish_reason"] == "length" else "stop"
     return Completion(output["text"], output["token_ids"], output["logprobs"], versions, reason)

@@ -14,10 +14,10 @@ from rlightning.hooks import RLCallback
 
 
 class Witness(RLCallback):
-    """Notes each step's prompts, tokens and gap; kills rank 1's engine in the middle of the second rollout."""
+    """Notes each step's prompts, tokens and gap; kills one rank's engine as the second rollout begins."""
 
-    def __init__(self, kills: bool) -> None:
-        self.kills = kills
+    def __init__(self, victim: int) -> None:
+        self.victim = victim
         self.steps: list[dict[str, Any]] = []
         self.engines: set[int] = set()
 
@@ -25,7 +25,7 @@ class Witness(RLCallback):
         engine = module.generator.engine
         if engine is not None and engine._process is not None:
             self.engines.add(engine._process.pid)
-            if self.kills and trainer.global_rank == 1 and trainer.global_step == 1:
+            if trainer.global_rank == self.victim and trainer.global_step == 1:
                 os.kill(find_core(engine._process.pid), signal.SIGKILL)
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
@@ -46,7 +46,7 @@ class Witness(RLCallback):
 def main(folder: Path, ranks_per_engine: int) -> None:
     engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
     rollout = make_rollout(engine=engine, verify_every=1)
-    witness = Witness(kills=ranks_per_engine == 1)
+    witness = Witness(victim=1 if ranks_per_engine == 1 else 0)
     strategy = FSDP(tensor_parallel_size=ranks_per_engine)
     trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2)
     module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)

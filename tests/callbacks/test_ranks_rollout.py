@@ -50,9 +50,9 @@ def test_each_rank_has_an_engine_and_a_killed_one_comes_back(tmp_path: Path) -> 
     assert (tmp_path / "engine.0.log").exists() and (tmp_path / "engine.1.log").exists()
 
 
-def test_two_tensor_parallel_ranks_share_an_engine(tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     first, second = run(tmp_path, 2)
     check_steps(first, second)
-    assert (first["num_engines"], second["num_engines"]) == (1, 0)
+    assert (first["num_engines"], second["num_engines"]) == (2, 0)
     for one, other in zip(first["steps"], second["steps"], strict=True):
         assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]

@@ -11,8 +11,10 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from rlightning import atomic_save
 from rlightning.atomic_save import find_saved
+from rlightning.distributed import checkpoint_folder
 from rlightning.distributed.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint, newest_checkpoint, relink
+from rlightning.errors import ConfigError
 
 KILLED = 9
 Save = Callable[[Path, int], None]
@@ -141,3 +143,11 @@ def test_the_whole_of_a_folder(tmp_path: Path) -> None:
     save_folder(tmp_path / "last.ckpt", 5)
     checkpoint = read_whole(tmp_path / "last.ckpt")
     assert FORMAT not in checkpoint and checkpoint["step"] == 5
+
+
+def test_a_folder_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "VERSION", 2)
+        save_folder(tmp_path / "last.ckpt", 5)
+    with pytest.raises(ConfigError, match=r"last.ckpt is a checkpoint of version 2, and .* reads versions up to 1\."):
+        read_whole(tmp_path / "last.ckpt")

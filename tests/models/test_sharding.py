@@ -1,6 +1,7 @@
 """Models in shards, on real processes, against the same models whole."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import load_config
 from rlightning.models.architecture import check_architecture
 from rlightning.models.policy import remove_dropout
-from rlightning.models.tensor_parallel import check_tensor_parallel
+from rlightning.models.tensor_parallel import check_tensor_parallel, plan_styles
 
 sys.path.append(str(Path(__file__).parent.parent / "distributed"))
 from rank_processes import end_ranks, results, start_ranks
@@ -159,6 +160,26 @@ def test_what_tensor_parallelism_cannot_cut(kind: str, config: dict[str, Any], s
         ConfigError, match=rf"tensor_parallel_size={size} does not fit model='m' \({kind}\): .*{message}"
     ):
         check_tensor_parallel("m", AutoConfig.for_model(kind, **sizes), size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"), [("apertus", "layers.0.mlp.act_fn.alpha_p"), ("doge", "layers.0.self_attn.A")]
+)
+def test_what_a_plan_leaves_out_between_cut_layers_is_refused(kind: str, left_out: str) -> None:
+    """Its gradient would be a part of the sum, on each rank another: 70 to 260% off, with nothing to be seen."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    with pytest.raises(ConfigError, match=rf"its '{re.escape(left_out)}' works on parts of cut layers"):
+        plan_styles(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "phi3"])
+def test_whole_plans(kind: str) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, pad_token_id=0))
+    assert {"layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"} <= plan_styles(model).keys()
 
 
 def test_an_architecture_is_checked_without_its_weights(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_models import CHARACTERS, Actor, make_prompt, running_engine, save_model, send
 from tiny import VOCABULARY
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -242,3 +243,13 @@ def test_tied_weights_travel_once(tmp_path: Path) -> None:
                 for completion in group:
                     assert_sampled_from(actor, prompt, completion, 1.0)
             actor.perturb(version)
+
+
+def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "stays")
+    config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
+    environment = VLLMEngine(config)._environment(str(tmp_path))
+    assert not any(name.startswith(("TORCHELASTIC", "MASTER", "ROLE", "GROUP")) for name in environment)
+    assert "RANK" not in environment and environment["RANKING"] == "stays"
