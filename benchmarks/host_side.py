@@ -192,7 +192,7 @@ def concatenate_two(size: Size) -> Work:
 def balance_one_rank(size: Size) -> Work:
     """``balance``, with nobody to share with."""
     batch = make_batch(size)
-    return Work(lambda: balance(batch, lambda num: deal(num)), batch.num_tokens)
+    return Work(lambda: balance(batch), batch.num_tokens)
 
 
 def deal(num_groups: int) -> list[list[int]]:
