@@ -105,8 +105,8 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
     version = meta[FORMAT]["version"]
     if version > VERSION:
         raise ConfigError(
-            f"ckpt_path={folder} is a checkpoint of version {version}, and this rlightning reads versions up to {VERSION}. "
-            "Use the rlightning that wrote it, or a newer one."
+            f"ckpt_path={folder} is a checkpoint of version {version}, and this rlightning reads versions up to "
+            f"{VERSION}. Use the rlightning that wrote it, or a newer one."
         )
     return meta
 

@@ -48,9 +48,8 @@ def test_it_has_a_short_name(tmp_path: Path) -> None:
 def test_neighbours_form_a_tensor_parallel_group(tmp_path: Path) -> None:
     strategy = bare_trainer(tmp_path, 1, strategy=FSDP(tensor_parallel_size=2), devices=4).strategy
     assert isinstance(strategy, FSDP)
-    places = []
+    shares = []
     for rank in range(4):
         strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
-        places.append((strategy.data_parallel_rank, strategy.tensor_parallel_rank))
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert strategy.data_parallel_size == 2
+        shares.append(strategy.distributed_sampler_kwargs)
+    assert shares == [{"num_replicas": 2, "rank": rank} for rank in (0, 0, 1, 1)]
