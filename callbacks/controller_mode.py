@@ -4,7 +4,12 @@ import logging
 from typing import Any
 
 from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import ExecutionMode, RequestedMode, resolve_execution_mode
+from rlightning.distributed.execution_mode import (
+    ExecutionMode,
+    RequestedMode,
+    check_execution_mode,
+    resolve_execution_mode,
+)
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 
@@ -34,6 +39,10 @@ class ControllerMode(RLCallback):
         self.mode: RequestedMode = mode
         self.controller = controller
         self.resolved: ExecutionMode | None = None
+
+    def check(self, trainer: Any) -> None:
+        """Refuse contradictions; the command line asks before any other process is started."""
+        check_execution_mode(self.mode, strategy=getattr(trainer, "strategy", None), controller=self.controller)
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Resolve the mode; refuse contradictions."""

@@ -20,14 +20,16 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
-import rlightning.distributed.fsdp  # noqa: F401  so that `--trainer.strategy fsdp2` finds it by its short name
+import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.atomic_save import PREVIOUS, find_saved
 from rlightning.config_keys import ConfigKeys
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint
 from rlightning.distributed.ddp import replace_lightning_ddp
+from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
+from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class RLCLI(LightningCLI):
     def __init__(self, args: list[str]) -> None:
         self.args = args
         replace_lightning_ddp()
+        spell_out_files()
         for name in import_module("rlightning.callbacks").__all__:
             find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
         super().__init__(
@@ -127,7 +130,7 @@ class RLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Check every key by hand, then let jsonargparse parse."""
-        command, options = args[0], args[1:]
+        command, options = args[0], spell_out_options(args[1:])
         keys = ConfigKeys(
             self._subcommand_parsers[command],
             {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
@@ -141,7 +144,7 @@ class RLCLI(LightningCLI):
                     "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
                     "init_args: {model: ...}}' to the YAML file that --config names."
                 )
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_args([command, *options])
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as it is: a checkpoint's hyperparameters are not merged into it."""
@@ -155,6 +158,7 @@ class RLCLI(LightningCLI):
             if self.args == sys.argv[1:]:
                 # Lightning starts the other ranks of this machine by running this command again.
                 sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
+        check_strategy(trainer["strategy"])
         check_trainer(trainer)
         folder = Path(trainer["default_root_dir"])
         if folder.is_file():
@@ -175,9 +179,16 @@ class RLCLI(LightningCLI):
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
         config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])
         try:
-            return self._instantiate_trainer(config, [])
+            trainer = self._instantiate_trainer(config, [])
+        except ConfigError:
+            raise
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigError(f"trainer: {error}") from error
+        check_launch(trainer.num_devices, trainer.num_nodes)
+        for callback in trainer.callbacks:
+            if isinstance(callback, find_callback("ControllerMode")):
+                callback.check(trainer)
+        return trainer
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
         """The rollout callback first, then those listed, then each default whose class is not listed."""
@@ -327,6 +338,8 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
+        lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
     text = "; ".join(dict.fromkeys(lines))
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)

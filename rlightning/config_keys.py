@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """A mapping that has one of these names a class, after jsonargparse's convention."""
@@ -55,7 +56,7 @@ class ConfigKeys:
 
     def check_file(self, path: str) -> None:
         """Check one YAML file."""
-        content = read_yaml(path)
+        content = spell_out(read_yaml(path))
         if not isinstance(content, dict):
             raise ConfigError(f"--config {path}: the file holds no keys. It needs lines such as 'model: ...'.")
         self.check_mapping(content, parameters_of(self.parser), "")
@@ -123,6 +124,8 @@ class ConfigKeys:
         if chosen is None:
             return
         spelled = SPEC_KEYS & value.keys()
+        if key not in self.classes and inspect.isabstract(chosen):
+            raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
         for name in value.keys() - SPEC_KEYS if spelled else ():
             head = str(name).partition(".")[0]
             if head not in SPEC_KEYS:

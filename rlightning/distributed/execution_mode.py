@@ -14,6 +14,10 @@ from rlightning.errors import ConfigError
 
 RequestedMode = Literal["auto", "spmd", "controller", "worker"]
 
+OWN = "the strategy"
+UNNAMED = "the launcher (WORLD_SIZE)"
+"""Launchers that leave no name of their own in the environment."""
+
 
 class ExecutionMode(StrEnum):
     """The three kinds of processes that a run is made of."""
@@ -65,11 +69,20 @@ def resolve_execution_mode(
         ConfigError: for a contradiction between any two of these, the launcher, and an earlier resolution.
     """
     global _resolved
+    mode = check_execution_mode(requested, strategy=strategy, controller=controller)
+    _resolved = mode
+    return mode
+
+
+def check_execution_mode(
+    requested: RequestedMode = "auto", *, strategy: Any = None, controller: str | None = None
+) -> ExecutionMode:
+    """What :func:`resolve_execution_mode` would say, without settling it."""
     mode = decide(
         requested,
         declared=_declared_mode(strategy),
         accelerator=_accelerator_name(strategy),
-        launch=read_launch(os.environ) or _own_launch(strategy),
+        launch=_find_launch(strategy),
         controller=controller or getattr(strategy, "controller", None),
     )
     if _resolved not in (None, mode):
@@ -77,7 +90,6 @@ def resolve_execution_mode(
             f"execution mode '{mode}' contradicts '{_resolved}', which this process has been resolved to before. "
             "A process keeps its mode: start another one."
         )
-    _resolved = mode
     return mode
 
 
@@ -128,9 +140,13 @@ def _check_controller(accelerator: str, launch: Launch | None, controller: str |
             "Use mode='worker'."
         )
     if launch is not None and launch.world_size > 1:
+        if launch.launcher == OWN:
+            started, way_out = f"trainer.devices and trainer.num_nodes are for {launch.world_size}", "Set both to 1"
+        else:
+            started = f"{launch.launcher} started {launch.world_size}"
+            way_out = "Start it once, without a launcher"
         raise ConfigError(
-            f"execution mode 'controller' is for one process, but {launch.launcher} started {launch.world_size}. "
-            "Start it once, without a launcher, or use mode='spmd'."
+            f"execution mode 'controller' is for one process, but {started}. {way_out}, or use mode='spmd'."
         )
     if accelerator != "cpu":
         raise ConfigError(
@@ -148,14 +164,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return Launch("mpirun", int(environment["OMPI_COMM_WORLD_SIZE"]))
     if "WORLD_SIZE" in environment:
-        return Launch("the launcher (WORLD_SIZE)", int(environment["WORLD_SIZE"]))
+        return Launch(UNNAMED, int(environment["WORLD_SIZE"]))
     return None
 
 
-def _own_launch(strategy: Any) -> Launch | None:
-    """What a strategy starts itself."""
-    world_size = getattr(strategy, "world_size", None)
-    return Launch("trainer.devices", world_size) if isinstance(world_size, int) and world_size > 1 else None
+def _find_launch(strategy: Any) -> Launch | None:
+    """Who started this process, or will start more of its kind."""
+    launch, world_size = read_launch(os.environ), getattr(strategy, "world_size", None)
+    # Lightning's own launcher sets WORLD_SIZE, too.
+    if isinstance(world_size, int) and world_size > 1 and (launch is None or launch.launcher == UNNAMED):
+        return Launch(OWN, world_size)
+    return launch
 
 
 def _declared_mode(strategy: Any) -> ExecutionMode | None:

@@ -1,6 +1,7 @@
 """Lightning's launcher of one machine's ranks, with an end for those that it started."""
 
 import logging
+import os
 import signal
 import subprocess
 import threading
@@ -12,11 +13,15 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from rlightning.distributed.execution_mode import read_launch
 from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
+from rlightning.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
+PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
+"""What the launchers from outside call the number of ranks that they start on a node."""
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -28,6 +33,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other ranks, unless torchrun or SLURM has, and run ``function`` on this one."""
+        check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
@@ -46,6 +52,26 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Forward a signal to the ranks started here; SIGKILL, Lightning's answer to Ctrl-C, is the failure watch's."""
         if signum != signal.SIGKILL or active_watch() is None:
             super().kill(signum)
+
+
+def check_launch(num_devices: int, num_nodes: int) -> None:
+    """Refuse numbers that differ from what torchrun or SLURM started, under one of them.
+
+    Args:
+        num_devices: ``trainer.devices``, resolved.
+        num_nodes: ``trainer.num_nodes``.
+    """
+    launch = read_launch(os.environ)
+    wanted = num_devices * num_nodes
+    if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
+        return
+    per_node, rest = divmod(launch.world_size, num_nodes)
+    fitting = f"Set trainer.devices={per_node}, or" if not rest else "Set trainer.num_nodes to its number of nodes, or"
+    raise ConfigError(
+        f"trainer.devices={num_devices} x trainer.num_nodes={num_nodes} {'are' if wanted > 1 else 'is'} {wanted} "
+        f"rank{'s' if wanted > 1 else ''}, but {launch.launcher} started {launch.world_size}. "
+        f"{fitting} {PER_NODE[launch.launcher]} {num_devices}."
+    )
 
 
 def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:

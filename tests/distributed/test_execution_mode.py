@@ -101,7 +101,7 @@ def test_a_process_that_nobody_has_resolved_is_spmd() -> None:
 
 def test_strategy_declares_and_its_device_and_size_must_fit() -> None:
     declares = {"execution_mode": "controller", "root_device": "cpu"}
-    for other, message in (({"root_device": "cuda:0"}, "'cuda'"), ({"world_size": 2}, "trainer.devices started 2")):
+    for other, message in (({"root_device": "cuda:0"}, "'cuda'"), ({"world_size": 2}, "trainer.num_nodes are for 2")):
         with pytest.raises(ConfigError, match=message):
             resolve_execution_mode(strategy=SimpleNamespace(**declares | other))
     assert execution_mode() is SPMD  # a contradiction settles nothing
@@ -120,6 +120,13 @@ def test_controller_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="torchrun started 2"):
         resolve_execution_mode("controller")
+
+
+def test_controller_under_the_strategys_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets WORLD_SIZE in the ranks, as launchers from outside do."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="trainer.devices and trainer.num_nodes are for 2. Set both to 1"):
+        resolve_execution_mode("controller", strategy=SimpleNamespace(world_size=2, root_device="cpu"))
 
 
 def test_resolved_once() -> None:

@@ -1,0 +1,95 @@
+"""How ``trainer.strategy`` may be spelled: a short name or a dotted path stand for a class, which can have arguments.
+
+Lightning takes strings for names of its registry, which knows no dotted path; and jsonargparse gives arguments to
+classes only. So a name is replaced by its class before either sees it, in files and in options alike.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+from lightning.pytorch.strategies import StrategyRegistry
+
+from rlightning.errors import ConfigError, did_you_mean
+
+KEY = "trainer.strategy"
+CLASSES = {
+    "fsdp2": "rlightning.distributed.fsdp.FSDP",
+    "FSDP": "rlightning.distributed.fsdp.FSDP",
+    "rlightning.distributed.FSDP": "rlightning.distributed.fsdp.FSDP",
+    "ddp": "rlightning.distributed.ddp.DDP",
+    "DDP": "rlightning.distributed.ddp.DDP",
+    "rlightning.distributed.DDP": "rlightning.distributed.ddp.DDP",
+}
+CHOICES = ("auto", "ddp", "fsdp2")
+
+_load_yaml = get_loader("yaml")
+
+
+def spell_out(value: Any, key: str = "") -> Any:
+    """A configuration, or the part of it under ``key``, with the strategy's name replaced by its class."""
+    if key == KEY and isinstance(value, str):
+        is_path = "." in value and not Path(value).is_file()
+        return {"class_path": CLASSES.get(value, value)} if value in CLASSES or is_path else value
+    if key == f"{KEY}.class_path" and isinstance(value, str):
+        return CLASSES.get(value, value)
+    if isinstance(value, dict) and (not key or KEY.startswith(key)):
+        return {name: spell_out(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
+    return value
+
+
+def spell_out_options(options: list[str]) -> list[str]:
+    """Command line options, likewise."""
+    return list(_spell_out_each(options))
+
+
+def spell_out_files() -> None:
+    """Have jsonargparse read YAML so from now on."""
+    set_loader("yaml", lambda text: spell_out(_load_yaml(text)), (yaml.YAMLError,))
+
+
+def check_strategy(name: object) -> None:
+    """Refuse a name that stands for nothing, or for what does not work here; objects pass."""
+    if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
+        return
+    if name.startswith("fsdp") and name in StrategyRegistry:
+        raise ConfigError(
+            f"{KEY}={name} is Lightning's FSDP1, which cannot hold this actor. "
+            "Use fsdp2 to shard the weights, or ddp to have all of them on every device."
+        )
+    if name not in StrategyRegistry:
+        raise ConfigError(
+            f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
+            "One of your own is named by its dotted path."
+        )
+
+
+def _spell_out_each(options: list[str]) -> Iterator[str]:
+    rest = iter(options)
+    for option in rest:
+        name, equals, text = option.partition("=")
+        if name.removeprefix("--") not in ("trainer", KEY, f"{KEY}.class_path"):
+            yield option
+            continue
+        if not equals:
+            value = next(rest, None)
+            if value is None:  # left for the check of options to complain of
+                yield option
+                return
+            text = value
+        yield f"{name}={_spell_out_text(text, name.removeprefix('--'))}"
+
+
+def _spell_out_text(text: str, key: str) -> str:
+    """An option's value; the text itself where there is nothing to replace."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    spelled = spell_out(value, key)
+    if spelled == value:
+        return text
+    return spelled if isinstance(spelled, str) else json.dumps(spelled)
