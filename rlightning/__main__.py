@@ -155,6 +155,9 @@ def quieten() -> None:
         # Without dropout the actor and the engine compute the same; evaluation mode is on purpose.
         ".*module\\(s\\) in eval mode at the start of training.*",
         ".*LeafSpec.*is deprecated.*",
+        "(?s).*Using ModelCheckpoint with manual optimization.*",
+        # All ranks log the same step.
+        ".*It is recommended to use `self.log\\('step', .*, sync_dist=True\\)`.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         "(?s).*JsonargparseDeprecationWarning.*",
         "(?s).*``instantiate_classes`` was deprecated.*",

@@ -29,6 +29,7 @@ from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
+from rlightning.optimization import check_step_options
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,6 @@ class RLCLI(LightningCLI):
             if self.args == sys.argv[1:]:
                 # Lightning starts the other ranks of this machine by running this command again.
                 sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
-        check_strategy(trainer["strategy"])
         check_trainer(trainer)
         folder = Path(trainer["default_root_dir"])
         if folder.is_file():
@@ -262,16 +262,11 @@ def new_run_folder() -> str:
 
 
 def check_trainer(trainer: Namespace) -> None:
-    """Reject the Trainer's options that the module's own optimization makes meaningless."""
-    for name, usual, instead in (
-        ("gradient_clip_val", None, "max_grad_norm"),
-        ("accumulate_grad_batches", 1, "max_tokens_per_microbatch"),
-    ):
-        if trainer[name] != usual:
-            raise ConfigError(
-                f"trainer.{name}={trainer[name]} has no effect here: the model steps its optimizer itself. "
-                f"Set model.init_args.{instead} instead."
-            )
+    """Reject the Trainer's options that make no sense here, before it is built."""
+    check_strategy(trainer["strategy"])
+    check_step_options(
+        accumulate_grad_batches=trainer["accumulate_grad_batches"], gradient_clip_val=trainer["gradient_clip_val"]
+    )
 
 
 def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None:

@@ -35,14 +35,22 @@ def check_trainer(trainer: Trainer) -> None:
             "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
             "1/256 of a weight or so: at a small lr nothing is learned. Use bf16-mixed."
         )
-    if trainer.accumulate_grad_batches != 1:
+    check_step_options(
+        accumulate_grad_batches=trainer.accumulate_grad_batches, gradient_clip_val=trainer.gradient_clip_val
+    )
+
+
+def check_step_options(*, accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:
+    """Refuse the Trainer's options that the module's own optimizer steps make meaningless."""
+    rule = "has no effect here: the model steps its optimizer itself"
+    if accumulate_grad_batches != 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect here. "
+            f"trainer.accumulate_grad_batches={accumulate_grad_batches} {rule}. "
             "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
         )
-    if trainer.gradient_clip_val is not None:
+    if gradient_clip_val is not None:
         raise ConfigError(
-            f"trainer.gradient_clip_val has no effect here. Set model.max_grad_norm={trainer.gradient_clip_val}."
+            f"trainer.gradient_clip_val={gradient_clip_val} {rule}. Set model.max_grad_norm={gradient_clip_val}."
         )
 
 

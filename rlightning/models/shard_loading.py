@@ -49,7 +49,7 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
         if name not in saved and buffer.is_floating_point() and buffer.isnan().any():
             raise ConfigError(
                 f"model='{model}' has a buffer, '{name}', that cannot be computed without loading the whole model. "
-                "Use strategy=ddp."
+                "Use trainer.strategy=ddp."
             )
 
 

@@ -162,5 +162,6 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ConfigError(
-        f"{type(policy).__name__} has no list of its {num_layers} layers, so it cannot be sharded. Use strategy=ddp."
+        f"{type(policy).__name__} has no list of its {num_layers} layers, so it cannot be sharded. "
+        "Use trainer.strategy=ddp."
     )
