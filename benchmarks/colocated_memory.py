@@ -2,8 +2,8 @@
 
     python benchmarks/colocated_memory.py --steps 24 --oom
 
-Three runs of the same steps, each of another completion length: without the callback, with it after the update, and
-with it after the update and before the engine wakes. PyTorch's allocator keeps what it once took (reserved) whether
+Three runs of the same steps, each of another completion length: `without` the callback, with it `after_update`, and with
+it after the update and before the engine wakes (`before_wake_too`). PyTorch's allocator keeps what it once took (reserved) whether
 tensors are in it (allocated) or not, and the engine, another process, finds the rest of the device.
 
 With --oom two more runs: from what the first three left free follows a gpu_memory_utilization at which the engine's
@@ -126,7 +126,7 @@ def write_steps(arguments: argparse.Namespace, runs: dict[str, Rows]) -> None:
         points = [
             (row["step"], row["update_end/after/reserved"]) for row in steps if "update_end/after/reserved" in row
         ]
-        lines.append(Line(points, i, f"{arm.replace('_', ' ')}"))
+        lines.append(Line(points, i, arm))
     whole = max(table.values(), key=len)
     (arguments.out / "steps.md").write_text(
         format_table([{name: row.get(name) for name in whole} for row in table.values()])

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--hidden", type=int, default=2560)
-    parser.add_argument("--bucket_bytes", type=int, default=2 << 30)
+    parser.add_argument("--bucket-bytes", type=int, default=2 << 30)
     arguments = parser.parse_args()
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
     device = torch.device("cpu")

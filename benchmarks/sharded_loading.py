@@ -8,6 +8,7 @@ shards, and the most that rank 0's memory grew by while it loaded its shards, an
 of the files do not count: they are the system's cache, which all ranks share and which it takes back when it likes.
 """
 
+import argparse
 import ctypes
 import gc
 import json
@@ -41,8 +42,11 @@ CONFIG: dict[str, Any] = {
 
 def main() -> None:
     """Run on every rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a Hugging Face model (a random Qwen3 of 190 MB)")
+    arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    folder = share(sys.argv[1] if len(sys.argv) > 1 else make_model())
+    folder = share(arguments.folder or make_model())
     sizes = (1, dist.get_world_size(), 1)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor_parallel"))
     # Once with a small model, so that imports and connections do not count.
