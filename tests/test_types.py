@@ -119,6 +119,15 @@ def test_concatenate_keeps_groups_apart() -> None:
     assert RolloutBatch.concatenate([batch, batch, batch]).group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
+def test_one_batch_alone_is_not_copied() -> None:
+    batch = fill(make_batch())
+    joined = RolloutBatch.concatenate([batch])
+    assert_equal(joined, batch)
+    assert joined.token_ids is batch.token_ids
+    joined.group_ids = torch.zeros(4, dtype=torch.int64)
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+
+
 def test_concatenate_leaves_out_what_is_not_there() -> None:
     joined = RolloutBatch.concatenate([make_batch(), make_batch()])
     assert joined.rewards is None and joined.advantages is None and joined.reward_components == {}

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import rich
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer, messages
 from tensorboard.backend.event_processing.event_accumulator import (
@@ -20,6 +22,7 @@ from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import completion_rows, shorten, spread_by_reward
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.types import Completion, Prompt, RolloutBatch
 
 
 def files(folder: Path) -> list[str]:
@@ -29,6 +32,14 @@ def files(folder: Path) -> list[str]:
 def read(path: Path) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = pyarrow.parquet.read_table(path).to_pydict()
     return columns
+
+
+def test_a_completion_without_tokens_has_no_advantage() -> None:
+    prompts = [Prompt(0, "?", [1, 2], {}), Prompt(1, "!", [3], {})]
+    nothing = Completion("", np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "length")
+    batch = RolloutBatch.pack(prompts, [[nothing], [nothing]])
+    batch.advantages = torch.tensor([5.0, 5.0, 7.0])
+    assert [row["advantage"] for row in completion_rows(batch, 1)] == [0.0, 0.0]
 
 
 def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:

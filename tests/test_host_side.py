@@ -1,0 +1,42 @@
+"""benchmarks/host_side.py measures the real parts, at tiny sizes."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "host_side.py"
+
+
+def run(folder: Path, *options: str) -> str:
+    """What the script says when it is run in ``folder``."""
+    command = [sys.executable, str(SCRIPT), *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_says_what_it_takes(tmp_path: Path) -> None:
+    assert "python benchmarks/host_side.py" in run(tmp_path, "--help")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_part_is_measured(tmp_path: Path) -> None:
+    said = run(tmp_path, "--sizes", "80x20", "--repetitions", "1", "--out", "out")
+    assert said.startswith("| part | ns at 80x20 | growth | ")
+    with (tmp_path / "out" / "measurements.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(said.strip().splitlines()) - 2  # without the head and its line
+    assert all(int(row["tokens"]) > 0 and float(row["seconds"].strip("[]")) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared(tmp_path: Path) -> None:
+    before = str(SCRIPT.parent.parent)
+    said = run(tmp_path, "--sizes", "80x20", "--parts", "pack", "--before", before, "--repetitions", "1")
+    assert said.startswith("| part | before, s | now, s | times faster | ")
+    assert said.splitlines()[2].startswith("| pack | ")
