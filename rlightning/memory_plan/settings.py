@@ -130,18 +130,14 @@ def read_parallelism(trainer: Any) -> Parallelism:
 
 
 def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
-    """The class of a strategy, and its arguments."""
+    """The class of a strategy, and its arguments; names of this package's classes have been replaced by these."""
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")
         given = arguments(strategy) | dict(strategy.get("dict_kwargs") or {})
     elif strategy == "auto":
         found, given = (SingleDeviceStrategy if ranks == 1 else DDPStrategy), {}
-    elif strategy == "fsdp2" or strategy.startswith("ddp"):
-        found, given = (FSDP if strategy == "fsdp2" else DDPStrategy), {}
-    elif "." in strategy:
-        found, given = find_class(strategy, [Strategy], "trainer.strategy"), {}
     else:
-        found, given = Strategy, {}
+        found, given = (DDPStrategy if strategy.startswith("ddp") else Strategy), {}
     if not issubclass(found, FSDP | DDPStrategy | SingleDeviceStrategy):
         name = strategy if isinstance(strategy, str) else strategy["class_path"]
         raise ConfigError(f"trainer.strategy={name} cannot be planned. Use fsdp2 or ddp.")
