@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ActorGenerator, UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model
+from tiny import (
+    ActorGenerator,
+    UseGenerator,
+    copy_weights,
+    make_batch,
+    make_data,
+    make_trainer,
+    save_model,
+    share_of_ones,
+)
 from torch import Tensor
 
 from rlightning import module as module_file
@@ -24,11 +33,6 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 
 Weights = dict[str, Tensor]
 SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 4, "lr": 1e-3}
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 REWARDS = (RewardFunction(share_of_ones),)

@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tiny import copy_weights, make_data, make_trainer, save_model
+from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
 
 from rlightning.algorithms import GRPO
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp_spawn"}
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 class Picky(GRPO):

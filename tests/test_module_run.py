@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model
+from tiny import UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model, share_of_ones
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlightning.algorithms import GRPO, SFT
@@ -21,11 +21,6 @@ from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
 
 SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 2, "lr": 1e-3}
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:

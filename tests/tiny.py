@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.data import PromptDataModule
@@ -91,6 +93,11 @@ def make_completion(token_ids: Sequence[int], logprobs: Sequence[float] | None =
         weight_versions=np.full(len(token_ids), version, np.int32),
         finish_reason="stop" if token_ids and token_ids[-1] == 0 else "length",
     )
+
+
+async def share_of_ones(completion: str) -> float:
+    """A reward that a random model gets some of; async, so that it needs no process."""
+    return completion.count("1") / max(len(completion), 1)
 
 
 class ActorGenerator:
@@ -193,3 +200,11 @@ def make_batch(groups: Sequence[Sequence[Sequence[int]]], prompt: Sequence[int] 
 def copy_weights(module: RLModule) -> dict[str, torch.Tensor]:
     """The actor's weights now."""
     return {name: weight.detach().clone() for name, weight in module.named_weights()}
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of each parameter on the host, from the shards of all ranks, which all call it."""
+    return {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().to("cpu", copy=True)
+        for name, weight in model.named_parameters()
+    }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny import share_of_ones
 
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
@@ -24,11 +25,6 @@ def read_block(language: str) -> str:
     blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len(blocks) == 1
     return str(blocks[0])
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 def test_it_is_twenty_lines_and_trains(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny import share_of_ones
 
 from rlightning.algorithms import (
     CISPO,
@@ -24,11 +25,6 @@ from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
 Fit = Callable[[RLModule, int], Trainer]
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 async def is_three(prompt: str) -> float:

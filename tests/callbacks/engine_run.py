@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from tiny import share_of_ones
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
@@ -18,11 +19,6 @@ def save_model(folder: Path, **config: Any) -> str:
     """A tiny model with an opinion: a random one of usual weights gives all tokens nearly the same chance."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
     return tiny.save_model(folder, **sizes | config, initializer_range=0.1)
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:

@@ -130,7 +130,7 @@ def write_config(folder: Path, model_folder: str) -> Path:
             "class_path": "rlightning.algorithms.GRPO",
             "init_args": {
                 "model": model_folder,
-                "rewards": [{"function": "engine_run.share_of_ones"}],
+                "rewards": [{"function": "tiny.share_of_ones"}],
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
             },

@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
-from tiny import MAX_NEW_TOKENS, UseGenerator, make_completion, make_data, make_trainer
-from torch.distributed.tensor import DTensor
+from tiny import (
+    MAX_NEW_TOKENS,
+    UseGenerator,
+    full_weights,
+    make_completion,
+    make_data,
+    make_trainer,
+    share_of_ones,
+)
 
 from rlightning.algorithms import GRPO
 from rlightning.distributed.fsdp import FSDP
@@ -30,11 +37,6 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 ACCUMULATED, WHOLE = 23, 4096
 """Tokens of a micro-batch: some micro-batches an optimizer step, and one."""
 LR = 1e-3
-
-
-async def share_of_ones(completion: str) -> float:
-    """A reward that random completions get some of; async, so that it needs no process."""
-    return completion.count("1") / max(len(completion), 1)
 
 
 class RandomGenerator:
@@ -103,13 +105,8 @@ def train(
     trainer.fit(module, make_data(folder))
     assert module.reference is not None
     models = {"actor": module.loaded_actor, "reference": module.reference.model}
-    weights = {kind: {name: whole(weight) for name, weight in m.named_parameters()} for kind, m in models.items()}
+    weights = {kind: full_weights(m) for kind, m in models.items()}
     return weights | {"logged": record.logged, "num_sequences": record.num_sequences}
-
-
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight from its shards."""
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from tiny import bare_trainer
 
@@ -50,14 +49,6 @@ def train(
     made = bare_trainer(folder, max_steps, *callbacks, **trainer)
     made.fit(module, data, ckpt_path=ckpt_path)
     return module, made
-
-
-def full_weights(module: SFT) -> dict[str, torch.Tensor]:
-    """By name, on every rank."""
-    return {
-        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
-        for name, weight in module.named_parameters()
-    }
 
 
 def pose_as_launched(rank: int, num_ranks: int, port: int) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sft_run import SIZES, CountSteps, full_weights, pose_as_launched, train, write_rows
+from sft_run import SIZES, CountSteps, pose_as_launched, train, write_rows
 from sharded_net import run_ranks
-from tiny import save_model
+from tiny import full_weights, save_model
 
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, stored_tensors
 from rlightning.distributed.fsdp import FSDP
