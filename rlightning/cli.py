@@ -185,7 +185,7 @@ class RLCLI(LightningCLI):
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigError(f"trainer: {error}") from error
         check_launch(trainer.num_devices, trainer.num_nodes)
-        for callback in trainer.callbacks:
+        for callback in config["callbacks"]:
             if isinstance(callback, find_callback("ControllerMode")):
                 callback.check(trainer)
         return trainer

@@ -231,7 +231,42 @@ class _Meeting:
             return "has reached no barrier yet"
         if place.number == self.number:
             return "was there, but does not answer any more"
-        return f"was last seen at barrier '{place.name}', {max(0.0, time.time() - place.time):.0f} s ago"
+        return _seen_at(place)
+
+
+def roll_call(is_over: Callable[[], bool]) -> str:
+    """What is known of the ranks that do not come here too; for all whom a collective has failed on.
+
+    Args:
+        is_over: asked now and then, ends the waiting for others: there is another reason.
+
+    Returns:
+        Such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; nothing if all ranks are here.
+    """
+    shared = connection()
+    if shared is None:
+        return ""
+    notes, ranks = shared.notes, range(dist.get_world_size())
+    try:
+        notes.set(f"in_roll_call/{dist.get_rank()}", "1")
+        end = time.monotonic() + ROLL_CALL_SECONDS
+        silent = list(ranks)
+        while silent and not is_over() and time.monotonic() < end:
+            time.sleep(0.05)
+            silent = [rank for rank in silent if notes.get(f"in_roll_call/{rank}") is None]
+        if is_over():
+            return ""
+        places = {rank: notes.get(f"place/{rank}") for rank in silent}
+    except StoreError:
+        return "the ranks' store does not answer, which rank 0 hosts (torchrun, where that launched the ranks)"
+    return "; ".join(
+        f"rank {rank} " + (_seen_at(_Place(**json.loads(text))) if text else "has reached no barrier yet")
+        for rank, text in places.items()
+    )
+
+
+def _seen_at(place: _Place) -> str:
+    return f"was last seen at barrier '{place.name}', {max(0.0, time.time() - place.time):.0f} s ago"
 
 
 def note_failure(rank: int, text: str) -> None:

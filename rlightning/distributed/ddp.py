@@ -9,7 +9,8 @@ class DDP(ConnectedRanks, DDPStrategy):
     """Lightning's ``DDPStrategy`` whose ranks meet at named barriers with a timeout, and end together.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
+            barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
     """

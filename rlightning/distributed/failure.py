@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
-from rlightning.distributed.barrier import barrier, note_failure
+from rlightning.distributed.barrier import barrier, note_failure, roll_call
 from rlightning.distributed.cpu_group import barrier_timeout, connection
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
 from rlightning.errors import find_mistake
@@ -26,8 +27,12 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 15.0
 """How long ranks get to clean up after the first failure, unless told otherwise."""
+STUCK_SECONDS = 2.0
+"""How long ranks get to begin to clean up once rank 0 is through with it; what does not is stuck in a collective."""
 ANSWER_SECONDS = 5.0
 """How long a rank that failed waits to hear who was first."""
+REAP_SECONDS = 1.0
+"""How long a process takes at most from closing its connections to its end."""
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
@@ -72,6 +77,7 @@ class FailureWatch:
         self._is_known = threading.Event()
         self._error: BaseException | None = None
         self._is_ending = False
+        self._can_interrupt = False
         self._is_shown = False
 
     def __enter__(self) -> Self:
@@ -94,7 +100,9 @@ class FailureWatch:
             return
         self.rank = dist.get_rank()
         if self.rank == 0:
-            self._hub = FailureHub(dist.get_world_size(), lambda failure: note_failure(failure.rank, failure.text))
+            self._hub = FailureHub(
+                dist.get_world_size(), lambda failure: note_failure(failure.rank, failure.text), self._cause_of_death
+            )
             self._hub.start()
             shared.notes.set("failure_hub", json.dumps([_own_addresses(), self._hub.port, self._hub.token]))
         barrier("failure watch: listening")
@@ -104,7 +112,9 @@ class FailureWatch:
         self._link = connect(addresses, port, ANSWER_SECONDS)
         self._link.send({"token": token, "rank": self.rank})
         os.register_at_fork(after_in_child=self._let_go)
-        if threading.current_thread() is threading.main_thread():
+        # Elsewhere no handler can be installed, and the signal would end the process without a word.
+        self._can_interrupt = threading.current_thread() is threading.main_thread()
+        if self._can_interrupt:
             signal.signal(SIGNAL, self._interrupt)
         self._usual_excepthook = sys.excepthook
         sys.excepthook = self._show_uncaught
@@ -155,7 +165,11 @@ class FailureWatch:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
             self._error, self._is_ending = error, True
-            if self._first is None:
+            if self._first is None and is_of_collective(error):
+                own = self._name_the_silent(error, own)
+            if self._first is not None:
+                self._link.send({"ending": True})
+            else:
                 self._link.send({"failed": {"rank": own.rank, "text": own.text, "exit_code": own.exit_code}})
         self._is_known.wait(ANSWER_SECONDS)
         return self._first or own
@@ -164,6 +178,27 @@ class FailureWatch:
         """Whether this rank is the one to show what happened; it counts as shown from now on."""
         self._is_shown = True
         return failure.rank == self.rank
+
+    def _name_the_silent(self, error: BaseException, own: Failure) -> Failure:
+        """The failure of a collective, with the ranks that were not in it."""
+        silent = roll_call(self._is_known.is_set)
+        if not silent:
+            return own
+        error.add_note(silent)
+        return replace(own, text=f"{own.text} ({silent})")
+
+    def _cause_of_death(self, rank: int) -> str:
+        """What became of a rank whose connection closed without a farewell, as far as this process can know."""
+        if not 0 < rank <= len(self.children):
+            return GONE
+        try:
+            code = self.children[rank - 1].wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return GONE
+        if code >= 0:
+            return f"ended without a word, with exit code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
     def _listen(self, link: Link) -> None:
         """Wait for word of a failure, and see to it that this process ends then."""
@@ -179,7 +214,7 @@ class FailureWatch:
         if first.rank != self.rank and first.exit_code not in (2, INTERRUPTED):
             log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
         self._is_known.set()
-        if not self._is_ending:
+        if not self._is_ending and self._can_interrupt:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)
@@ -194,6 +229,8 @@ class FailureWatch:
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._first is not None and not self._is_ending:
             self._is_ending = True
+            if self._link is not None:
+                self._link.send({"ending": True})
             raise PeerFailure(self._first.exit_code)
 
     def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -214,8 +251,20 @@ class FailureWatch:
         try:
             self.stop()
         except PeerFailure as failure:
-            end_children(self.children, self.grace)
+            self._end_children()
             exit_now(failure.code)
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
+        if self._first is not None and self._hub is not None:
+            hub, end = self._hub, time.monotonic() + STUCK_SECONDS
+            stuck = {rank: child for rank, child in enumerate(self.children, start=1) if child.poll() is None}
+            while stuck and time.monotonic() < end:
+                time.sleep(0.05)
+                stuck = {r: child for r, child in stuck.items() if child.poll() is None and r not in hub.ending}
+            for child in stuck.values():
+                child.kill()
         end_children(self.children, self.grace)
 
     def _let_go(self) -> None:
@@ -243,6 +292,12 @@ def report_failure(error: BaseException) -> Failure | None:
 def is_failure(error: BaseException) -> bool:
     """Whether ``error`` ends a run badly: everything but an exit without a code, such as Lightning's after SIGTERM."""
     return not isinstance(error, SystemExit) or error.code not in (None, 0)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether ``error`` is that of a collective, or of its connections: others may know more of its cause."""
+    # gloo raises a bare RuntimeError that begins with its source file.
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def describe(error: BaseException) -> str:

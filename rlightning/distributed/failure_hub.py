@@ -4,6 +4,7 @@ Messages are lines of JSON. A connection that closes without a farewell is a fai
 
     rank -> hub   {"token": ..., "rank": 1}      hello
                   {"failed": {...}}              this rank has failed
+                  {"ending": true}               this rank cleans up, because of another one's failure
                   {"bye": true}                  this rank ends, and all is well
     hub -> rank   {"first": {...}}               the first failure of all
 """
@@ -46,13 +47,24 @@ class FailureHub(threading.Thread):
     Args:
         world_size: how many ranks will connect, rank 0 included.
         on_first: called with the first failure before the ranks learn of it, in this thread.
+        cause_of_death: what became of a rank that closed its connection; called in this thread, and may wait.
+
+    Attributes:
+        ending: the ranks that have failed or clean up.
     """
 
-    def __init__(self, world_size: int, on_first: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        on_first: Callable[[Failure], None],
+        cause_of_death: Callable[[int], str] = lambda rank: GONE,
+    ) -> None:
         super().__init__(name="failure-hub", daemon=True)
         self.token = secrets.token_hex()
         self._world_size = world_size
         self._on_first = on_first
+        self._cause_of_death = cause_of_death
+        self.ending: set[int] = set()
         if socket.has_dualstack_ipv6():
             self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         else:
@@ -103,9 +115,13 @@ class FailureHub(threading.Thread):
                 link.rank = message["rank"]
                 if self._first is not None:
                     link.send({"first": asdict(self._first)})
-            elif "failed" in message and self._reported is None:
-                self._reported = Failure(**message["failed"])
-                self._decide_at = time.monotonic() + SETTLE_SECONDS
+            elif "failed" in message:
+                self.ending.add(link.rank)
+                if self._reported is None:
+                    self._reported = Failure(**message["failed"])
+                    self._decide_at = time.monotonic() + SETTLE_SECONDS
+            elif "ending" in message:
+                self.ending.add(link.rank)
             elif "bye" in message:
                 link.is_done = True
                 self._num_farewells += 1
@@ -120,7 +136,7 @@ class FailureHub(threading.Thread):
             self._decide(self._reported)
         else:
             # A broken connection is seen by others as an exception of theirs: the death comes first.
-            self._decide(Failure(link.rank, GONE))
+            self._decide(Failure(link.rank, self._cause_of_death(link.rank) if self._first is None else GONE))
 
     def _decide(self, failure: Failure) -> None:
         if self._first is None:

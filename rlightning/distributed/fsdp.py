@@ -9,6 +9,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from rlightning.distributed.checkpoint import ShardedCheckpoints
@@ -81,6 +82,10 @@ class MeshStrategy(ModelParallelStrategy):
             (self.data_parallel_size // shard_size, shard_size, self.tensor_parallel_size),
             mesh_dim_names=("replicate", "shard", "tensor_parallel"),
         )
+        if self._timeout is not None:
+            # A mesh gives its groups a default of torch's own, not what the default group has.
+            for dim in range(self._device_mesh.ndim):
+                _set_pg_timeout(self._timeout, self._device_mesh.get_group(dim))
         self.lightning_module._device_mesh = self._device_mesh
 
 
@@ -101,7 +106,8 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             once and needs memory for the whole model, in the dtype of the forward.
         reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
             its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
+            barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
     """
 

@@ -1,6 +1,7 @@
 """What every strategy of several processes shares: one barrier, a CPU group for decisions, and a common end."""
 
 import sys
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
@@ -29,20 +31,26 @@ class ConnectedRanks(ParallelStrategy):
     - SIGTERM stops all ranks before the same batch.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing.
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
+            barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: the strategy's own.
     """
 
+    _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
+
     def __init__(self, *, barrier_timeout: float = 1800.0, failure_grace: float = GRACE_SECONDS, **kwargs: Any) -> None:
+        timeout = kwargs.get("timeout", default_pg_timeout)
         check_rules(
             {
+                f"timeout={timeout} has no effect here. Set barrier_timeout, in seconds": timeout == default_pg_timeout,
                 f"barrier_timeout={barrier_timeout} must be positive. Use some minutes, such as 1800": barrier_timeout
                 > 0,
                 f"failure_grace={failure_grace} must be positive. Use some seconds, such as 15": failure_grace > 0,
             }
         )
         super().__init__(**kwargs)
+        self._timeout = timedelta(seconds=barrier_timeout)
         self.barrier_timeout = barrier_timeout
         self.failure_grace = failure_grace
 

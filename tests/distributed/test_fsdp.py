@@ -1,4 +1,4 @@
-"""What the strategy refuses before any process starts, and that its name is known."""
+"""What the strategy refuses before any process starts, that its name is known, and how long its groups wait."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
+from rank_processes import end_ranks, results, start_ranks
 from tiny import bare_trainer
 
 from rlightning.distributed.fsdp import FSDP
@@ -53,3 +54,34 @@ def test_neighbours_form_a_tensor_parallel_group(tmp_path: Path) -> None:
         strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
         shares.append(strategy.distributed_sampler_kwargs)
     assert shares == [{"num_replicas": 2, "rank": rank} for rank in (0, 0, 1, 1)]
+
+
+TIMEOUTS = """\
+import json, os
+os.environ["TORCHELASTIC_RUN_ID"] = "here"
+import torch, torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from rlightning.distributed.fsdp import FSDP
+
+strategy = Trainer(
+    accelerator="cpu", devices=2, strategy=FSDP(tensor_parallel_size=2, barrier_timeout=123.0), logger=False,
+    enable_checkpointing=False,
+).strategy
+strategy._lightning_module = LightningModule()
+strategy.setup_environment()
+groups = [dist.group.WORLD, *strategy.device_mesh.get_all_groups()]
+backends = [group._get_backend(torch.device("cpu")) for group in groups]
+print(json.dumps({"seconds": [backend.options._timeout.total_seconds() for backend in backends]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_collectives_of_all_groups_end_with_the_barriers_timeout(tmp_path: Path) -> None:
+    script = tmp_path / "timeouts.py"
+    script.write_text(TIMEOUTS)
+    ranks = start_ranks(script, 2)
+    try:
+        assert results(ranks) == [{"seconds": [123.0] * 4}] * 2
+    finally:
+        end_ranks(ranks)

@@ -22,13 +22,15 @@ PAIR = """\
 FAILS = """
 
 class Fails(Callback):
-    def __init__(self, rank: int, how: str):
-        self.rank, self.how = rank, how
+    def __init__(self, rank: int, how: str, others: str = "sleep"):
+        self.rank, self.how, self.others = rank, how, others
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx != 1:
             return
         if self.rank not in (trainer.global_rank, -1):
+            if self.others == "collective":
+                torch.distributed.all_reduce(torch.ones(1))
             time.sleep(60 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
@@ -54,7 +56,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "own_classes.py").open("a") as file:
         file.write(FAILS)
     classes = (folder / "own_classes.py").read_text()
-    (folder / "own_classes.py").write_text(f"import os, signal, sys\n{classes}")
+    (folder / "own_classes.py").write_text(f"import os, signal, sys\nimport torch\n{classes}")
     return folder
 
 
@@ -112,10 +114,13 @@ def test_the_same_run_under_three_launchers(project: Path) -> None:
     assert one == two == three
 
 
-def failing(project: Path, run: str, rank: int, how: str, by: str) -> tuple[int, str]:
+def failing(
+    project: Path, run: str, rank: int, how: str, by: str, *options: str, others: str = "sleep"
+) -> tuple[int, str]:
     """Exit code and output of a run in which ``rank`` fails in the second batch; -1 is all ranks."""
-    entry = json.dumps({"class_path": "own_classes.Fails", "init_args": {"rank": rank, "how": how}})
-    process = start(project, run, f"--trainer.callbacks+={entry}", by=by)
+    arguments = {"rank": rank, "how": how, "others": others}
+    entry = json.dumps({"class_path": "own_classes.Fails", "init_args": arguments})
+    process = start(project, run, f"--trainer.callbacks+={entry}", *options, by=by)
     output, _ = process.communicate(timeout=80)
     return process.returncode, output
 
@@ -139,7 +144,9 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
 def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"kill-{rank}-{by}", rank, "SIGKILL", by)
     assert code == 1
-    assert f"rank {1 - rank} ends because rank {rank} is gone" in output
+    # Who started it can ask the system what became of it.
+    end = "was killed by SIGKILL (out of host memory?)" if by == "lightning" else "is gone"
+    assert f"rank {1 - rank} ends because rank {rank} {end}" in output
     assert f"rank {1 - rank} cleans up" in output
 
 
@@ -169,3 +176,24 @@ def test_sigterm_of_any_rank_stops_all_at_the_same_batch(project: Path) -> None:
     assert code == 0  # as Lightning's of one process
     assert all(f"rank {i} cleans up" in output for i in range(2))
     assert "ends because" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_ctrl_c_of_rank_0_does_not_wait_for_a_rank_that_is_stuck(project: Path) -> None:
+    options = ("--trainer.strategy.failure_grace", "70")
+    code, output = failing(project, "stuck", 0, "SIGINT", "lightning", *options, others="collective")
+    assert code == 130
+    assert output.count("interrupted\n") == 1
+    assert "rank 0 cleans up" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_collective_that_a_stopped_rank_does_not_come_to_ends_in_time(project: Path) -> None:
+    options = ("--trainer.strategy.barrier_timeout", "15", "--trainer.strategy.failure_grace", "50")
+    code, output = failing(project, "stopped", 1, "SIGSTOP", "lightning", *options, others="collective")
+    assert code == 1
+    assert "Timed out waiting 15000ms" in output
+    assert "rank 1 was last seen at barrier 'next batch', " in output
+    assert "rank 0 cleans up" in output
