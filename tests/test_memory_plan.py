@@ -225,6 +225,25 @@ def test_a_sliding_window_is_one_kind_of_layer_among_others() -> None:
     assert mixed > measure_activations(config, decoder, 256, 64).kept > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma3_text", {"sliding_window": 16}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_other_architectures_run_without_values(kind: str, settings: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": 4}, **settings)
+    kept, input_kept = (
+        measure_activations(
+            config, Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=is_checkpointed), 256, 64
+        ).kept
+        for is_checkpointed in (False, True)
+    )
+    assert kept > 2 * input_kept > 4 * 256 * 32 * 2
+
+
 # What was measured
 
 MEASURED = [

@@ -243,8 +243,14 @@ def shrink(config: PreTrainedConfig, layer_types: list[str], tensor_parallel_siz
     if getattr(text_config, "layer_types", None):
         text_config.layer_types = layer_types
     text_config.vocab_size, text_config.pad_token_id = 8, None
-    rope = getattr(text_config, "rope_parameters", None)
-    if rope:  # scaled positions take as much memory, but ask for values
-        kept = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
-        text_config.rope_parameters = {**kept, "rope_type": "default"}
+    if getattr(text_config, "rope_parameters", None):
+        text_config.rope_parameters = _unscaled(text_config.rope_parameters)
     return small
+
+
+def _unscaled(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, of all layers or by their kind, without scaling: that takes no memory, but asks for values."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {kind: _unscaled(value) for kind, value in rope.items()}
+    kept = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
+    return {**kept, "rope_type": "default"}
