@@ -2,9 +2,9 @@
 
     python benchmarks/colocated_memory.py --steps 24 --oom
 
-Three runs of the same steps, each of another completion length: `without` the callback, with it `after_update`, and with
-it after the update and before the engine wakes (`before_wake_too`). PyTorch's allocator keeps what it once took (reserved) whether
-tensors are in it (allocated) or not, and the engine, another process, finds the rest of the device.
+Three runs of the same steps, each of another completion length: `without` the callback, with it `after_update`, and
+with it after the update and before the engine wakes (`before_wake_too`). PyTorch's allocator keeps what it once took
+(reserved) whether tensors are in it (allocated) or not, and the engine, another process, finds the rest of the device.
 
 With --oom two more runs: from what the first three left free follows a gpu_memory_utilization at which the engine's
 memory fits beside a trainer that empties its cache and does not beside one that does not.

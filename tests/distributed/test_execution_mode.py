@@ -125,7 +125,7 @@ def test_controller_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_controller_under_the_strategys_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sets WORLD_SIZE in the ranks, as launchers from outside do."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="trainer.devices and trainer.num_nodes are for 2. Set both to 1"):
+    with pytest.raises(ConfigError, match=r"trainer\.devices and trainer\.num_nodes are for 2\. Set both to 1"):
         resolve_execution_mode("controller", strategy=SimpleNamespace(world_size=2, root_device="cpu"))
 
 
