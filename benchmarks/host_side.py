@@ -8,10 +8,10 @@ completions a prompt. Each part and size has a process of its own, with one thre
 after a small warm-up. What a part is given is made before, and counts neither as time nor as memory. ``--before``
 measures another checkout's code in the same run, turn by turn.
 
-Prints one table, a row a part: nanoseconds a token at each size (all tokens of its batch; the median repetition);
-growth, their ratio between the last size and the first, which is 1 where cost is linear; and of the last size seconds
-with the fastest and the slowest repetition, the most memory that the part took beyond what it was given, and what its
-result keeps, in bytes a token. All that was measured is in --out/measurements.csv.
+Prints one table, a row a part: nanoseconds a token at each size (all tokens of its batch; the fastest repetition, which
+other work on the machine disturbs least); growth, their ratio between the last size and the first, which is 1 where
+cost is linear; and of the last size the seconds from the fastest repetition to the slowest, the most memory that the
+part took beyond what it was given, and what its result keeps. All that was measured is in --out/measurements.csv.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -278,7 +277,7 @@ async def trivial_async_reward(completion: str) -> float:
 
 def rewards(size: Size, function: Callable[..., Any]) -> Work:
     """``RewardRunner.score`` on a tenth of the completions, with one worker, which has been started."""
-    few = Size(max(size.num_completions // CALLS_SHARE, SAMPLES_PER_PROMPT), size.num_tokens)
+    few = Size(max(size.num_prompts // CALLS_SHARE, 1) * SAMPLES_PER_PROMPT, size.num_tokens)
     batch = make_batch(few, texts=True)
     runner = RewardRunner([function], num_workers=1)
     runner.score(batch.prompts[:1], batch.completions[:1])
@@ -395,13 +394,12 @@ class Checkout:
 def summarise(measured: list[dict[str, Any]]) -> dict[str, Any]:
     """A part's line, from its measurements by size."""
     last = measured[-1]
-    ns = {f"ns at {one['size']}": median(one["seconds"]) / one["tokens"] * 1e9 for one in measured}
+    ns = {f"ns at {one['size']}": min(one["seconds"]) / one["tokens"] * 1e9 for one in measured}
     return {
         "part": last["part"],
         **ns,
         "growth": ns[f"ns at {last['size']}"] / ns[f"ns at {measured[0]['size']}"],
-        "s": median(last["seconds"]),
-        "fastest to slowest": f"{min(last['seconds']):.3g} to {max(last['seconds']):.3g}",
+        "s": f"{min(last['seconds']):.3g} to {max(last['seconds']):.3g}",
         "peak, GiB": last["peak"] / 2**30,
         "peak, B": last["peak"] / last["tokens"],
         "kept, B": last["kept"] / last["tokens"],
@@ -410,7 +408,7 @@ def summarise(measured: list[dict[str, Any]]) -> dict[str, Any]:
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """A part's line in the table of two checkouts."""
-    seconds = [median(one["seconds"]) for one in (before, now)]
+    seconds = [min(one["seconds"]) for one in (before, now)]
     row: dict[str, Any] = {"part": now["part"], "before, s": seconds[0], "now, s": seconds[1]}
     row["times faster"] = seconds[0] / seconds[1]
     for what in ("peak", "kept"):
