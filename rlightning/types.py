@@ -3,7 +3,7 @@
 Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt, ``C`` of a completion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -208,7 +208,7 @@ class RolloutBatch:
         starts, ends = self.cu_seqlens[index], self.cu_seqlens[index + 1]
         # Runs of tokens are copied whole: an index a token would take more memory than what it selects.
         order, *bounds = torch.stack([index, starts, ends]).tolist()
-        runs = [slice(*run) for run in zip(*bounds, strict=True)]
+        runs = _merge_runs(zip(*bounds, strict=True))
         chosen: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -217,7 +217,7 @@ class RolloutBatch:
             if f.name in ("group_ids", "rewards"):
                 chosen[f.name] = value[index]
             else:
-                chosen[f.name] = torch.cat([value[:0], *(value[run] for run in runs)])
+                chosen[f.name] = torch.cat([value[:0], *(value[start:end] for start, end in runs)])
         return replace(
             self,
             **chosen,
@@ -268,3 +268,14 @@ class RolloutBatch:
             completions=[c for b in batches for c in b.completions],
             reward_components={n: torch.cat([b.reward_components[n] for b in batches]) for n in names},
         )
+
+
+def _merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Bounds of runs of tokens, of which those that follow on each other are made one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
