@@ -97,5 +97,5 @@ def exchange(parcels: Mapping[int, Any], *, name: str) -> dict[int, Any]:
     for one in work:
         assert one is not None
         one.wait()
-    received |= {rank: pickle.loads(memoryview(data.numpy())) for rank, data in incoming.items()}
+    received |= {rank: pickle.loads(data.numpy().data) for rank, data in incoming.items()}
     return dict(sorted(received.items()))
