@@ -115,6 +115,7 @@ class Mailbox:
     def __init__(self, connection: Connection, scratch: Path) -> None:
         self.connection, self.scratch = connection, scratch
         self.lock = threading.Lock()
+        self.is_ending = threading.Event()
         self._parent = os.getppid()
 
     def listen(self, loop: asyncio.AbstractEventLoop, inbox: "asyncio.Queue[Any]") -> None:
@@ -124,6 +125,7 @@ class Mailbox:
             while os.getppid() == self._parent:
                 if self.connection.poll(PARENT_SECONDS):
                     loop.call_soon_threadsafe(inbox.put_nowait, self.connection.recv())
+        self.is_ending.set()
         end_own_group(self.scratch)
 
     def send(self, *message: Any) -> None:
@@ -180,6 +182,8 @@ def main() -> None:
             await serve(mailbox, inbox)
         except Exception:  # into the log, which the trainer quotes
             traceback.print_exc()
+        if mailbox.is_ending.is_set():
+            thread.join()  # it has killed the engine's core, and has to remove the scratch folder before it ends this
         os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
