@@ -83,8 +83,10 @@ class EmptyCacheAfterUpdate(RLCallback):
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
         """Empty it of what gathering and verifying the weights took: the KV cache is still to come."""
-        if self.before_wake:
-            platform.empty_cache(platform.device_of(trainer, module))
+        device = platform.device_of(trainer, module)
+        memory = platform.memory_use(device)
+        if self.before_wake and memory is not None and self.pays(memory):
+            platform.empty_cache(device)
 
     def _empty(self, trainer: Any, module: Any, moment: str) -> None:
         device = platform.device_of(trainer, module)

@@ -138,7 +138,8 @@ class VLLMRollout(RLCallback):
         module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        self._group = EngineGroup(self._configure(device, module, max_prompt_tokens, run_dir(trainer)))
+        config = self._configure(device, module, max_prompt_tokens, run_dir(trainer))
+        self._group = EngineGroup(config, num_ranks=self._ranks_per_engine)
         self._group.start()
         self._num_syncs = 0
         self._has_restarted = False
@@ -208,7 +209,8 @@ class VLLMRollout(RLCallback):
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
         group = self._loaded_group
-        streams = self._random_streams(prompts)
+        # Without a seed nobody asks for them.
+        streams = [0] * len(prompts) if sampling.seed is None else self._random_streams(prompts)
         work = group.take_in(list(zip(prompts, streams, strict=True)))
         done: dict[int, list[Completion]] = {}
         while any_rank(len(done) < len(work), name="completions are there"):

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 
 from rlightning.balance import balance, deal_groups
 from rlightning.batch_plan import BatchPlan
-from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
@@ -223,12 +223,10 @@ class RLModule(PolicyModule):
                 break
             sampled.append(self.reward(self.rollout(self.take_prompts(share))))
             kept.append(self._keep(sampled[-1]))
-        barrier("rewards are there")
+        counts = torch.tensor([sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)])
+        num_sampled, num_kept = all_reduce(counts, name="rewards are there").tolist()
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
-        num_sampled = sum(batch.num_sequences for batch in sampled)
-        num_kept = sum(batch.num_sequences for batch in kept)
-        num_sampled, num_kept = all_reduce(torch.tensor([num_sampled, num_kept]), name="completions to keep").tolist()
         if not num_kept:
             raise RuntimeError(
                 f"No completion of {num_sampled} can be learned from, after {self.max_refills} refills. "
@@ -324,7 +322,7 @@ class RLModule(PolicyModule):
             batch = minibatch.select(sequences) if sequences else minibatch.filler()
             batch.totals = totals
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
-            with self.local_gradients(number < len(microbatches)):
+            with self.local_gradients() if number < len(microbatches) else nullcontext():
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:

@@ -187,14 +187,13 @@ class PolicyModule(LightningModule):
         """The largest over all ranks, element by element."""
         return all_reduce(tensor, "max")
 
-    def local_gradients(self, are_local: bool = True) -> AbstractContextManager[None]:
-        """Inside, a backward adds to this rank's gradients without averaging them over the ranks.
+    def local_gradients(self) -> AbstractContextManager[None]:
+        """Inside, a backward adds to this rank's gradients, as far as they need not be averaged over the ranks yet.
 
-        Ranks cut their shares into different numbers of micro-batches: only the last one of each may wait for the
-        others, or they wait for each other forever.
+        For all micro-batches of an optimizer step but the last.
         """
         strategy = self.trainer.strategy
-        return strategy.block_backward_sync() if are_local and isinstance(strategy, ParallelStrategy) else nullcontext()
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

@@ -6,7 +6,6 @@ from typing import NoReturn
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import any_rank
 
 
@@ -37,7 +36,6 @@ class SigtermAgreement:
 
     def agree(self) -> None:
         """Before a batch: stop if any rank was asked to."""
-        barrier("next batch")
         if any_rank(self._is_asked, name="next batch"):
             self._stop()
 

@@ -36,17 +36,16 @@ class EngineGroup:
     """The engine of this rank, which it may share with its neighbours. All ranks make one, and call it alike.
 
     Args:
-        config: of the engine, as this rank would start it alone; ``engine_args["tensor_parallel_size"]`` says how many
-            neighbouring ranks lend it their devices.
+        config: of the engine, as this rank would start it alone.
+        num_ranks: neighbours, this one among them, that lend it their devices: its ``tensor_parallel_size``.
 
     Attributes:
         engine: None on a rank that only lends its device.
     """
 
-    def __init__(self, config: VLLMConfig) -> None:
-        size = int(config.engine_args.get("tensor_parallel_size") or 1)
-        first = global_rank() // size * size
-        self.ranks = range(first, first + size)
+    def __init__(self, config: VLLMConfig, *, num_ranks: int = 1) -> None:
+        first = global_rank() // num_ranks * num_ranks
+        self.ranks = range(first, first + num_ranks)
         self.config = replace(config, visible_devices=_visible_devices(config.device, self.ranks))
         self.engine = VLLMEngine(self.config) if global_rank() == first else None
         self._bucket: WeightBucket | None = None

@@ -52,7 +52,8 @@ class VLLMConfig:
     Attributes:
         engine_args: of vLLM's AsyncEngineArgs.
         device: this rank's, as the trainer names it; the engine runs on it.
-        visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker.
+        visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker; none: those
+            that this process sees.
         dtype: what weights are sent in.
         log_file: the engine's output, appended.
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
@@ -93,11 +94,6 @@ class VLLMEngine:
         self._is_ready = self._is_bucket_open = self._is_asleep = False
         self._missing: list[str] = []
         self._num_requests = 0
-
-    @property
-    def is_started(self) -> bool:
-        """Whether there is a process."""
-        return self._process is not None
 
     def start(self) -> None:
         """Start the process; returns before the engine is up."""
@@ -148,7 +144,7 @@ class VLLMEngine:
             sampling: see :class:`Sampling`.
         """
         if self.weight_version is None:
-            raise EngineError("The engine has not been sent any weights yet: its own are random. Call load_weights.")
+            raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
         version = self.weight_version
         calls = [
             ("generate", (prompt.token_ids, _vllm_sampling(sampling, num_samples, stream)))
@@ -315,7 +311,8 @@ class VLLMEngine:
         # worth keeping, and by default in TMPDIR
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
         if self.config.device.type == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.visible_devices)
+            if self.config.visible_devices:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.visible_devices)
         else:
             # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

@@ -69,6 +69,21 @@ def test_before_an_engine_wakes_too_unless_told_otherwise(device: Device) -> Non
     assert callback.last["memory/before_wake/reserved_before_gib"] == 6
 
 
+def test_before_the_kv_cache_under_the_same_conditions(device: Device) -> None:
+    """The device has 2 GiB free, and the allocator holds three times what is in use."""
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"before_wake": False}, False),
+        ({"min_free_bytes": GIB}, False),
+        ({"max_reserved_ratio": 4.0}, False),
+        ({"max_reserved_ratio": 2.0}, True),
+    ]
+    for arguments, is_emptied in cases:
+        device.reserved, device.num_emptied = 6 * GIB, 0
+        fire(PlainLoop(EmptyCacheAfterUpdate(**arguments)), PlainModule(), "on_engine_wake")
+        assert device.num_emptied == is_emptied
+
+
 def test_every_other_update(device: Device) -> None:
     callback = EmptyCacheAfterUpdate(every_n_updates=2)
     counts = []

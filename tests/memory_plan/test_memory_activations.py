@@ -1,0 +1,128 @@
+"""Activations against hand-counted formulas, and against what torch really keeps."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from planned import QWEN3, SMALL
+from tiny_models import SIZES
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
+
+from rlightning.memory_plan.trace import Decoder, measure_activations
+from rlightning.models.attention import PACKED_ATTENTION
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_activations_of_qwen3_are_those_of_the_formula(is_autocast: bool) -> None:
+    tokens, hidden, queries, keys, inner, heads = 4096, 1024, 16 * 128, 8 * 128, 3072, 16
+    decoder = Decoder(
+        dtype=torch.float32 if is_autocast else torch.bfloat16, is_autocast=is_autocast, gradient_checkpointing=False
+    )
+    kept = measure_activations(SMALL, decoder, tokens, 512).kept
+    layer = (26 if is_autocast else 16) * hidden + 14 * queries + 6 * keys + 8 * inner
+    layer += 4 * heads + 4 * (2 + heads + 8)  # log-sum-exps, and the norms' reciprocals
+    copies = 2 * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner) if is_autocast else 0
+    assert kept == pytest.approx(28 * (tokens * layer + copies), rel=0.01)
+
+
+def test_checkpointing_keeps_a_layers_input() -> None:
+    decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=True)
+    more, fewer = (
+        measure_activations(Qwen3Config(**QWEN3 | {"num_hidden_layers": n}, hidden_size=1024), decoder, 4096, 512)
+        for n in (28, 8)
+    )
+    assert more.kept - fewer.kept == pytest.approx(20 * 4096 * 1024 * 2)
+
+
+def test_tensor_parallelism_halves_what_layers_compute() -> None:
+    whole, half = (
+        measure_activations(
+            SMALL,
+            Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False, tensor_parallel_size=size),
+            4096,
+            512,
+        ).kept
+        for size in (1, 2)
+    )
+    inner = 14 * 2048 + 6 * 1024 + 8 * 3072 + 4 * 16 + 4 * 24
+    assert whole - half == pytest.approx(28 * 4096 * inner / 2, rel=0.01)
+
+
+def kept_bytes(run: Callable[[], Tensor], others: Iterable[Tensor]) -> int:
+    """What a forward pass really keeps for its backward, and its result, without the tensors that were there before."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in others}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    found[result.untyped_storage().data_ptr()] = result.untyped_storage().nbytes()
+    return sum(size for pointer, size in found.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_activations_are_what_the_packed_forward_keeps(kind: str, gradient_checkpointing: bool) -> None:
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **SIZES | {"hidden_size": 64, "num_hidden_layers": 4})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    length, number = 48, 8
+    tokens = torch.randint(3, 40, (1, length * number))
+    positions = torch.arange(length).repeat(number)[None]
+    bounds = torch.arange(number + 1, dtype=torch.int32) * length
+
+    def run() -> Tensor:
+        hidden: Tensor = model.base_model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds,
+            max_length_q=length,
+            max_length_k=length,
+        ).last_hidden_state
+        return hidden
+
+    decoder = Decoder(dtype=torch.float32, is_autocast=False, gradient_checkpointing=gradient_checkpointing)
+    planned = measure_activations(config, decoder, length * number, length)
+    kept = kept_bytes(run, (*model.parameters(), *model.buffers(), tokens, positions, bounds))
+    if gradient_checkpointing:  # the rotary tables: checkpoint() holds on to keyword arguments without saving them
+        kept += 2 * 4 * tokens.numel() * model.model.rotary_emb.inv_freq.numel() * 2
+    assert planned.kept == pytest.approx(kept, rel=0.03)
+
+
+def test_a_sliding_window_is_one_kind_of_layer_among_others() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = AutoConfig.for_model(
+        "qwen3", **SIZES | {"num_hidden_layers": 6}, layer_types=kinds, sliding_window=8, use_sliding_window=True
+    )
+    decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False)
+    mixed = measure_activations(config, decoder, 256, 64).kept
+    config.layer_types = ["full_attention"] * 6
+    assert mixed > measure_activations(config, decoder, 256, 64).kept > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma3_text", {"sliding_window": 16}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_other_architectures_run_without_values(kind: str, settings: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": 4}, **settings)
+    kept, input_kept = (
+        measure_activations(
+            config, Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=is_checkpointed), 256, 64
+        ).kept
+        for is_checkpointed in (False, True)
+    )
+    assert kept > 2 * input_kept > 4 * 256 * 32 * 2

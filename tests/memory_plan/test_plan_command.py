@@ -1,0 +1,154 @@
+"""``rlightning plan`` as a user types it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_project import environment
+from planned import QWEN3
+
+from rlightning.errors import ConfigError
+from rlightning.memory_plan.command import plan, split_device_memory
+from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory
+from rlightning.memory_plan.settings import count_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"), [("80GB", 74.506), ("79.1 GiB", 79.1), ("h100", 79.1), ("A100-40GB", 39.4), ("1024MiB", 1.0)]
+)
+def test_sizes_of_devices(text: str, gib: float) -> None:
+    assert read_device_memory(text) / GIB == pytest.approx(gib, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["80", "0GB", "big", "-3GB", ""])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"give a size, such as 80GB or 79.1GiB, or one of A10, "):
+        read_device_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"), [(4, 4), ("4", 4), ("auto", 1), ([0, 1], 2), ("0,1", 2), ("3,", 1), ("[0, 2, 3]", 3)]
+)
+def test_devices_are_counted(devices: Any, count: int) -> None:
+    assert count_devices(devices) == count
+
+
+def test_all_devices_are_not_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.devices=-1 does not say how many there are. Use a number"):
+        count_devices(-1)
+
+
+def test_the_device_memory_is_taken_out_of_the_options() -> None:
+    options = ["--config", "a.yaml", "--device-memory", "80GB", "--model.lr", "1"]
+    assert split_device_memory(options) == ("80GB", ["--config", "a.yaml", "--model.lr", "1"])
+    assert split_device_memory(["--device-memory=H100"]) == ("H100", [])
+    with pytest.raises(ConfigError, match="its value is missing"):
+        split_device_memory(["--device-memory"])
+
+
+RUN = """\
+model:
+  class_path: rlightning.algorithms.GRPO
+  init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 16, kl_coef: 0.0}
+data: {train: rows.jsonl, max_prompt_tokens: 256}
+rollout: {max_new_tokens: 1024}
+trainer: {precision: bf16-mixed, max_steps: 3}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a configuration and a model's config.json: no weights, no tokenizer, no data."""
+    (tmp_path / "model").mkdir()
+    config = {**QWEN3, "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def test_a_configuration_is_planned(project: Path) -> None:
+    text = plan(["--config", "run.yaml", "--device-memory", "H200"])
+    assert text.startswith("qwen3 of 596,049,920 parameters, bf16-mixed, 1 rank, 139.8 GiB each\n")
+    assert "micro-batches of 16,384 tokens, sequences of up to 1,280, gradient_checkpointing: false" in text
+    assert "log-probs" not in text  # neither a reference nor a second optimizer step
+    assert sorted(path.name for path in project.iterdir()) == ["model", "run.yaml"]
+
+
+def test_options_are_those_of_fit(project: Path) -> None:
+    (project / "fsdp.yaml").write_text(
+        "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "    init_args: {tensor_parallel_size: 2, shard_size: 2}\n"
+        "  callbacks: [{class_path: OffloadDuringRollout, init_args: {parameters: true}}]\n"
+    )
+    options = ["--model.kl_coef", "0.1", "--trainer.callbacks+=EmptyCacheAfterUpdate", "--device-memory=80GB"]
+    text = plan(["--config", "run.yaml", "--config", "fsdp.yaml", *options])
+    assert "8 ranks, shards of 2, tensor-parallel over 2, 74.5 GiB each" in text
+    rows = {line[:22].strip(): line[22:].split() for line in text.splitlines()}
+    assert rows["GiB a rank"] == ["sync", "generate", "log-probs", "update"]
+    assert rows["optimizer state"][:2] == ["-", "-"]
+    assert rows["parameters"][1] == "-" != rows["parameters"][0]
+    assert rows["allocator's slack"][0] == "0.60"
+    assert rows["gradient_checkpointing"][0] == "reshard_after_forward"
+
+
+def test_sft_has_no_engine(project: Path) -> None:
+    text = plan(["--config", "run.yaml", "--model", "SFT", "--model.model", "model", "--device-memory", "80GB"])
+    assert "engine" not in text and "sync" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trainer.devices", "3"], r"prompts_per_step=16 cannot be split over 3 ranks"),
+        (["--rollout.max_new_tokens", "20000"], r"do not fit max_tokens_per_microbatch=16384"),
+        (["--trainer.precision", "16-mixed"], r"trainer.precision=16-mixed needs a scaled loss"),
+        (["--trainer.precision", "64-true"], r"trainer.precision=64-true cannot be planned. Use bf16-mixed"),
+        (["--trainer.strategy", "fsdp"], r"trainer.strategy=fsdp is Lightning's FSDP1"),
+        (["--model.model", "./nowhere"], r"model='./nowhere' is not a folder"),
+        (["--model.max_token_per_microbatch", "1"], r"Did you mean 'max_tokens_per_microbatch'"),
+        (["--trainer.gradient_clip_val", "1"], r"trainer.gradient_clip_val=1 has no effect here"),
+        (["--rollout.engine", "{tensor_parallel_size: 2}"], r"but there are 1 ranks. Set trainer.devices"),
+    ],
+)
+def test_mistakes_are_those_of_fit(project: Path, options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(["--config", "run.yaml", "--device-memory", "80GB", *options])
+
+
+def test_a_group_of_ranks_that_does_not_divide_is_refused(project: Path) -> None:
+    (project / "fsdp.yaml").write_text(
+        "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "    init_args: {shard_size: 3}\n"
+    )
+    with pytest.raises(ConfigError, match="shard_size=3 does not divide 4 data-parallel ranks"):
+        plan(["--config", "run.yaml", "--config", "fsdp.yaml", "--device-memory", "80GB"])
+
+
+def test_the_size_of_the_device_is_asked_for(project: Path) -> None:
+    with pytest.raises(ConfigError, match="Add --device-memory 80GB, say, or one of A10, "):
+        plan(["--config", "run.yaml"])
+
+
+def test_help_needs_nothing() -> None:
+    assert all(name in plan(["--help"]) for name in ("--device-memory", "--config", *DEVICES))
+
+
+@pytest.mark.slow
+def test_the_command_needs_no_vllm_and_no_gpu(project: Path) -> None:
+    probe = (
+        "import sys; from rlightning.__main__ import main\n"
+        "code = main(['plan', '--config', 'run.yaml', '--device-memory', 'H200'])\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'ray'}), code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=project, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["Everything fits.", "[] 0"]
+    wrong = [sys.executable, "-m", "rlightning", "plan", "--config", "run.yaml", "--device-memory", "much"]
+    failed = subprocess.run(wrong, cwd=project, env=environment(), capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
