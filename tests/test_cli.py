@@ -149,7 +149,7 @@ def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
 def test_ctrl_c_before_training_ends_with_130(project: Path) -> None:
     # With `python -m`, Python may end by the signal itself, which a shell shows as 130 too: it does where the signal
     # came within an `exec`, though `main` caught it, and imports are full of them (each dataclass has one).
-    command = [Path(sys.executable).with_name("rlightning"), "fit", "--config", "run.yaml"]
+    command = [str(Path(sys.executable).with_name("rlightning")), "fit", "--config", "run.yaml"]
     process = subprocess.Popen(command, cwd=project, env=environment(), stderr=subprocess.PIPE, text=True)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
