@@ -1,27 +1,35 @@
-"""Seconds by phase, tokens per second, memory."""
+"""Seconds by phase, tokens per second, use of the device's arithmetic, memory."""
 
 import resource
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from transformers import PreTrainedConfig
 
 from rlightning.distributed import platform
+from rlightning.memory_plan.devices import peak_flops
+from rlightning.models.flops import sequence_flops
 from rlightning.phases import PhaseTimer
+from rlightning.types import RolloutBatch
 
 _GIB = 2**30
 
 
 class Throughput(PhaseTimer):
-    """Measures each step: seconds by phase, tokens per second, memory.
+    """Measures each step: seconds by phase, tokens per second, memory, and of the update its MFU.
 
-    The names are those of docs/metrics.md: ``time/*``, ``throughput/tokens_per_second``, ``memory/*``. They are
-    logged with ``module.log_dict`` where the module has it, and kept in :attr:`last` in any case.
+    The names are those of docs/metrics.md: ``time/*``, ``throughput/*``, ``memory/*``. They are logged with
+    ``module.log_dict`` where the module has it, and kept in :attr:`last` in any case.
 
     From a loop that is not Lightning's it needs the RL hooks, nothing else: the step ends with ``on_update_end``.
     The module may be any object; with an ``world_sum(tensor)`` tokens are counted over all ranks, and then the
-    callback must be on every rank.
+    callback must be on every rank. MFU needs the model's configuration of transformers as the module's
+    ``model_config``, a CUDA device in the table of ``rlightning/memory_plan/devices.py``, and an update that has waited
+    for the device before ``on_update_end``, as reading a metric from it does. It is that of this rank's share, in
+    which each completion is trained on once, or with a ``module.plan`` (of RLModule) in each epoch.
 
     Example::
 
@@ -36,6 +44,13 @@ class Throughput(PhaseTimer):
     def __init__(self) -> None:
         super().__init__()
         self.last: dict[str, float] = {}
+        self._update_flops = 0.0
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Count what the update takes, and begin it."""
+        if device_peak(platform.device_of(trainer, module)) is not None:
+            self._update_flops += update_flops(module, batch)
+        super().on_update_start(trainer, module, batch)
 
     def on_step_timed(self, trainer: Any, module: Any) -> None:
         """Put the step's numbers together and log them."""
@@ -43,8 +58,38 @@ class Throughput(PhaseTimer):
         self.last |= {f"time/{phase}": seconds for phase, seconds in self.phase_seconds.items()}
         if self.num_tokens:
             self.last["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
+        peak = device_peak(platform.device_of(trainer, module))
+        if self._update_flops and peak is not None:
+            self.last["throughput/update_mfu"] = self._update_flops / (self.phase_seconds["update"] * peak)
+            self._update_flops = 0.0
         self.last |= memory_gib()
         log_metrics(module, self.last)
+
+
+def device_peak(device: torch.device | None) -> float | None:
+    """Operations a second that a CUDA device could make; None for others, and where it is not known."""
+    if not platform.has_context() or (device is not None and device.type != "cuda"):
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))
+
+
+def update_flops(module: Any, batch: RolloutBatch) -> float:
+    """Operations of an update of this rank: see :mod:`rlightning.models.flops`. 0 where the model is not known.
+
+    Read from what the batch has on the host: nothing waits for the device.
+
+    Args:
+        module: with a ``model_config``; see :class:`Throughput`.
+        batch: this rank's share. The output layer is computed for its completions alone.
+    """
+    config = getattr(module, "model_config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return 0.0
+    predicted = torch.tensor([len(completion.token_ids) for completion in batch.completions])
+    prompts = torch.tensor([len(prompt.token_ids) for prompt in batch.prompts])
+    epochs = getattr(getattr(module, "plan", None), "epochs_per_rollout", 1)
+    flops = float(sequence_flops(config, prompts + predicted, predicted).sum())
+    return flops * epochs / getattr(module, "tensor_parallel_size", 1)
 
 
 def log_metrics(module: Any, metrics: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a device has."""
+"""How much memory a device has, and how fast it multiplies."""
 
 import re
 
@@ -17,6 +17,26 @@ DEVICES = {
     "RTX4090": 23.5,
 }
 """GiB of some GPUs as PyTorch reports them, which is less than their names say."""
+PEAK_FLOPS = {
+    "A10": 125e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "GH200": 989.4e12,
+    "H100": 989.4e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756e12,
+    "H200": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX 4090": 165.2e12,
+}
+"""Operations a second of dense matrix products in bfloat16 with float32 sums, by a part of the device's name.
+
+From NVIDIA's data sheets, half of what these give "with sparsity": A10, A100, DGX B200 (a system of eight), GH200, H100
+(whose SXM, PCIe and NVL boards differ, and are told apart by name), H200, L4, L40S; and from the white paper of the Ada
+architecture for the RTX 4090.
+"""
 UNITS = {"GB": 10**9, "GIB": GIB, "MB": 10**6, "MIB": 1 << 20}
 
 
@@ -38,3 +58,15 @@ def read_device_memory(text: str) -> int:
             f"--device-memory {text}: give a size, such as 80GB or 79.1GiB, or one of {', '.join(DEVICES)}."
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Operations a second that a device could make at most in bfloat16; None for one that is not in the table.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name()`` has it, such as "NVIDIA H100 80GB HBM3".
+    """
+    if "MIG" in device_name.split():
+        return None  # a part of the device
+    found = [name for name in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]
+    return PEAK_FLOPS[max(found, key=len)] if found else None

@@ -1,6 +1,7 @@
 import csv
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer
+from transformers import Qwen3Config
 
 from rlightning.callbacks import Throughput
 from rlightning.hooks import fire
+from rlightning.models.flops import sequence_flops
 
 
 class Clock:
@@ -18,11 +21,12 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
+        self.module: Any = PlainModule()
         monkeypatch.setattr("rlightning.phases.perf_counter", lambda: self.now)
 
     def fire(self, loop: Any, hook: str, *args: Any, at: float) -> None:
         self.now = 100.0 + at
-        fire(loop, PlainModule(), hook, *args)
+        fire(loop, self.module, hook, *args)
 
 
 def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +62,28 @@ def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> 
     clock.fire(loop, "on_update_end", batch, at=8.0)
     assert throughput.last["time/generate"] == 6.0
     assert throughput.last["throughput/tokens_per_second"] == 44 / 8
+
+
+def test_mfu_is_what_the_update_needs_over_what_the_device_could_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlightning.callbacks.throughput.device_peak", lambda device: 1e6)
+
+    class Policy:
+        model_config = Qwen3Config(
+            vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+        )
+        plan = SimpleNamespace(epochs_per_rollout=2)
+        tensor_parallel_size = 2
+
+    throughput = Throughput()
+    loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
+    clock.module = Policy()
+    clock.fire(loop, "on_update_start", batch, at=0)
+    clock.fire(loop, "on_update_end", batch, at=4.0)
+    # completions of 1, 2, 1, 2 tokens after prompts of 4: two epochs over two ranks that share the work
+    needed = sequence_flops(Policy.model_config, torch.tensor([5, 6, 5, 6]), torch.tensor([1, 2, 1, 2])).sum().item()
+    assert throughput.last["throughput/update_mfu"] == pytest.approx(needed / (4.0 * 1e6))
+    loop.step(PlainModule())  # of a model that is not known
+    assert "throughput/update_mfu" not in throughput.last
 
 
 def test_tokens_are_summed_over_ranks() -> None:
