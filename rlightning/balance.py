@@ -1,6 +1,6 @@
 """From each rank's own completions to each data-parallel rank's share of the update.
 
-Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more tokens would let the others wait
+Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more work would let the others wait
 in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
 
     rank 0: groups 0 1     ->  data-parallel rank 0 (ranks 0 and 1): groups 0 3
@@ -10,9 +10,10 @@ Groups are numbered through in the order of ranks, which is the order that one p
 from the numbers (minibatches) does not depend on the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from rlightning.data.packing import split_minibatches
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
@@ -20,12 +21,18 @@ from rlightning.types import RolloutBatch
 
 
 def balance(
-    batch: RolloutBatch, *, num_minibatches: int = 1, seed: int = 0, tensor_parallel_size: int = 1
+    batch: RolloutBatch,
+    costs: Callable[[RolloutBatch], Tensor] = lambda batch: batch.lengths,
+    *,
+    num_minibatches: int = 1,
+    seed: int = 0,
+    tensor_parallel_size: int = 1,
 ) -> RolloutBatch:
-    """Move whole groups between ranks, so that data-parallel ranks hold about equally many tokens of each minibatch.
+    """Move whole groups between ranks, so that data-parallel ranks have about as much work with each minibatch.
 
     Args:
         batch: this rank's completions, on the CPU.
+        costs: of each sequence [N]; its tokens by default.
         num_minibatches: that the groups will be dealt out to, each of which is balanced.
         seed: of the deal (:func:`deal_groups`).
         tensor_parallel_size: so many neighbouring ranks get the same sequences.
@@ -37,13 +44,13 @@ def balance(
     if world_size() == 1:
         batch.group_ids = group
         return batch
-    tokens: list[int] = torch.zeros(len(local_ids), dtype=torch.int64).index_add(0, group, batch.lengths).tolist()
-    tables = gather_objects(tokens, name="groups to share out")
+    own_costs = torch.zeros(len(local_ids), dtype=torch.float64).index_add(0, group, costs(batch).double()).tolist()
+    tables = gather_objects(own_costs, name="groups to share out")
     first = sum(len(table) for table in tables[: global_rank()])
-    all_tokens = [count for table in tables for count in table]
-    minibatches = deal_groups(len(all_tokens), num_minibatches, seed)[0]
-    owner = assign_groups(all_tokens, minibatches, world_size() // tensor_parallel_size)
-    owner_of_sequence = torch.tensor(owner[first : first + len(tokens)], dtype=torch.int64)[group]
+    all_costs = [cost for table in tables for cost in table]
+    minibatches = deal_groups(len(all_costs), num_minibatches, seed)[0]
+    owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
+    owner_of_sequence = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
     batch.group_ids = group + first
     parcels = {}
     for data_parallel_rank in set(owner_of_sequence.tolist()):
@@ -69,27 +76,27 @@ def deal_groups(num_groups: int, num_minibatches: int, seed: int, num_epochs: in
     return [split_minibatches(num_groups, num_minibatches, order) for _ in range(num_epochs)]
 
 
-def assign_groups(tokens: Sequence[int], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """The rank of each group: in each minibatch the largest group goes first, each to the rank with the fewest tokens.
+def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """The rank of each group: in each minibatch the dearest group goes first, each to the rank with the least work.
 
-    Of ranks that are level the one with the fewest tokens over all minibatches is taken, so that no rank stays without
+    Of ranks that are level the one with the least work over all minibatches is taken, so that no rank stays without
     a group as long as there are enough.
 
     Args:
-        tokens: [G], of each group.
+        costs: [G], of each group.
         minibatches: groups, a list a minibatch.
         num_ranks: data-parallel ones.
 
     Returns:
         [G] ranks.
     """
-    owner = [0] * len(tokens)
-    total = [0] * num_ranks
+    owner = [0] * len(costs)
+    total = [0.0] * num_ranks
     for minibatch in minibatches:
-        load = [0] * num_ranks
-        for group in sorted(minibatch, key=lambda g: -tokens[g]):
+        load = [0.0] * num_ranks
+        for group in sorted(minibatch, key=lambda g: -costs[g]):
             rank = min(range(num_ranks), key=lambda r: (load[r], total[r]))
             owner[group] = rank
-            load[rank] += tokens[group]
-            total[rank] += tokens[group]
+            load[rank] += costs[group]
+            total[rank] += costs[group]
     return owner

@@ -30,7 +30,7 @@ class RunningMeans:
         """
         for name, value in values.items():
             chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
-            count = torch.tensor(value.numel(), device=value.device) if mask is None else mask.sum()
+            count = chosen.new_full((), value.numel()) if mask is None else mask.sum()
             self._sums[name] = self._sums.get(name, 0) + chosen.sum()
             self._counts[name] = self._counts.get(name, 0) + count
 

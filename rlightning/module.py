@@ -200,7 +200,7 @@ class RLModule(PolicyModule):
             batch_idx: unused.
         """
         batch = self.share_out(self.collect(prompts))
-        batch = self.estimate_advantages(batch.to(self.device))
+        batch = self.estimate_advantages(batch)
         fire(self.trainer, self, "on_update_start", batch)
         metrics = self.update(batch)
         self.weight_version += 1
@@ -235,13 +235,14 @@ class RLModule(PolicyModule):
         return RolloutBatch.concatenate(kept)
 
     def share_out(self, batch: RolloutBatch) -> RolloutBatch:
-        """From this rank's own completions to its share of the update, of about as many tokens as the others'.
+        """From this rank's own completions to its share of the update, of about as much work as the others'.
 
         Returns:
             Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
         """
         return balance(
             batch,
+            self.costs,
             num_minibatches=self.plan.updates_per_rollout,
             seed=self.weight_version,
             tensor_parallel_size=self.tensor_parallel_size,
@@ -285,7 +286,7 @@ class RLModule(PolicyModule):
         """Take the rollout's optimizer steps; all of them count as one step of the trainer.
 
         Args:
-            batch: with advantages, on the actor's device.
+            batch: with advantages, on the CPU.
 
         Returns:
             The metrics of the update.
@@ -306,20 +307,23 @@ class RLModule(PolicyModule):
         return means.compute(self.all_sum, self.all_max) | {"optim/lr": lr}
 
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
-        """The rollout's minibatches, each the sequences [M] of it that this rank has, on the CPU: maybe none."""
-        groups = batch.group_ids.cpu()
+        """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
+        groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
         plan = self.plan
         epochs = deal_groups(num_groups, plan.updates_per_rollout, self.weight_version, plan.epochs_per_rollout)
         return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient."""
+        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.
+
+        Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
+        """
         counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
         totals = LossTotals(*self.all_sum(counts).tolist())
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
         for number, sequences in enumerate(microbatches, start=1):
-            batch = minibatch.select(sequences) if sequences else minibatch.filler()
+            batch = self.pick(minibatch, sequences)
             batch.totals = totals
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
             with self.local_gradients() if number < len(microbatches) else nullcontext():

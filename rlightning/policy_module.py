@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
+from rlightning.models.flops import sequence_flops
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
 from rlightning.types import RolloutBatch
 
@@ -130,32 +131,50 @@ class PolicyModule(LightningModule):
         """Log-probabilities of the completion tokens, without gradient, in micro-batches.
 
         Args:
-            batch: on the model's device.
+            batch: on the CPU.
             model: the actor, or a reference.
             temperature: logits are divided by it.
             max_tokens: of one micro-batch.
 
         Returns:
-            [T] float32; 0 on prompts.
+            [T] float32, on the CPU; 0 on prompts.
         """
-        result = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.token_ids.device)
-        starts = batch.cu_seqlens.tolist()
+        computed = [torch.zeros(0, device=self.device)]
+        order: list[int] = []
         for sequences in self.split_microbatches(batch, max_tokens):
-            part = batch.select(sequences) if sequences else batch.filler()
-            logprobs, _ = packed_logprobs(model, part, temperature=temperature)
-            for sequence, values in zip(sequences, torch.split(logprobs, part.lengths.tolist()), strict=False):
-                result[starts[sequence] : starts[sequence + 1]] = values
+            logprobs, _ = packed_logprobs(model, self.pick(batch, sequences), temperature=temperature)
+            if sequences:
+                computed.append(logprobs)
+                order += sequences
+        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        starts = batch.cu_seqlens.tolist()
+        by_sequence = torch.split(torch.cat(computed).cpu(), batch.lengths[order].tolist())
+        for sequence, values in zip(order, by_sequence, strict=True):
+            result[starts[sequence] : starts[sequence + 1]] = values
         return result
 
+    def pick(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
+        """These sequences of a batch on this rank's device; of none, something that counts for nothing."""
+        return (batch.select(sequences) if sequences else batch.filler()).to(self.device)
+
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Cut a batch by tokens into lists of sequences: on every rank equally many, the last of which may be empty.
+        """Cut a batch by tokens into lists of sequences of about equal cost.
+
+        On every rank equally many, the last of which may be empty.
 
         A sharded model gathers its weights from all ranks in each forward pass, so all have to make as many.
         """
-        lengths = batch.lengths.tolist()
-        fewest = all_reduce(torch.tensor(len(split_microbatches(lengths, max_tokens))), "max")
-        parts = split_microbatches(lengths, max_tokens, at_least=int(fewest))
-        return parts + [[]] * (int(fewest) - len(parts))
+        lengths, costs = batch.lengths.tolist(), self.costs(batch).tolist()
+        parts = split_microbatches(lengths, max_tokens, costs=costs)
+        number = int(all_reduce(torch.tensor(len(parts)), "max"))
+        if number > len(parts):
+            spread = split_microbatches(lengths, max_tokens, costs=costs, at_least=number)
+            parts = spread if len(spread) <= number else parts
+        return parts + [[]] * (number - len(parts))
+
+    def costs(self, batch: RolloutBatch) -> Tensor:
+        """What forward and backward over each sequence take, attention included: [N] floating point operations."""
+        return sequence_flops(self.model_config, batch.lengths, batch.completion_lengths)
 
     # Ranks
 

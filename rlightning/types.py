@@ -83,6 +83,9 @@ class RolloutBatch:
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
         totals: set on micro-batches.
+
+    A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
+    whoever changes ``completion_mask`` does so before.
     """
 
     token_ids: Tensor
@@ -99,6 +102,8 @@ class RolloutBatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     totals: LossTotals | None = None
+    _max_length: int | None = field(default=None, repr=False)
+    _completion_index: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def pack(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Self:
@@ -170,6 +175,16 @@ class RolloutBatch:
         return torch.segment_reduce(self.completion_mask.float(), "sum", lengths=self.lengths, unsafe=True).long()
 
     @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._max_length if self._max_length is not None else max(self.lengths.tolist(), default=0)
+
+    @property
+    def completion_index(self) -> Tensor:
+        """[M] int64, the places of the completion tokens."""
+        return self.completion_mask.nonzero()[:, 0] if self._completion_index is None else self._completion_index
+
+    @property
     def position_ids(self) -> Tensor:
         """[T] int64, each token's place in its sequence, counted from 0."""
         return torch.arange(self.num_tokens, device=self.token_ids.device) - self.to_tokens(self.cu_seqlens[:-1])
@@ -189,14 +204,18 @@ class RolloutBatch:
         return values.new_zeros(self.num_sequences).index_add_(0, self.sequence_ids, values)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on ``device``."""
-        moved: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                moved[f.name] = value.to(device, non_blocking=True)
-        components = {name: value.to(device) for name, value in self.reward_components.items()}
-        return replace(self, **moved, reward_components=components)
+        """The same batch with its tensors on ``device``; copies from the host to a GPU are not waited for."""
+        target = torch.device(device)
+
+        def move(tensor: Tensor) -> Tensor:
+            # only from page-locked memory a copy goes on by itself
+            is_upload = target.type == "cuda" and tensor.device.type == "cpu"
+            return (tensor.pin_memory() if is_upload else tensor).to(target, non_blocking=is_upload)
+
+        here = replace(self, _max_length=self.max_length, _completion_index=self.completion_index)
+        tensors = {f.name: value for f in fields(here) if isinstance(value := getattr(here, f.name), Tensor)}
+        components = {name: move(value) for name, value in self.reward_components.items()}
+        return replace(here, **{name: move(value) for name, value in tensors.items()}, reward_components=components)
 
     def select(self, sequences: Sequence[int] | Tensor) -> Self:
         """The batch of the given sequences, in the given order, packed anew.
@@ -212,7 +231,7 @@ class RolloutBatch:
         chosen: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if not isinstance(value, Tensor) or f.name == "cu_seqlens":
+            if not isinstance(value, Tensor) or f.name in ("cu_seqlens", "_completion_index"):
                 continue
             if f.name in ("group_ids", "rewards"):
                 chosen[f.name] = value[index]
@@ -222,6 +241,8 @@ class RolloutBatch:
             self,
             **chosen,
             cu_seqlens=torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0, dtype=torch.int32)]),
+            _max_length=None,
+            _completion_index=None,
             prompts=[self.prompts[i] for i in order],
             completions=[self.completions[i] for i in order],
             reward_components={name: value[index] for name, value in self.reward_components.items()},
@@ -250,7 +271,7 @@ class RolloutBatch:
         merged: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(b, f.name) for b in batches]
-            if isinstance(values[0], Tensor) and f.name != "cu_seqlens":
+            if isinstance(values[0], Tensor) and f.name not in ("cu_seqlens", "_completion_index"):
                 merged[f.name] = torch.cat(values)
         offset = 0
         group_ids = []
@@ -264,6 +285,8 @@ class RolloutBatch:
             batches[0],
             **merged,
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+            _max_length=None,
+            _completion_index=None,
             prompts=[p for b in batches for p in b.prompts],
             completions=[c for b in batches for c in b.completions],
             reward_components={n: torch.cat([b.reward_components[n] for b in batches]) for n in names},

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlightning.algorithms import GRPO, SFT
 from rlightning.data import ValidationSet
+from rlightning.metrics import RunningMeans
 from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
@@ -188,6 +189,28 @@ def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:
         got = module.evaluate_logprobs(batch, module.loaded_actor, temperature=0.5, max_tokens=limit)
         torch.testing.assert_close(got, expected)
         assert not got.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_micro_batches_wait_for_no_device(precision: str, model_folder: str, tmp_path: Path) -> None:
+    module = make_module(model_folder, max_tokens_per_microbatch=24, entropy_coef=0.01)
+    accumulate, num_watched = module.accumulate_gradients, 0
+
+    def watched(minibatch: RolloutBatch, means: RunningMeans) -> None:
+        nonlocal num_watched
+        if module.weight_version:  # the first step compiles
+            torch.cuda.set_sync_debug_mode("error")
+            num_watched += 1
+        try:
+            accumulate(minibatch, means)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    module.accumulate_gradients = watched  # type: ignore[method-assign]
+    make_trainer(tmp_path, 3, accelerator="gpu", precision=precision).fit(module, make_data(tmp_path))
+    assert num_watched == 2
 
 
 @pytest.mark.gpu

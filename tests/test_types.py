@@ -73,6 +73,8 @@ def fill(batch: RolloutBatch) -> RolloutBatch:
 
 def assert_equal(got: RolloutBatch, expected: RolloutBatch) -> None:
     for field in fields(RolloutBatch):
+        if field.name.startswith("_"):
+            continue
         value, other = getattr(got, field.name), getattr(expected, field.name)
         if isinstance(other, Tensor):
             assert value.dtype == other.dtype and torch.equal(value, other), field.name
@@ -141,6 +143,31 @@ def test_to_moves_every_tensor() -> None:
     assert moved.reward_components["a"].is_meta
     batch = fill(make_batch())
     assert_equal(batch.to("cpu"), batch)
+
+
+def test_what_a_moved_batch_knows_is_forgotten_with_its_sequences() -> None:
+    moved = fill(make_batch()).to("cpu")
+    assert (moved.max_length, moved.completion_index.tolist()) == (4, [2, 5, 6, 9, 10, 11])
+    part = moved.select([0, 2])
+    assert (part.max_length, part.completion_index.tolist()) == (3, [2])
+    joined = RolloutBatch.concatenate([moved, part.to("cpu")])
+    assert joined.completion_index.tolist() == [2, 5, 6, 9, 10, 11, 14]
+    nothing = moved.select([]).to("cpu")
+    assert (nothing.max_length, nothing.completion_index.tolist()) == (0, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_moving_and_cutting_wait_for_no_device() -> None:
+    batch = fill(make_batch())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = batch.to("cuda")
+        lengths = (moved.max_length, moved.completion_index.numel(), moved.position_ids.numel())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert lengths == (4, 6, 12)
+    assert_equal(moved.to("cpu"), batch)
 
 
 def test_a_filler_counts_for_nothing() -> None:

@@ -51,11 +51,11 @@ class SFT(RLModule):
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
         """Zeros [N]: nothing is judged."""
-        return torch.zeros(batch.num_sequences, dtype=torch.float32, device=batch.token_ids.device)
+        return torch.zeros(batch.num_sequences, dtype=torch.float32)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Ones [T]: every token of the data is as good as any other."""
-        return torch.ones(batch.num_tokens, dtype=torch.float32, device=batch.token_ids.device)
+        return torch.ones(batch.num_tokens, dtype=torch.float32)
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The negative log-likelihood of each token: [T]."""
@@ -70,7 +70,7 @@ class SFT(RLModule):
         self._log_loss(prompts, dataloader_idx, "test")
 
     def _log_loss(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        batch = balance(self._pack(prompts), tensor_parallel_size=self.tensor_parallel_size).to(self.device)
+        batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.completion_mask

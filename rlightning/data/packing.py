@@ -26,30 +26,39 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
     return [order[first::dealt] for first in range(dealt)]
 
 
-def split_microbatches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1) -> list[list[int]]:
-    """Pack sequences into as few micro-batches as their tokens ask for, of about equal size.
+def split_microbatches(
+    lengths: Sequence[int], max_tokens: int, *, costs: Sequence[float] | None = None, at_least: int = 1
+) -> list[list[int]]:
+    """Pack sequences into as few micro-batches as their tokens ask for, of about equal cost.
 
-    The longest sequence goes first, each into the emptiest of the micro-batches (longest-processing-time rule); one
-    more is opened only when a sequence fits nowhere.
+    The longest sequence goes first, each into the cheapest of the micro-batches that have room for it
+    (longest-processing-time rule); one more is opened only when a sequence fits nowhere.
 
     Args:
         lengths: [N], in tokens.
         max_tokens: no micro-batch holds more, except one of a single longer sequence.
+        costs: [N], of each sequence, which grow with its length; its tokens unless given. Attention makes a long
+            sequence dearer than several short ones of as many tokens.
         at_least: make as many, though tokens ask for fewer, as far as there are sequences.
 
     Returns:
         Sequence indices, a list a micro-batch.
     """
-    num_bins = max(at_least, -(-sum(lengths) // max_tokens))
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    emptiest = [(0, i) for i in range(num_bins)]
+    costs = lengths if costs is None else costs
+    bins: list[list[int]] = [[] for _ in range(max(at_least, -(-sum(lengths) // max_tokens)))]
+    cheapest = [(0.0, 0, index) for index in range(len(bins))]  # (cost, tokens, index), a heap
+    shortest = min(lengths, default=0)
     for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        tokens, index = emptiest[0]
-        if tokens and tokens + lengths[sequence] > max_tokens:
-            index = len(bins)
-            bins.append([sequence])
-            heapq.heappush(emptiest, (lengths[sequence], index))
-            continue
+        length, too_full = lengths[sequence], []
+        while cheapest and cheapest[0][1] and cheapest[0][1] + length > max_tokens:
+            too_full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            heapq.heappush(cheapest, (0.0, 0, len(bins)))
+            bins.append([])
+        cost, tokens, index = cheapest[0]
         bins[index].append(sequence)
-        heapq.heapreplace(emptiest, (tokens + lengths[sequence], index))
+        heapq.heapreplace(cheapest, (cost + costs[sequence], tokens + length, index))
+        for one in too_full:
+            if one[1] + shortest <= max_tokens:  # others have room for no sequence any more
+                heapq.heappush(cheapest, one)
     return [sorted(one) for one in bins if one]

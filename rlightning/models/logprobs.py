@@ -45,17 +45,16 @@ def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
-    lengths = batch.cu_seqlens.diff()
     hidden: Tensor = model.base_model(
         input_ids=batch.token_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
         cu_seq_lens_q=batch.cu_seqlens,
         cu_seq_lens_k=batch.cu_seqlens,
-        max_length_q=int(lengths.max()),
-        max_length_k=int(lengths.max()),
+        max_length_q=batch.max_length,
+        max_length_k=batch.max_length,
     ).last_hidden_state[0]
-    asked = batch.completion_mask.nonzero()[:, 0]
+    asked = batch.completion_index
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(
         hidden[asked - 1],

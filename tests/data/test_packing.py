@@ -31,11 +31,35 @@ def test_microbatches_are_balanced(lengths: list[int]) -> None:
     assert max(sums) - min(sums) <= max(lengths)
 
 
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 300))
+def test_microbatches_by_cost_keep_to_the_tokens(lengths: list[int], max_tokens: int) -> None:
+    parts = split_microbatches(lengths, max_tokens, costs=[length + length**2 / 10 for length in lengths])
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in part) <= max_tokens or len(part) == 1 for part in parts)
+    if len(parts) > max(-(-sum(lengths) // max_tokens), 1):  # any two together are too large
+        assert 2 * sum(lengths) > (len(parts) - 1) * max_tokens
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS.filter(bool), st.integers(2, 5))
+def test_microbatches_of_equal_cost(lengths: list[int], number: int) -> None:
+    costs = [length + length**2 / 10 for length in lengths]
+    parts = split_microbatches(lengths, sum(lengths), costs=costs, at_least=number)
+    sums = [sum(costs[i] for i in part) for part in parts]
+    assert max(sums) - min(sums) <= max(costs) + 1e-9
+
+
 def test_microbatches_by_hand() -> None:
     assert split_microbatches([5, 4, 3, 2], 7) == [[0, 3], [1, 2]]
     assert split_microbatches([5, 5, 5], 8) == [[0], [1], [2]]
     assert split_microbatches([9, 1], 4) == [[0], [1]]
     assert split_microbatches([], 4) == []
+    assert split_microbatches([4, 2, 2, 1, 1], 7) == [[0, 3], [1, 2, 4]]
+    # by squares the 4 costs more than all the others, which have room beside each other
+    assert split_microbatches([4, 2, 2, 1, 1], 7, costs=[16, 4, 4, 1, 1]) == [[0], [1, 2, 3, 4]]
+    # the last 2 has no room where it would be cheaper
+    assert split_microbatches([4, 2, 2, 2, 2], 6, costs=[16, 4, 4, 4, 4]) == [[0, 4], [1, 2, 3]]
 
 
 @settings(deadline=None, max_examples=200)
