@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from make_model import make_tokenizer
 
 from rlightning.balance import balance, deal_groups
 from rlightning.callbacks.completions_table import completion_rows, write_parquet
@@ -113,9 +114,12 @@ def engine_messages(size: Size) -> Work:
     """In the engine's process: vLLM's outputs to pickled messages."""
     from rlightning.rollout.vllm_process import VLLMServer  # imports vLLM, which no other part needs
 
-    requests = make_outputs(size)
+    requests, tokenizer = make_outputs(size), make_tokenizer()
 
     class Engine:
+        def get_tokenizer(self) -> Any:
+            return tokenizer
+
         async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
             yield requests[int(request_id) % len(requests)]
 

@@ -1,4 +1,4 @@
-"""benchmarks/host_side.py measures the real parts, at tiny sizes."""
+"""benchmarks/host_side.py and engine_output.py measure the real parts, at tiny sizes."""
 
 import csv
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "host_side.py"
 
 
-def run(folder: Path, *options: str) -> str:
+def run(folder: Path, *options: str, script: Path = SCRIPT) -> str:
     """What the script says when it is run in ``folder``."""
-    command = [sys.executable, str(SCRIPT), *options]
+    command = [sys.executable, str(script), *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,3 +40,11 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     said = run(tmp_path, "--sizes", "80x20", "--parts", "pack", "--before", before, "--repetitions", "1")
     assert said.startswith("| part | before, s | now, s | times faster | ")
     assert said.splitlines()[2].startswith("| pack | ")
+
+
+@pytest.mark.slow
+def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
+    options = ["--sequences", "4", "--tokens", "4", "--repetitions", "1"]
+    said = run(tmp_path, *options, script=SCRIPT.with_name("engine_output.py")).splitlines()[-6:]  # vLLM speaks first
+    assert said[0].startswith("| output | core, us | front, us | text, us | ")
+    assert said[2].startswith("| text in the end | ")

@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlightning.rollout.detokenize import can_decode, decode_completions
 from rlightning.rollout.process_group import end_own_group
 
 RESET_TRIES = 5
@@ -41,17 +42,30 @@ class VLLMServer:
 
     async def generate(self, token_ids: list[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         """Sample completions of one prompt: for each, its text, tokens, log-probabilities and reason to finish."""
-        params = SamplingParams(**sampling, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
-        output = await self._run(token_ids, params)
+        tokenizer = self.engine.get_tokenizer()
+        decodes_itself = bool(sampling.get("stop")) or not can_decode(tokenizer)
+        params = SamplingParams(
+            **sampling,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=decodes_itself,
+        )
+        completions = (await self._run(token_ids, params)).outputs
+        if decodes_itself:
+            texts = [one.text for one in completions]
+        else:
+            sampled, reasons = [one.token_ids for one in completions], [one.finish_reason for one in completions]
+            texts = decode_completions(tokenizer, token_ids, sampled, reasons)
         return [
             {
-                "text": one.text,
+                "text": text,
                 "token_ids": np.asarray(one.token_ids, np.int64),
                 # logprobs=0: one entry a position, the sampled token's
                 "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
                 "finish_reason": one.finish_reason,
             }
-            for one in output.outputs
+            for text, one in zip(texts, completions, strict=True)
         ]
 
     async def score(self, token_ids: list[int]) -> list[float]:

@@ -94,6 +94,13 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
         assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
 
 
+def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
+    def sample(stop: tuple[str, ...]) -> list[list[str]]:
+        return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
+
+    assert sample(()) == sample(("never",))
+
+
 def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
     (free,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32))
     sampled = Counter(int(token) for completion in free for token in completion.token_ids if token)

@@ -1,0 +1,42 @@
+"""From a completion's tokens to its text, once it is whole.
+
+vLLM decodes token by token, which only stop strings need; with log-probabilities it looks up each token's own text
+besides. In its Python process this costs several times what all the rest of a token does (docs/performance.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+CONTEXT_TOKENS = 32
+"""Of the prompt, that are decoded along: some tokenizers write a token otherwise where a text begins."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What bytes are decoded to that are no character, or not yet."""
+
+
+def can_decode(tokenizer: Any) -> bool:
+    """Whether :func:`decode_completions` knows the tokenizer: one of the library ``tokenizers``."""
+    return hasattr(tokenizer, "backend_tokenizer")
+
+
+def decode_completions(
+    tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]], finish_reasons: Sequence[str | None]
+) -> list[str]:
+    """The texts that vLLM would have given, were it asked to decode and for no stop string.
+
+    Special tokens, a final stop token and the bytes of a character that the completion's end has cut are left out.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        prompt: [P], the tokens before them.
+        completions: [C] each.
+        finish_reasons: of each, as vLLM calls them: "stop" for one that ends with a stop token.
+    """
+    backend = tokenizer.backend_tokenizer
+    context = list(prompt[-CONTEXT_TOKENS:])
+    before = backend.decode(context, skip_special_tokens=True)
+    texts = []
+    for token_ids, reason in zip(completions, finish_reasons, strict=True):
+        kept = list(token_ids[:-1] if reason == "stop" else token_ids)
+        text = backend.decode(context + kept, skip_special_tokens=True).removeprefix(before)
+        texts.append(text.rstrip(UNFINISHED))
+    return texts

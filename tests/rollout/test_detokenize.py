@@ -1,0 +1,72 @@
+"""Texts of whole completions against those of the decoder that vLLM runs token by token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlightning.rollout.detokenize import can_decode, decode_completions
+
+
+def byte_level() -> Any:
+    """As Qwen and Llama 3 have it: tokens are bytes, some of them merged, a character may take several."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa", "Ġb"]
+    vocab = {token: i for i, token in enumerate(["<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a"), ("Ġ", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def sentence_piece() -> Any:
+    """As Llama 2 and Mistral have it: a space where a text begins is not written."""
+    pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "é", "▁a", "▁b"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+
+
+def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int], finish_reason: str) -> str:
+    """As vLLM does: the stop token, which is the last, is not given to the decoder."""
+    stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+    kept = token_ids[:-1] if finish_reason == "stop" else token_ids
+    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in kept)
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level, sentence_piece])
+def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    assert can_decode(tokenizer)
+    random = np.random.default_rng(0)
+    words = ["a b", " a", "b é", " ", "ab\n", "🙂", "日本", "", "é"]
+    prompt: list[int] = tokenizer("".join(random.choice(words, 60)) + "a", add_special_tokens=False).input_ids
+    assert len(prompt) > 32
+    completions: list[list[int]] = []
+    for _ in range(200):
+        token_ids = tokenizer("".join(random.choice(words, random.integers(0, 8))), add_special_tokens=False).input_ids
+        eos = [tokenizer.eos_token_id] * int(random.integers(0, 2))  # one in the middle is left out as well
+        completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :] + [3])
+    reasons = ["stop" if i % 2 else "length" for i in range(len(completions))]
+    expected = [decode_by_token(tokenizer, prompt, *one) for one in zip(completions, reasons, strict=True)]
+    assert decode_completions(tokenizer, prompt, completions, reasons) == expected
+    assert len(set(expected)) > 100 and any(text.startswith(" ") for text in expected)
+
+
+def test_a_character_that_the_end_has_cut_is_left_out() -> None:
+    tokenizer = byte_level()
+    smile = tokenizer("a🙂", add_special_tokens=False).input_ids
+    assert len(smile) == 5
+    cut = [smile[:length] for length in range(1, 6)]
+    assert decode_completions(tokenizer, [], cut, ["length"] * 5) == ["a", "a", "a", "a", "a🙂"]
+    # The very token after it ended the completion: the bytes before were never finished.
+    assert decode_completions(tokenizer, [], [[*smile[:3], 0]], ["stop"]) == ["a"]
+
+
+def test_a_tokenizer_of_another_kind_is_left_to_vllm() -> None:
+    assert not can_decode(object())
