@@ -233,13 +233,8 @@ def count_gpus() -> int:
 
 def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:
     """Run a job in a folder of its own below ``--out``, on the given devices."""
-    folder: Path = arguments.out / job.name
-    if (folder / "run.yaml").is_file():
-        shutil.rmtree(folder)  # of an earlier try
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump(job.config, sort_keys=False))
-    command = [sys.executable, "-m", "rlightning", "fit", "--config", str(folder / "run.yaml")]
-    command += ["--trainer.default_root_dir", str(folder), *arguments.options]
+    folder, options = write_run(arguments, job)
+    command = [sys.executable, "-m", "rlightning", *options]
     paths = [str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     if arguments.device == "cuda":
@@ -254,6 +249,17 @@ def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:
         except subprocess.TimeoutExpired:
             exit_code = 124
     return Run(job, folder, exit_code, time.perf_counter() - begun)
+
+
+def write_run(arguments: argparse.Namespace, job: Job) -> tuple[Path, list[str]]:
+    """Make a job's folder below ``--out``, with its YAML file; the folder, and what to call `rlightning` with."""
+    folder: Path = arguments.out / job.name
+    if (folder / "run.yaml").is_file():
+        shutil.rmtree(folder)  # of an earlier try
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(job.config, sort_keys=False))
+    options = ["--config", str(folder / "run.yaml"), "--trainer.default_root_dir", str(folder)]
+    return folder, ["fit", *options, *arguments.options]
 
 
 def say(text: str) -> None:

@@ -1,0 +1,260 @@
+"""The update alone, without an engine: seconds, tokens/s, MFU and memory of one or more variants, and profiles of them.
+
+    python benchmarks/update.py --model 0.6b 1.7b --microbatch-tokens 16384 32768
+    python benchmarks/update.py --try compile=false "gradient_checkpointing=true trainer.precision=bf16-true" --profile
+    python benchmarks/update.py --tokens 131072 --try "" compile=false -- --model.entropy_coef 0.01
+
+A run is `rlightning fit` as it is, but that completions of random tokens take the engine's place. Every combination of
+--model, --strategy, --microbatch-tokens and --try is a variant; a --try is a list of KEY=VALUE, where a key without a
+section is one of the algorithm's. All are forks of one process, which has done the imports. A variant starts when the
+one before has ended, has a log of its own, and may fail. A step is 60 prompts x 8 completions x (128 + 1,024) tokens,
+or 553,000 tokens; with --variable each completion ends at random, and there are as many as make --tokens.
+
+Prints a line a variant when it is done, and at last the table: medians of the updates after the warm-up, in which the
+device was waited for. "MFU" and "MFU, 6N" are defined in docs/performance.md. "graphs" is how many torch.compile has
+made, "later" how many of them after the warm-up, which should be none: the reasons are in the variant's run.log. With
+--profile two further, shorter updates are profiled: `kernels.md` has the kernels by time and the GPU's idle gaps,
+`host.txt` the operations; `kernels.json.gz` and `host.json.gz` are for https://ui.perfetto.dev.
+"""
+
+import argparse
+import itertools
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kernels import describe, read_trace
+from launch import (
+    BENCHMARKS,
+    PROMPT_TOKENS,
+    Job,
+    Run,
+    benchmark_parser,
+    callback,
+    finish,
+    fit,
+    format_table,
+    grpo_config,
+    prepare,
+    say,
+    write_run,
+)
+from make_model import SHAPES
+
+SAMPLES = 8
+PROFILED_MICROBATCHES = 3
+GIB = 2**30
+NO_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
+"""What CUDA says in a fork of a process that has used it."""
+
+
+def make_job(arguments: argparse.Namespace, name: str, strategy: str, microbatch_tokens: int) -> Job:
+    """One variant, but for the options that it tries."""
+    from synthetic import mean_length
+
+    tokens = PROMPT_TOKENS + mean_length(arguments.max_new_tokens, is_variable=arguments.variable)
+    num_profiled = 2 if arguments.profile else 0
+    steps = arguments.steps + num_profiled
+    callbacks = [
+        callback(
+            "synthetic.SyntheticRollout",
+            max_new_tokens=arguments.max_new_tokens,
+            is_variable=arguments.variable,
+            short_steps=num_profiled,
+            short_tokens=PROFILED_MICROBATCHES * microbatch_tokens,
+        ),
+        callback("synthetic.UpdateTrace"),
+    ]
+    if arguments.profile:
+        callbacks += [
+            callback("synthetic.ProfileUpdate", step=steps - 1, name="kernels", has_host=False),
+            callback("synthetic.ProfileUpdate", step=steps, name="host", has_host=True),
+        ]
+    config = grpo_config(
+        arguments,
+        prompts_per_step=max(round(arguments.tokens / tokens / SAMPLES), 1),
+        samples_per_prompt=SAMPLES,
+        model={"max_tokens_per_microbatch": microbatch_tokens, "rewards": ["synthetic.coin"], "validate_first": False},
+        callbacks=callbacks,
+    )
+    config["rollout"] = None
+    config["trainer"] |= {"max_steps": steps, "strategy": strategy, "enable_progress_bar": False}
+    return Job(name, config)
+
+
+def write_options(tried: str) -> list[str]:
+    """A --try as options of `rlightning fit`."""
+    pairs = shlex.split(tried)
+    return [f"--{pair}" if "." in pair.partition("=")[0] else f"--model.{pair}" for pair in pairs]
+
+
+def fork(work: Callable[[], None], log: Path, timeout: float) -> int:
+    """Do a piece of work in a fork of this process, which must not have used the GPU.
+
+    Args:
+        work: what to do.
+        log: gets what it writes.
+        timeout: seconds after which it is killed, with the processes that it has started.
+
+    Returns:
+        Its exit code; 124 if it took too long.
+    """
+
+    def main() -> None:
+        os.setsid()
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            try:
+                work()
+            except Exception:
+                traceback.print_exc()
+                sys.exit(1)
+            finally:
+                sys.stdout.flush()
+
+    process = get_context("fork").Process(target=main)
+    process.start()
+    process.join(max(timeout, 1.0))
+    exit_code = 124 if process.is_alive() else process.exitcode
+    with suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return exit_code if exit_code is not None else 1
+
+
+def fork_fit(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
+    """Fit a job in a fork, in a folder of its own below ``--out``."""
+    folder, command = write_run(arguments, job)
+
+    def work() -> None:
+        from rlightning.cli import RLCLI
+
+        RLCLI(command)
+
+    begun = time.perf_counter()
+    exit_code = fork(work, folder / "run.log", timeout)
+    return Run(job, folder, exit_code, time.perf_counter() - begun)
+
+
+def run_variant(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
+    """Fit a job in a fork; in a process of its own, where a library used the GPU before there were forks."""
+    run = fork_fit(arguments, job, timeout)
+    if run.exit_code and any(reason in run.read_log() for reason in NO_FORK):
+        return fit(job, arguments, [0])
+    return run
+
+
+def summarise(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of a variant's line; None where it did not come so far."""
+    updates = run.read_trace("update")[: arguments.steps]
+    counted = updates[arguments.warm_up :]
+    rows = [{name: float(value) for name, value in row.items() if value} for row in counted]
+    seconds = [row["seconds"] for row in rows]
+    graphs = [int(row["graphs"]) for row in updates]
+
+    def middle(name: str) -> float | None:
+        return median(row[name] for row in rows) if rows and name in rows[0] else None
+
+    def most(name: str) -> float | None:
+        return max(row[name] for row in rows) / GIB if rows else None
+
+    return {
+        "update, s": middle("seconds"),
+        "min": min(seconds, default=None),
+        "tokens/s": median(row["tokens"] / row["seconds"] for row in rows) if rows else None,
+        "MFU": middle("mfu"),
+        "MFU, 6N": middle("six_n_mfu"),
+        "peak, GiB": most("peak"),
+        "reserved": most("reserved"),
+        "graphs": graphs[-1] if graphs else None,
+        "later": graphs[-1] - graphs[arguments.warm_up - 1] if rows else None,
+        "first, s": float(updates[0]["seconds"]) if updates else None,
+        "run, s": run.seconds,
+        "end": describe_end(run),
+    }
+
+
+def describe_end(run: Run) -> str:
+    """How a run ended."""
+    if run.exit_code == 0:
+        return "ok"
+    log = run.read_log()
+    if "OutOfMemoryError" in log or "out of memory" in log:
+        return "out of memory"
+    if run.exit_code == 124:
+        return "too slow"
+    last = [line for line in log.splitlines() if line.strip()][-1:]
+    return f"failed: {''.join(last).strip()[:120]}".replace("|", "/")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = benchmark_parser(__doc__ or "", "update", steps=5, model=None)
+    parser.add_argument("--model", nargs="+", default=["0.6b"], help="shapes, or Hugging Face folders (0.6b)")
+    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    parser.add_argument("--strategy", nargs="+", default=["auto"], help="auto, fsdp2 (auto)")
+    parser.add_argument("--microbatch-tokens", type=int, nargs="+", default=[32768], help="of a micro-batch (32768)")
+    parser.add_argument("--try", nargs="+", default=[""], dest="tries", metavar="KEYS", help="see above")
+    parser.add_argument("--tokens", type=int, default=551000, help="a step, about (551000)")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of the longest completion (1024)")
+    parser.add_argument("--variable", action="store_true", help="completions end at random")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
+    parser.add_argument("--profile", action="store_true", help="two further, shorter steps")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one variant (300)")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds of all: what is late is left out (570)")
+    arguments = parser.parse_args()
+    if not 0 < arguments.warm_up < arguments.steps:
+        parser.error(f"--warm-up {arguments.warm_up} of --steps {arguments.steps}: at least one step each is needed")
+    return arguments
+
+
+def main() -> None:
+    """Run the variants."""
+    arguments = parse_arguments()
+    deadline = time.monotonic() + arguments.limit
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    sys.path[:0] = [str(BENCHMARKS.parent)]
+    # The second counts GPUs without using them, after which there could be no forks.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    import torch._dynamo  # noqa: F401  before the forks, as the next two
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+
+    import rlightning.cli  # noqa: F401
+
+    rows: list[dict[str, Any]] = []
+    choices = itertools.product(arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.tries)
+    for number, (model, strategy, microbatch_tokens, tried) in enumerate(choices, start=1):
+        named = argparse.Namespace(**vars(arguments) | {"model": model})
+        if model in SHAPES:  # made in a fork, for it is made on the GPU
+            fork(partial(prepare, named), arguments.out / "make_model.log", arguments.timeout)
+        prepare(named)
+        named.options = [*arguments.options, *write_options(tried)]
+        job = make_job(named, str(number), strategy, microbatch_tokens)
+        variant = {"model": Path(model).name, "strategy": strategy, "micro-batch": microbatch_tokens, "tried": tried}
+        left = deadline - time.monotonic()
+        if left < 20:
+            say(f"{number}: {variant} is left out, as --limit is over")
+            continue
+        run = run_variant(named, job, min(arguments.timeout, left))
+        rows.append(variant | summarise(run, arguments))
+        say(format_table(rows).splitlines()[-1])
+        for path in run.folder.glob("kernels.json.gz"):
+            text = describe(read_trace(path))
+            (run.folder / "kernels.md").write_text(text)
+            say(text)
+    finish(arguments, rows)
+
+
+if __name__ == "__main__":
+    main()
