@@ -231,8 +231,8 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:
-    """Run a job in a folder of its own below ``--out``, on the given devices."""
+def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int], *, timeout: float = RUN_TIMEOUT) -> Run:
+    """Run a job in a folder of its own below ``--out``, on the given devices, for so many seconds at most."""
     folder, options = write_run(arguments, job)
     command = [sys.executable, "-m", "rlightning", *options]
     paths = [str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -244,7 +244,7 @@ def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int]) -> Run:
     with (folder / "run.log").open("w") as log:
         try:
             exit_code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT, check=False
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=timeout, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             exit_code = 124

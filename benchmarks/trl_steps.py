@@ -1,0 +1,163 @@
+"""TRL's side of compare_trl.py: GRPO steps on the same prompts, with the same lengths, and what each of them took.
+
+    python benchmarks/trl_steps.py --model runs/models/0.6b --prompts prompts.jsonl --out steps.csv
+
+Written for TRL 1.16 (`pip install trl`). Phases are told by wrapping methods of its trainer: what a method takes counts
+without the wrapped ones inside it. The update is what of a step is not spent on getting its completions ready: forward,
+backward, optimizer. "other" is tokenising, padding, decoding, and the log-probabilities that the importance sampling
+correction computes before the update.
+"""
+
+import argparse
+import csv
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from device_poll import DevicePoll
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+
+from rlightning.callbacks.throughput import device_peak
+from rlightning.distributed.platform import memory_use, reset_peak, synchronize
+from rlightning.models.flops import model_flops, sequence_flops
+
+COLUMNS = (
+    *("step", "seconds", "generate", "sync", "reward", "other", "update"),
+    *("tokens", "completion_tokens", "longest", "mfu", "six_n_mfu", "allocated", "used"),
+)
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    """Uniform in [0, 1), as rewards.random_reward."""
+    return [random.random() for _ in completions]
+
+
+class Clock:
+    """Seconds by name, of calls that may be inside each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside = 0.0
+
+    def wrap(self, owner: Any, method: str, name: str, then: Callable[[Any, Any], None] | None = None) -> None:
+        """Time each call of ``owner.method``, and call ``then`` with its first argument and its result."""
+        call = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outer, self._inside = self._inside, 0.0
+            begun = perf_counter()
+            result = call(*args, **kwargs)
+            spent = perf_counter() - begun
+            self.seconds[name] += spent - self._inside
+            self._inside = outer + spent
+            if then is not None:
+                then(args[0] if args else None, result)
+            return result
+
+        setattr(owner, method, timed)
+
+
+class StepTrace(TrainerCallback):  # type: ignore[misc]
+    """Writes a row a step.
+
+    Args:
+        path: of the CSV file.
+        config: the model's.
+        device: that TRL runs on.
+    """
+
+    def __init__(self, path: Path, config: Any, device: torch.device) -> None:
+        self.path, self.config, self.device = path, config, device
+        self.clock = Clock()
+        self.poll = DevicePoll(device)
+        self.begun = 0.0
+        self.lengths: list[tuple[int, int]] = []
+        self.allocated = 0
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerow(COLUMNS)
+
+    def watch(self, trainer: Any) -> None:
+        """Time the trainer's methods."""
+        self.clock.wrap(trainer, "_generate_single_turn", "generate", self._count)
+        self.clock.wrap(trainer, "_calculate_rewards", "reward")
+        if getattr(trainer, "vllm_generation", None) is not None:
+            self.clock.wrap(trainer.vllm_generation, "sync_weights", "sync")
+        self.clock.wrap(trainer, "_generate_and_score_completions", "other", self._begin_update)
+
+    def _count(self, prompts: Any, result: Any) -> None:
+        completions = result[0]
+        self.lengths += [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
+
+    def _begin_update(self, *_: Any) -> None:
+        begun = perf_counter()
+        synchronize(self.device)
+        self.clock.seconds["other"] += perf_counter() - begun
+        reset_peak(self.device)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        synchronize(self.device)
+        self.clock.seconds.clear()
+        self.lengths.clear()
+        self.poll.take()
+        self.begun = perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop it, the device having done its work, and write the row."""
+        synchronize(self.device)
+        seconds = perf_counter() - self.begun
+        phases = self.clock.seconds
+        update = seconds - sum(phases.values())
+        completions = [completion for _, completion in self.lengths]
+        tokens = sum(map(sum, self.lengths))
+        flops = sequence_flops(
+            self.config, torch.tensor([sum(pair) for pair in self.lengths]), torch.tensor(completions)
+        )
+        peak = device_peak(self.device)
+        mfu = ["", ""]
+        if peak is not None:
+            six_n = model_flops(self.config).six_n(tokens)
+            mfu = [str(needed / (update * peak)) for needed in (float(flops.sum()), six_n)]
+        use = memory_use(self.device)
+        row = [state.global_step, seconds, *(phases[name] for name in ("generate", "sync", "reward", "other")), update]
+        row += [tokens, sum(completions), max(completions), *mfu, use.peak if use else 0, self.poll.take()]
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow(row)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a column prompt")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV file")
+    parser.add_argument("--settings", default="{}", help="JSON: arguments of GRPOConfig")
+    arguments = parser.parse_args()
+    try:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError as error:
+        raise SystemExit(f"TRL is not installed here ({error}): pip install trl") from error
+    rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    settings = GRPOConfig(output_dir=str(arguments.out.parent), **json.loads(arguments.settings))
+    trace = StepTrace(arguments.out, AutoConfig.from_pretrained(arguments.model), settings.device)
+    trainer = GRPOTrainer(
+        model=arguments.model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
+        callbacks=[trace],
+    )
+    trace.watch(trainer)
+    trainer.train()
+    trace.poll.close()
+
+
+if __name__ == "__main__":
+    main()
