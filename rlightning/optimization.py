@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import reduce
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlightning.distributed import platform
-from rlightning.errors import ConfigError
-from rlightning.models.shards import local_tensor, with_local_tensor
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.models.shards import local_tensor
+from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW
+from rlightning.optimizers.adamw import fetch_all
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,15 @@ def check_step_options(*, accumulate_grad_batches: int, gradient_clip_val: float
 
 
 def check_optimizer(
-    *, lr: float, weight_decay: float, betas: tuple[float, float], warmup_steps: int, max_grad_norm: float
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    warmup_steps: int,
+    max_grad_norm: float,
+    optimizer_states: str = "float32",
 ) -> None:
-    """Refuse numbers with which nothing would be learned, before anything is loaded."""
+    """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
     rules = {
         f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
         f"weight_decay={weight_decay} must be at least 0. Use 0 for none": weight_decay >= 0,
@@ -68,6 +75,8 @@ def check_optimizer(
     for rule, holds in rules.items():
         if not holds:
             raise ConfigError(f"{rule}.")
+    if optimizer_states not in (known := get_args(OptimizerStates)):
+        raise ConfigError(f"optimizer_states='{optimizer_states}' is unknown. {did_you_mean(optimizer_states, known)}")
 
 
 def make_optimizer(
@@ -76,6 +85,7 @@ def make_optimizer(
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
+    states: OptimizerStates = "float32",
     is_state_on_host: bool = False,
 ) -> AdamW:
     """AdamW, fused where parameters are on a GPU or sharded; one-dimensional ones (norms, biases) do not decay.
@@ -85,6 +95,7 @@ def make_optimizer(
         lr: the peak of the learning rate.
         weight_decay: of matrices.
         betas: AdamW's.
+        states: how its moments are kept between steps.
         is_state_on_host: keep its state in the host's memory between steps.
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -93,91 +104,13 @@ def make_optimizer(
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in trained)
-    return (HostStateAdamW if is_state_on_host else AdamW)(groups, lr=lr, betas=betas, fused=is_fused)
-
-
-class HostStateAdamW(AdamW):
-    """AdamW whose state is in the host's memory; a step brings it to the device, some parameters at a time."""
-
-    bytes_at_a_time = 1 << 30
-    """How much of the state is on the device at a time, unless one parameter's is more."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As AdamW's."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for parameters in self._portions(group["params"]):
-                    on_host = self._bring(parameters)
-                    self.param_groups = [{**group, "params": parameters}]
-                    super().step()
-                    self._put_back(parameters, on_host)
-        finally:
-            self.param_groups = groups
-        for device in {parameter.device for group in groups for parameter in group["params"]}:
-            platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's, but that the state goes straight to the host."""
-        super().load_state_dict({**state_dict, "state": {}})
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                is_moment = isinstance(value, Tensor) and value.ndim > 0
-                # AdamW counts its steps where it computes
-                self.state[parameter][name] = _on_host(value, parameter) if is_moment else value.to(parameter.device)
-
-    def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        portion: list[Tensor] = []
-        num_bytes = 0
-        for parameter in parameters:
-            size = 2 * local_tensor(parameter).nbytes
-            if portion and num_bytes + size > self.bytes_at_a_time:
-                yield portion
-                portion, num_bytes = [], 0
-            portion.append(parameter)
-            num_bytes += size
-        if portion:
-            yield portion
-
-    def _bring(self, parameters: Sequence[Tensor]) -> dict[tuple[Tensor, str], Tensor]:
-        """Copy moments to their parameters' device; those on the host, to be written to again."""
-        on_host = {}
-        for parameter, name, moment in self._moments(parameters):
-            if moment.device != parameter.device:
-                on_host[parameter, name] = moment
-                copied = local_tensor(moment).to(parameter.device, non_blocking=True)
-                self.state[parameter][name] = with_local_tensor(moment, copied)
-        return on_host
-
-    def _put_back(self, parameters: Sequence[Tensor], on_host: dict[tuple[Tensor, str], Tensor]) -> None:
-        for parameter, name, moment in self._moments(parameters):
-            if parameter.device.type == "cpu":
-                continue
-            local = local_tensor(moment)
-            if (parameter, name) not in on_host:
-                on_host[parameter, name] = _on_host(moment, parameter)
-            kept = on_host[parameter, name]
-            local_tensor(kept).copy_(local, non_blocking=True)
-            self.state[parameter][name] = kept
-
-    def _moments(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
-        """Each parameter's moments and their names; not its count of steps, a scalar that stays where it is."""
-        return [(p, name, value) for p in parameters for name, value in self.state[p].items() if value.ndim]
-
-
-def _on_host(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of ``moment`` in host memory, page-locked if its parameter is on a GPU."""
-    local = local_tensor(moment)
-    copied = torch.empty(local.shape, dtype=local.dtype, pin_memory=parameter.is_cuda)
-    return with_local_tensor(moment, copied.copy_(local))
+    if states != "float32" or is_state_on_host:
+        return StoredMomentsAdamW(
+            groups, states=states, is_state_on_host=is_state_on_host, lr=lr, betas=betas, fused=is_fused
+        )
+    optimizer = AdamW(groups, lr=lr, betas=betas, fused=is_fused)
+    optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+    return optimizer
 
 
 def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:

@@ -16,6 +16,7 @@ from rlightning.distributed.collectives import all_reduce, global_rank, world_si
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.models.flops import sequence_flops
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
+from rlightning.optimizers import OptimizerStates
 from rlightning.types import RolloutBatch
 
 
@@ -33,6 +34,7 @@ class PolicyModule(LightningModule):
         warmup_steps: rollout steps over which the learning rate rises from 0.
         lr_schedule: what it does afterwards, down to 0 at ``max_steps``.
         max_grad_norm: gradients are scaled down to this global norm.
+        optimizer_states: how AdamW's moments are kept between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
         gradient_checkpointing: compute activations twice, for memory.
     """
 
@@ -46,11 +48,17 @@ class PolicyModule(LightningModule):
         warmup_steps: int = 0,
         lr_schedule: LRSchedule = "constant",
         max_grad_norm: float = 1.0,
+        optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         check_optimizer(
-            lr=lr, weight_decay=weight_decay, betas=betas, warmup_steps=warmup_steps, max_grad_norm=max_grad_norm
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm,
+            optimizer_states=optimizer_states,
         )
         self.automatic_optimization = False
         self.model_path = model
@@ -58,6 +66,7 @@ class PolicyModule(LightningModule):
         self.tokenizer = load_tokenizer(model)
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
+        self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing = gradient_checkpointing
         self.actor: PreTrainedModel | None = None
 
@@ -86,6 +95,7 @@ class PolicyModule(LightningModule):
             lr=self.lr,
             weight_decay=self.weight_decay,
             betas=self.betas,
+            states=self.optimizer_states,
             is_state_on_host=getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer",
         )
         schedule = make_lr_schedule(

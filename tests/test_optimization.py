@@ -1,16 +1,15 @@
 import logging
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
 
 from rlightning.errors import ConfigError
 from rlightning.optimization import (
-    HostStateAdamW,
     check_optimizer,
     check_trainer,
     clip_gradients,
@@ -142,55 +141,11 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
         check_optimizer(**usual | {"max_grad_norm": 1.0} | setting)
 
 
-def take_steps(optimizer_class: type[AdamW], device: str) -> tuple[AdamW, list[nn.Parameter]]:
-    """Three steps on random gradients, with half of the parameters at a time on the device."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(4, 8, device=device)) for _ in range(4)]
-    groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}]
-    optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.1, fused=True)
-    for _ in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.randn(4, 8).to(device)
-        optimizer.step()
-    return optimizer, parameters
-
-
-class HalfAtATime(HostStateAdamW):
-    bytes_at_a_time = 2 * 2 * 4 * 8 * 4
-
-
 @pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-        ),
-    ],
+    ("name", "hint"),
+    [("quantised", "Choose from: 8bit, bfloat16, float32"), ("bf16", "Did you mean 'bfloat16'?")],
 )
-def test_state_on_the_host_changes_no_step(device: str) -> None:
-    usual, expected = take_steps(AdamW, device)
-    offloaded, got = take_steps(HalfAtATime, device)
-    for parameter, other in zip(got, expected, strict=True):
-        assert torch.equal(parameter, other)
-        for name, value in usual.state[other].items():
-            assert torch.equal(offloaded.state[parameter][name].cpu(), value.cpu())
-        moments = [offloaded.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
-        assert all(moment.device.type == "cpu" for moment in moments)
-        assert device == "cpu" or all(moment.is_pinned() for moment in moments)
-    assert [len(group["params"]) for group in offloaded.param_groups] == [3, 1]
-
-
-def test_a_step_on_the_host_calls_its_closure_once() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), is_state_on_host=True)
-    losses = []
-
-    def closure() -> float:
-        parameter.grad = torch.ones(2)
-        losses.append(1.5)
-        return 1.5
-
-    assert optimizer.step(closure) == 1.5
-    assert losses == [1.5]
+def test_unknown_optimizer_states(name: Any, hint: str) -> None:
+    usual: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "warmup_steps": 0}
+    with pytest.raises(ConfigError, match=re.escape(f"optimizer_states='{name}' is unknown. {hint}")):
+        check_optimizer(**usual, max_grad_norm=1.0, optimizer_states=name)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from rlightning.atomic_save import find_saved, partial_of, prepare_partial, remove_leftovers, swap_in
 from rlightning.distributed.checkpoint_folder import (
+    empty_shard,
     find_twins,
     is_checkpoint_folder,
     named_optimizer_state,
@@ -27,7 +28,8 @@ from rlightning.distributed.checkpoint_folder import (
 from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
-from rlightning.optimization import HostStateAdamW
+from rlightning.models.shards import local_tensor
+from rlightning.optimizers import StoredMomentsAdamW
 
 
 class ShardedCheckpoints(ParallelStrategy):
@@ -99,7 +101,7 @@ class ShardedCheckpoints(ParallelStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         states = checkpoint.pop("optimizer_states", [])
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
-            is_on_host = isinstance(optimizer, HostStateAdamW)
+            is_on_host = isinstance(optimizer, StoredMomentsAdamW) and optimizer.is_state_on_host
             state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
             optimizer.load_state_dict(state)
         return checkpoint
@@ -143,9 +145,8 @@ def local_part(whole: Tensor, target: Tensor) -> Tensor:
 
 def shard_like(value: Any, parameter: nn.Parameter) -> Any:
     """A full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
-    own = local_part(value, parameter).to(parameter.to_local().device, copy=True, memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )
+    shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)
+    local_tensor(shard).copy_(local_part(value, shard))
+    return shard

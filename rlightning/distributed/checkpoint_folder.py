@@ -164,11 +164,35 @@ def read_optimizer(
             name, what = key.removeprefix(prefix).rsplit("/", 1)
             like = parameters[name].detach()
             device = torch.device("cpu") if is_on_host else like.device
-            local = torch.empty_like(local_tensor(like), dtype=entry.properties.dtype, device=device)
-            tensors[key] = with_local_tensor(like, local)
+            tensors[key] = empty_shard(like, entry.size, entry.properties.dtype, device)
             named["state"].setdefault(name, {})[what] = tensors[key]
     _read(folder, tensors)
     return numbered_optimizer_state(named)
+
+
+def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of an optimizer's state, of unknown values, sharded as its parameter is.
+
+    Args:
+        parameter: plain or sharded.
+        size: of the whole; its parameter's, or in the last dimension the number of blocks that have a scale each.
+        dtype: its own.
+        device: that its values are on.
+
+    Raises:
+        ConfigError: if the parameter is cut within a block.
+    """
+    own = local_tensor(parameter)
+    if tuple(size) == tuple(parameter.shape):
+        return with_local_tensor(parameter, torch.empty_like(own, dtype=dtype, device=device))
+    num_blocks, rest = divmod(size[-1] * own.shape[-1], parameter.shape[-1])
+    if rest:
+        raise ConfigError(
+            f"The checkpoint's 8-bit optimizer state is in blocks of {parameter.shape[-1] // size[-1]} numbers, and "
+            f"tensor parallelism cuts rows of {parameter.shape[-1]} into parts of {own.shape[-1]}, within a block. Go "
+            "on with the tensor_parallel_size that it was written with."
+        )
+    return with_local_tensor(parameter, torch.empty(*own.shape[:-1], num_blocks, dtype=dtype, device=device), size)
 
 
 def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:

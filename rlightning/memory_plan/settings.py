@@ -69,6 +69,7 @@ def read_work(config: Any) -> Work:
         longest=longest,
         precision=read_precision(trainer),
         gradient_checkpointing=bool(model.get("gradient_checkpointing")),
+        optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
         engine=None if rollout is None else read_engine(rollout, batch, parallelism.ranks),
         offloads_optimizer=offload is not None and bool(offload.get("optimizer", True)),

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.batch_plan import BatchPlan
 from rlightning.models.sharding import CPUOffload
+from rlightning.optimizers import OptimizerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Work:
         longest: tokens of the longest sequence, prompt and completion.
         precision: Lightning's name for it.
         gradient_checkpointing: whether activations are computed twice.
+        optimizer_states: how AdamW's moments are kept.
         parallelism: how the models are spread over the ranks.
         engine: None without rollouts.
         offloads_optimizer: whether ``OffloadDuringRollout`` moves the optimizer's state.
@@ -83,6 +85,7 @@ class Work:
     longest: int
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
     gradient_checkpointing: bool = False
+    optimizer_states: OptimizerStates = "float32"
     parallelism: Parallelism = Parallelism()
     engine: Engine | None = None
     offloads_optimizer: bool = False
@@ -91,7 +94,7 @@ class Work:
 
     @property
     def master_itemsize(self) -> int:
-        """Bytes of a parameter as it is kept, and of its gradient and each of AdamW's two moments."""
+        """Bytes of a parameter as it is kept, and of its gradient."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property

@@ -1,5 +1,8 @@
 """A rank's shard of a tensor."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -9,11 +12,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_tensor(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor like ``tensor``, with other values on this rank, which may be on another device than the mesh's."""
+def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor like ``tensor``, with other values on this rank, which may be on another device than the mesh's.
+
+    Args:
+        tensor: a DTensor, or a plain one, in whose place ``local`` is returned.
+        local: the values.
+        shape: of the whole, where it is not that of ``tensor``.
+    """
     if not isinstance(tensor, DTensor):
         return local
     names, layout = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
-    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, tensor.shape, tensor.stride())
+    whole = tensor if shape is None else torch.empty(tuple(shape), device="meta")
+    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, whole.shape, whole.stride())
     return rebuilt

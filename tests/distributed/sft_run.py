@@ -11,6 +11,7 @@ from tiny import bare_trainer
 from rlightning.algorithms import SFT
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
+from rlightning.optimizers import OptimizerStates
 
 SIZES = {"num_key_value_heads": 2, "hidden_size": 31}
 """An odd number of rows, which two ranks cannot share out evenly."""
@@ -39,10 +40,22 @@ def write_rows(folder: Path) -> None:
 
 
 def train(
-    folder: Path, max_steps: int, *callbacks: Callback, ckpt_path: Path | None = None, **trainer: Any
+    folder: Path,
+    max_steps: int,
+    *callbacks: Callback,
+    ckpt_path: Path | None = None,
+    optimizer_states: OptimizerStates = "float32",
+    **trainer: Any,
 ) -> tuple[SFT, Any]:
     """Train up to ``max_steps``; the module and its trainer."""
-    module = SFT(str(folder / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
+    module = SFT(
+        str(folder / "model"),
+        prompts_per_step=4,
+        lr=1e-2,
+        warmup_steps=6,
+        weight_decay=0.1,
+        optimizer_states=optimizer_states,
+    )
     data = PromptDataModule(str(folder / "rows.jsonl"), max_prompt_tokens=16)
     if "strategy" not in trainer:
         trainer["plugins"] = [AtomicCheckpointIO()]
