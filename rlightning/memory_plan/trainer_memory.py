@@ -1,6 +1,7 @@
 """What the trainer takes of a rank's device.
 
-Letters: ``T`` tokens of a micro-batch, ``M`` those of a chunk of logits, ``E`` hidden size, ``V`` vocabulary.
+Letters: ``T`` tokens of a micro-batch, ``C`` those of a chunk of logits, ``E`` hidden size, ``V`` vocabulary, or a
+tensor-parallel rank's part of it.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ from rlightning.distributed.gathering import GATHER_BYTES
 from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activations
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
-from rlightning.models.logprobs import CHUNK_TOKENS
-from rlightning.optimizers import StoredMomentsAdamW
-from rlightning.optimizers.moments import bytes_per_parameter
+from rlightning.models.output_layer import CHUNK_BYTES
+from rlightning.optimization import HostStateAdamW
 from rlightning.rollout.weights import plan_chunks
 
 TRANSIENT_PARTS = ("activations", "logits chunk", "a layer's backward", "attention workspace")
@@ -86,18 +86,10 @@ class TrainerMemory:
         return 0 if self._is_on_host else self.work.master_itemsize * self.weights.held
 
     def optimizer_state(self) -> int:
-        """AdamW's two moments, as they are kept between steps."""
-        if self._is_on_host or self._is_state_on_host:
+        """AdamW's two moments."""
+        if self._is_on_host or self.work.parallelism.cpu_offload == "optimizer":
             return 0
-        return int(bytes_per_parameter(self.work.optimizer_states, self.work.master_itemsize) * self.weights.held)
-
-    def moments_at_a_time(self) -> int:
-        """Those that a step has on the device as it computes with them, where it takes them out of another form."""
-        if self._is_on_host or (self.work.optimizer_states == "float32" and not self._is_state_on_host):
-            return 0
-        most = 2 * self.work.master_itemsize * self.weights.held
-        largest = 2 * self.work.master_itemsize * self.weights.largest
-        return min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most)
+        return 2 * self.work.master_itemsize * self.weights.held
 
     def reference_parameters(self) -> int:
         """The reference model's."""
@@ -119,10 +111,6 @@ class TrainerMemory:
     def _is_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload == "parameters"
 
-    @property
-    def _is_state_on_host(self) -> bool:
-        return self.work.parallelism.cpu_offload == "optimizer"
-
     # What comes and goes
 
     def gathered(self) -> int:
@@ -136,22 +124,21 @@ class TrainerMemory:
         return self.work.compute_itemsize * (weights.root + layers)
 
     def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
-        """Of models/logprobs.py, compiled: a product [M, V], and in the backward its gradient, in the forward's dtype.
+        """Of models/output_layer.py, compiled: logits [C, V] in the forward's dtype, whose gradient takes their place.
 
-        Everything between the two is one kernel. Beside them the output layer's gradient [V, E] of this chunk and the
-        sum of those before it, under autocast also its weights and gradient in bfloat16, and the last hidden states
-        [T, E] that were picked, with their gradient.
+        Beside them the last hidden states [T, E] that were picked, with their gradient, the output layer's gradient
+        [V, E] in float32, and under autocast its weights in bfloat16. At the end the gradient is cast where it has to
+        be, when the logits are gone.
         """
         work = self.work
         text_config: Any = work.config.get_text_config()
-        chunk: int = min(tokens, CHUNK_TOKENS) * text_config.vocab_size * work.compute_itemsize
-        states: int = tokens * text_config.hidden_size * self._state_itemsize
-        cast = 2 * self.weights.head if work.is_autocast else 0
+        row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
+        states: int = work.compute_itemsize * tokens * text_config.hidden_size
+        chunk = min(tokens * row, CHUNK_BYTES) + (work.compute_itemsize * self.weights.head if work.is_autocast else 0)
         if not has_gradient:
-            return chunk + states + cast
-        num_gradients = 2 if tokens > CHUNK_TOKENS else 1
-        gradients = num_gradients * self._state_itemsize * self.weights.head
-        return 2 * chunk + 2 * states + 2 * cast + gradients
+            return chunk + states
+        cast = 0 if self._state_itemsize == 4 else self._state_itemsize * self.weights.head
+        return 2 * states + 4 * self.weights.head + max(chunk, cast)
 
     def layer_backward(self, tokens: int, activations: ActivationBytes) -> int:
         """What the backward of a layer takes beyond the activations that were kept, but for the attention kernel.
@@ -195,8 +182,10 @@ class TrainerMemory:
             "a layer's backward": layer if is_in_layer else 0,
             "attention workspace": workspace if is_in_layer else 0,
         }
-        # moments are taken out when activations are gone
-        parts["optimizer state"] += max(0, self.moments_at_a_time() - kept - transient)
+        if self.work.parallelism.cpu_offload == "optimizer":
+            # visits the device when activations are gone
+            visit = max(HostStateAdamW.bytes_at_a_time, 2 * self.work.master_itemsize * self.weights.largest)
+            parts["optimizer state"] = max(0, visit - kept - transient)
         return parts
 
     def score_parts(self, tokens: int) -> dict[str, int]:

@@ -20,8 +20,8 @@ class Weights:
         held: of them on a rank, the one that has most where they do not divide.
         layer: of the largest layer, a tensor-parallel rank's part of it.
         layers: of all layers, a tensor-parallel rank's part of them.
-        root: of the rest (embedding, last norm, output layer), which tensor parallelism does not cut.
-        head: of the output layer.
+        root: of the rest (embedding, last norm, output layer), a tensor-parallel rank's part of it.
+        head: of the output layer, a tensor-parallel rank's part of it.
         largest: of the largest tensor.
         is_tied: whether the output layer is the embedding.
         shapes: names and full shapes, in the order in which they are sent to an engine.
@@ -51,21 +51,23 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
             config, dtype=torch.bfloat16, attn_implementation=PACKED_ATTENTION
         )
     plan = (config.get_text_config().base_model_tp_plan or {}) if tensor_parallel_size > 1 else {}
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    assert embedding is not None and head is not None
     names = {id(parameter): name for name, parameter in policy.base_model.named_parameters()}
     parts = {}
     for _, parameter in policy.named_parameters():
         module, _, kind = names.get(id(parameter), "").rpartition(".")
-        parts[id(parameter)] = cut(tuple(parameter.shape), find_style(module, plan), kind, tensor_parallel_size)
+        is_vocabulary = parameter is embedding.weight or parameter is head.weight
+        style = "colwise" if is_vocabulary else find_style(module, plan)
+        parts[id(parameter)] = cut(tuple(parameter.shape), style, kind, tensor_parallel_size)
     layers = [sum(math.prod(parts[id(p)]) for p in layer.parameters()) for layer in decoder_layers(policy)]
-    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
-    assert embedding is not None and head is not None
     return Weights(
         total=sum(parameter.numel() for parameter in policy.parameters()),
         held=sum(-(-shape[0] // shard_size) * math.prod(shape[1:]) for shape in parts.values()),
         layer=max(layers),
         layers=sum(layers),
         root=sum(math.prod(shape) for shape in parts.values()) - sum(layers),
-        head=head.weight.numel(),
+        head=math.prod(parts[id(head.weight)]),
         largest=max(parameter.numel() for parameter in policy.parameters()),
         is_tied=head.weight is embedding.weight,
         shapes=tuple((name, tuple(parameter.shape)) for name, parameter in policy.named_parameters()),

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from rlightning.errors import ConfigError
 from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.logprobs import compute_logits
+from rlightning.models.output_layer import scale_logits
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
@@ -83,7 +83,7 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
     if not _agree(hidden[5:], alone):
         raise _refusal(model, config, "a sequence's result depends on the one packed before it")
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    if not _agree(compute_logits(hidden, head.weight, softcap), logits):
+    if not _agree(scale_logits(hidden @ head.weight.T, 1.0, softcap), logits):
         raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
 
 

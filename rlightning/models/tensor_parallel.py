@@ -1,11 +1,11 @@
-"""Tensor parallelism by the plan that transformers ships with a model."""
+"""Tensor parallelism: layers by the plan that transformers ships with a model, the vocabulary over all ranks."""
 
 import re
 from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,8 +26,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # heads' dimension says so to DTensor, which then adds the parts up; without it they would silently be wrong.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-_STAYS_WHOLE = {"embedding_rowwise"}
-"""Embedding and output layer are not cut: FSDP shards them, and log-probabilities need whole rows of logits."""
+_VOCABULARY = {"embedding_rowwise"}
+"""What :func:`cut_vocabulary` does, for every model."""
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
@@ -49,7 +49,7 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
     prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
     if not plan:
         raise ConfigError(f"{prefix} transformers ships no plan for it. {way_out}")
-    unknown = sorted(set(plan.values()) - _STYLES.keys() - _STAYS_WHOLE)
+    unknown = sorted(set(plan.values()) - _STYLES.keys() - _VOCABULARY)
     if unknown:
         raise ConfigError(f"{prefix} its plan asks for '{unknown[0]}', which is not supported. {way_out}")
     heads = text_config.num_attention_heads
@@ -60,13 +60,32 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
 
 
 def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut the policy's linear layers over ``mesh``; parameters become DTensors, activations outside stay whole.
+    """Cut the policy's matrices over ``mesh``; parameters become DTensors, activations between layers stay whole.
 
     Args:
         policy: on the meta device, checked by :func:`check_tensor_parallel`.
         mesh: of one dimension, this rank's tensor-parallel group.
     """
     parallelize_module(policy.base_model, mesh, plan_styles(policy))
+    cut_vocabulary(policy, mesh)
+
+
+def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Give each rank some tokens' rows of embedding and output layer; the last rank has fewer where they do not divide.
+
+    Outside of log-probabilities, which read a rank's part as it is
+    (:func:`~rlightning.models.output_layer.chunked_logprobs`), the output layer gives all logits, as ever.
+    """
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding) and head is not None
+    is_tied = head.weight is embedding.weight
+    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
+    embedding.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()]))
+    # Not RowwiseParallel, whose sum still travels, in a class of tensors that the first layer would be compiled for.
+    embedding.register_forward_hook(lambda _, inputs, found: found.redistribute(placements=[Replicate()]).to_local())
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    if is_tied:
+        head.weight = embedding.weight
 
 
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
@@ -80,7 +99,7 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
     styles = {
         name: _STYLES[style]()
         for pattern, style in plan.items()
-        if style not in _STAYS_WHOLE
+        if style not in _VOCABULARY
         for name in match_modules(policy.base_model, pattern)
     }
     check_coverage(policy, set(styles))

@@ -101,7 +101,21 @@ def test_precision_decides_bytes() -> None:
     full, half = (TrainerMemory(replace(FSDP_ALONE, precision=name)) for name in ("32-true", "bf16-true"))
     assert full.gathered() == 2 * half.gathered()
     assert full.parameters() == 2 * half.parameters()
-    assert full.logits_chunk(16384, has_gradient=False) == 2 * half.logits_chunk(16384, has_gradient=False)
+    assert full.logits_chunk(64, has_gradient=False) == 2 * half.logits_chunk(64, has_gradient=False)
+
+
+def test_logits_take_a_chunk_and_no_more() -> None:
+    work = replace(FSDP_ALONE, parallelism=Parallelism(kind="fsdp"))  # Qwen3-0.6B, gathered in bfloat16
+    head = 151936 * 1024
+    few, many = 1000, 100_000
+    memory = TrainerMemory(work, small().trainer)
+    assert memory.logits_chunk(few, has_gradient=False) == 2 * few * (151936 + 1024)
+    assert memory.logits_chunk(many, has_gradient=False) == 2**30 + 2 * many * 1024
+    # with the gradients of hidden states and output layer, this one in float32, then cast when the logits are gone
+    assert memory.logits_chunk(few, has_gradient=True) == 2 * 2 * few * 1024 + 4 * head + 2 * head
+    assert memory.logits_chunk(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2**30
+    halves = replace(work, parallelism=Parallelism(kind="fsdp", ranks=2, tensor_parallel_size=2))
+    assert TrainerMemory(halves).logits_chunk(few, has_gradient=False) == 2 * few * (151936 // 2 + 1024)
 
 
 def test_the_weight_bucket_and_the_window_beside_it() -> None:

@@ -34,8 +34,10 @@ def test_a_rank_holds_its_part() -> None:
     assert count_weights(config).total == 2 * (matrices + norms + head_norms) + root
     halves = count_weights(config, tensor_parallel_size=2)
     assert halves.layer == matrices // 2 + norms + head_norms
-    assert halves.held == 2 * halves.layer + root
+    assert (halves.head, halves.root) == (20 * 32, 20 * 32 + 32)
+    assert halves.held == 2 * halves.layer + halves.root
     shards = count_weights(config, tensor_parallel_size=2, shard_size=3)
-    # rows of each tensor, thirds rounded up: queries 16 of 32, keys and values 8 of 16, output 32 of 32 by 16 columns
+    # rows of each tensor, thirds rounded up: queries 16 of 32, keys and values 8 of 16, output 32 of 32 by 16 columns,
+    # vocabulary 20 of 40
     rows = 6 * 32 + 2 * 3 * 32 + 11 * 16 + 2 * 11 * 32 + 11 * 32
-    assert shards.held == 2 * (rows + 2 * 11 + 2 * 3) + 14 * 32 + 11
+    assert shards.held == 2 * (rows + 2 * 11 + 2 * 3) + 7 * 32 + 11

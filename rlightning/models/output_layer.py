@@ -1,0 +1,290 @@
+"""Log-probabilities and entropies from an output layer, without ever holding [M, V] logits.
+
+    forward    a chunk's hidden states -> logits [C, V] -> a normalizer, a target's logit and an entropy a token
+    backward   the same logits anew -> their gradient, in their place -> [C, E], and its part of the sum [V, E]
+
+With tensor parallelism the weight is cut over the vocabulary, and ``V`` is a rank's part of it: each rank finds these
+three numbers among its own logits, and then they are merged.
+
+Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from rlightning.distributed.gathering import local_box
+
+CHUNK_BYTES = 1 << 30
+"""Of a chunk's logits, in the dtype of the matrix product: 3,533 tokens of 151,936 bfloat16 logits.
+
+It is all that a compiled chunk takes: what the kernels compute in float32 between reading the logits and writing a few
+numbers a token, or a gradient in their place, stays in registers. Uncompiled, some float32 copies come on top.
+"""
+
+
+COMPILED_DEVICES = {"cuda"}
+"""Where kernels are compiled; a CPU may have no compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What :func:`chunked_logprobs` was asked for, and ``group``, the ranks that share the vocabulary, if any do."""
+
+    temperature: float
+    softcap: float | None
+    needs_entropy_grad: bool
+    group: dist.ProcessGroup | None
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    needs_entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, a chunk of tokens at a time.
+
+    The backward pass computes each chunk's logits again, so no more than one chunk's are ever held. Products are in the
+    dtype of ``hidden``, or autocast's; all sums, that of the weight's gradient over the chunks among them, in float32.
+
+    Args:
+        hidden: [M, E], the same on all ranks that share the vocabulary.
+        weight: [V, E], the output layer's; a DTensor if it is cut over the vocabulary, as
+            :func:`~rlightning.models.tensor_parallel.parallelize` does.
+        targets: [M] int64.
+        temperature: logits are divided by it.
+        softcap: logits are squashed to this size by tanh first (Gemma 2, arXiv:2408.00118, section 2).
+        needs_entropy_grad: whether the entropies are differentiated.
+
+    Returns:
+        [M] log-probabilities and [M] entropies in nats, float32, or float64 for float64 ``hidden``.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    group = None
+    if isinstance(weight, DTensor):
+        group = weight.device_mesh.get_group()
+        targets = targets - local_box(weight).offset[0]
+        weight = weight.to_local()
+    settings = _Settings(temperature, softcap, needs_entropy_grad, group)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
+        for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
+            summarize = _kernel(summarize_logits, logits)
+            found[:, own] = torch.stack(summarize(logits, _cut(targets, own), settings.temperature, settings.softcap))
+        normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.settings = settings
+        if not settings.needs_entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return picked - normalizer, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = _sum_gradients(ctx, grad_logprobs, grad_entropy)
+        if grad_hidden is not None and ctx.settings.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.settings.group)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.saved_tensors[1].dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the hidden states, and of the weight in float32, where they are needed."""
+    hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+    settings: _Settings = ctx.settings
+    needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
+    weight = weight.to(hidden.dtype)
+    for own, logits in _chunks(hidden, weight):
+        _kernel(differentiate_logits, logits)(
+            logits,
+            _cut(targets, own),
+            _cut(normalizer, own),
+            _cut(entropy, own),
+            _cut(grad_logprobs, own),
+            _cut(grad_entropy, own) if settings.needs_entropy_grad else None,
+            settings.temperature,
+            settings.softcap,
+        )
+        if grad_hidden is not None:
+            torch.mm(logits, weight, out=grad_hidden[own])
+        if grad_weight is not None:
+            add_product(grad_weight, logits.T, hidden[own])
+    return grad_hidden, grad_weight
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Tokens of about equal number, and their logits [C, V], of all chunks in the same memory."""
+    num_tokens, row_bytes = len(hidden), len(weight) * hidden.dtype.itemsize
+    num_chunks = min(-(-num_tokens * row_bytes // CHUNK_BYTES), num_tokens)
+    if num_chunks == 0:
+        return
+    memory = hidden.new_empty(-(-num_tokens // num_chunks), len(weight))
+    for start, end in pairwise(num_tokens * i // num_chunks for i in range(num_chunks + 1)):
+        memory.resize_(end - start, len(weight))  # of its size or one row less: the memory stays
+        yield slice(start, end), torch.mm(hidden[start:end], weight.T, out=memory)
+
+
+def _cut(values: Tensor, own: slice) -> Tensor:
+    """Some tokens' values, copied: torch.compile asks what a view is a view of, and compiles anew when that changes.
+
+    Args:
+        values: [M].
+        own: C of them.
+    """
+    return values[own].clone(memory_format=torch.contiguous_format)
+
+
+def scale_logits(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """Squashed where there is a soft cap, and divided by the temperature, in float32."""
+    logits = logits.to(_wide(logits.dtype))
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits / temperature
+
+
+def summarize_logits(
+    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is to be known of each token's logits.
+
+    Args:
+        logits: [C, V].
+        targets: [C]; those outside of 0 to V - 1 are another rank's.
+        temperature: see :func:`chunked_logprobs`.
+        softcap: see there.
+
+    Returns:
+        Each [C]: the logarithm of the sum of their exponentials, the target's logit (0 if it is not here), and the
+        entropy of their softmax.
+    """
+    num_logits = logits.shape[-1]
+    scaled = scale_logits(logits, temperature, softcap)
+    largest = scaled.amax(-1)
+    shifted = scaled - largest[:, None]
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    # two terms of one sign, so that nothing cancels
+    entropy = total.log() - (weights * shifted).sum(-1) / total
+    is_here = (targets >= 0) & (targets < num_logits)
+    picked = scale_logits(logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0], temperature, softcap)
+    return largest + total.log(), picked.where(is_here, 0.0), entropy
+
+
+def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What is to be known of all logits, from what each rank knows of its part.
+
+    Args:
+        parts: [G, 3, M], of :func:`summarize_logits`.
+
+    Returns:
+        The same three, each [M]. An entropy is that of which part it will be, and then the part's own.
+    """
+    if len(parts) == 1:
+        normalizer, picked, entropy = parts[0]
+        return normalizer, picked, entropy
+    normalizers, picked, entropies = parts.unbind(1)
+    normalizer = normalizers.logsumexp(0)
+    log_chances = normalizers - normalizer
+    return normalizer, picked.sum(0), (log_chances.exp() * (entropies - log_chances)).sum(0)
+
+
+def differentiate_logits(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> None:
+    """Put in the logits' place the gradient of what :func:`chunked_logprobs` makes of them.
+
+    With p the softmax of the scaled logits x, that of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
+    ``-p[v] (log p[v] + H)``.
+
+    Args:
+        logits: [C, V].
+        targets: [C]; those outside of 0 to V - 1 are another rank's.
+        normalizer: [C], of all ranks' logits.
+        entropy: [C], of all ranks' logits.
+        grad_logprobs: [C], what comes back from the log-probabilities.
+        grad_entropy: [C], what comes back from the entropies, if they are differentiated.
+        temperature: see :func:`chunked_logprobs`.
+        softcap: see there.
+    """
+    scaled = scale_logits(logits, temperature, softcap)
+    table = scaled - normalizer[:, None]
+    chances = table.exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
+    if grad_entropy is not None:
+        gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
+    gradient = gradient / temperature
+    if softcap is not None:
+        gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
+    logits.copy_(gradient)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in the dtype of ``total``."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # there is no such product on the CPU: one of bfloat16 is rounded before it is added
+        total.add_(left @ right)
+
+
+def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[3, M] of each rank: [G, 3, M]."""
+    if group is None:
+        return found[None]
+    parts = found.new_empty(group.size(), *found.shape)
+    dist.all_gather(list(parts), found, group=group)
+    return parts
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _kernel(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
+    """``function``, compiled on CUDA: once, whatever the number of tokens."""
+    if (
+        logits.device.type not in COMPILED_DEVICES or len(logits) == 1
+    ):  # for a size of 1 torch would compile it once more
+        return function
+    torch._dynamo.mark_static(logits, 1)  # kernels read rows of a known length in wider steps
+    return _compiled(function)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
