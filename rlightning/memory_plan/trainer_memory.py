@@ -15,7 +15,8 @@ from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activ
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
 from rlightning.models.output_layer import CHUNK_BYTES
-from rlightning.optimization import HostStateAdamW
+from rlightning.optimizers import StoredMomentsAdamW
+from rlightning.optimizers.moments import bytes_per_parameter
 from rlightning.rollout.weights import plan_chunks
 
 TRANSIENT_PARTS = ("activations", "logits chunk", "a layer's backward", "attention workspace")
@@ -86,10 +87,18 @@ class TrainerMemory:
         return 0 if self._is_on_host else self.work.master_itemsize * self.weights.held
 
     def optimizer_state(self) -> int:
-        """AdamW's two moments."""
-        if self._is_on_host or self.work.parallelism.cpu_offload == "optimizer":
+        """AdamW's two moments, as they are kept between steps."""
+        if self._is_on_host or self._is_state_on_host:
             return 0
-        return 2 * self.work.master_itemsize * self.weights.held
+        return int(bytes_per_parameter(self.work.optimizer_states, self.work.master_itemsize) * self.weights.held)
+
+    def moments_at_a_time(self) -> int:
+        """Those that a step has on the device as it computes with them, where it takes them out of another form."""
+        if self._is_on_host or (self.work.optimizer_states == "float32" and not self._is_state_on_host):
+            return 0
+        most = 2 * self.work.master_itemsize * self.weights.held
+        largest = 2 * self.work.master_itemsize * self.weights.largest
+        return min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most)
 
     def reference_parameters(self) -> int:
         """The reference model's."""
@@ -110,6 +119,10 @@ class TrainerMemory:
     @property
     def _is_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload == "parameters"
+
+    @property
+    def _is_state_on_host(self) -> bool:
+        return self.work.parallelism.cpu_offload == "optimizer"
 
     # What comes and goes
 
@@ -182,10 +195,8 @@ class TrainerMemory:
             "a layer's backward": layer if is_in_layer else 0,
             "attention workspace": workspace if is_in_layer else 0,
         }
-        if self.work.parallelism.cpu_offload == "optimizer":
-            # visits the device when activations are gone
-            visit = max(HostStateAdamW.bytes_at_a_time, 2 * self.work.master_itemsize * self.weights.largest)
-            parts["optimizer state"] = max(0, visit - kept - transient)
+        # moments are taken out when activations are gone
+        parts["optimizer state"] += max(0, self.moments_at_a_time() - kept - transient)
         return parts
 
     def score_parts(self, tokens: int) -> dict[str, int]:
