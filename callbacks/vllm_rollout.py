@@ -1,6 +1,5 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
-import ast
 import importlib.util
 import logging
 from collections import Counter
@@ -13,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
-from rlightning.errors import ConfigError, EngineError, check_rules, did_you_mean
+from rlightning.errors import ConfigError, EngineError, check_rules
 from rlightning.hooks import RLCallback, fire
+from rlightning.memory_plan.engine_memory import kv_cache_setting
 from rlightning.rollout import Sampling
 from rlightning.rollout.canary import CANARY_TOKENS, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
+from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings
 from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -26,14 +27,8 @@ log = logging.getLogger(__name__)
 
 MIN_HANG_TIMEOUT = 5.0
 """Seconds."""
-OWN_ARGUMENTS = {
-    "model": "the engine runs the actor's model, model.model",
-    "dtype": "use rollout.dtype, which the weights are sent in too",
-    "seed": "use rollout.seed",
-    "logprobs_mode": "the trainer compares log-probabilities after the temperature",
-    "worker_extension_cls": "weights are received by it",
-}
-"""Engine arguments that are not passed through, with the reason."""
+DEFAULT_PROMPTS = 256
+"""That are expected at once from a module without a ``plan``."""
 
 
 class VLLMRollout(RLCallback):
@@ -317,14 +312,7 @@ class VLLMRollout(RLCallback):
                 f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
                 "the engine gives a sign of life every 2 s."
             )
-        known = _engine_argument_names()
-        for name in self.engine_args:
-            if name in OWN_ARGUMENTS:
-                raise ConfigError(f"rollout.engine.{name} cannot be set: {OWN_ARGUMENTS[name]}.")
-            if name not in known:
-                raise ConfigError(
-                    f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}"
-                )
+        check_given(self.engine_args)
         check_group_size(self._ranks_per_engine)
         sampling = self.sampling
         if stage == "fit" and sampling.temperature == 0:
@@ -353,15 +341,16 @@ class VLLMRollout(RLCallback):
         )
         num_engines = world_size() // self._ranks_per_engine
         number = global_rank() // self._ranks_per_engine
-        num_sequences = 256
-        if hasattr(module, "plan"):
-            num_sequences = module.plan.prompts_per_step * module.plan.samples_per_prompt // num_engines
+        work = RolloutWork(
+            num_prompts=module.plan.prompts_per_step // num_engines if hasattr(module, "plan") else DEFAULT_PROMPTS,
+            samples_per_prompt=module.plan.samples_per_prompt if hasattr(module, "plan") else 1,
+            max_prompt_tokens=max_prompt_tokens or module.max_model_length,
+        )
         arguments: dict[str, Any] = {
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
             "dtype": dtype,
             "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
-            "max_num_seqs": max(min(num_sequences, 1024 if is_cuda else 256), 8),
             # engines that draw the same numbers would make different prompts' samples alike
             "seed": (torch.initial_seed() + number) % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
@@ -374,11 +363,12 @@ class VLLMRollout(RLCallback):
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             arguments |= {
                 "enforce_eager": True,
-                "kv_cache_memory_bytes": 1 << 30,
                 "distributed_executor_backend": "uni" if self._ranks_per_engine == 1 else "mp",
             }
+        arguments |= derive_settings(work, self.engine_args, is_cuda=is_cuda)
+        arguments |= kv_cache_setting(arguments, module.model_path, device)
         return VLLMConfig(
-            engine_args=arguments | self.engine_args,
+            engine_args=arguments,
             device=device,
             dtype=getattr(torch, dtype),
             log_file=folder / ("engine.log" if num_engines == 1 else f"engine.{number}.log"),
@@ -387,17 +377,3 @@ class VLLMRollout(RLCallback):
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
-
-
-def _engine_argument_names() -> set[str]:
-    """Fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-    return {
-        field.target.id
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }

@@ -1,12 +1,24 @@
 """What an engine does with its share of a device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rlightning.memory_plan.weights import Weights
-from rlightning.memory_plan.work import Work
+import torch
+from transformers import PreTrainedConfig
 
-BLOCK_TOKENS = 16
-"""Of the KV cache, vLLM's default."""
+from rlightning.distributed.platform import memory_use
+from rlightning.memory_plan.weights import count_weights
+from rlightning.memory_plan.work import Engine
+from rlightning.models import load_config
+from rlightning.rollout.engine_settings import BLOCK_TOKENS
+
+CPU_CACHE_BYTES = 1 << 30
+"""The most that an engine on a CPU takes for its KV cache."""
+CPU_BLOCK_TOKENS = 128
+"""vLLM's default there."""
+WORTHWHILE = 0.9
+"""Of what there is for the KV cache. The rest covers what this arithmetic misses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,16 +28,29 @@ class EnginePlan:
     Attributes:
         weights: bytes on a device.
         activations: bytes that a forward pass and sampling take on it; estimated.
-        kv_cache: bytes that are left of the utilization; negative if they do not suffice.
+        available: bytes for the KV cache, which the user has named or the utilization leaves; negative if it leaves
+            none.
+        wanted: bytes of it that all sequences at once would take, each of the longest length.
         sequence: bytes of the KV cache that one sequence of the longest length takes on it.
         token: bytes of one token.
     """
 
     weights: int
     activations: int
-    kv_cache: int
+    available: int
+    wanted: int
     sequence: int
     token: int
+
+    @property
+    def is_less_wanted(self) -> bool:
+        """Whether the KV cache can do with clearly less than there is for it."""
+        return self.wanted < WORTHWHILE * self.available
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes that the KV cache takes; negative if there are none left."""
+        return self.wanted if self.is_less_wanted else self.available
 
     @property
     def num_sequences(self) -> int:
@@ -33,24 +58,74 @@ class EnginePlan:
         return max(self.kv_cache, 0) // self.sequence
 
 
-def plan_engine(work: Work, weights: Weights, device_memory: int, utilization: float) -> EnginePlan:
+def kv_cache_setting(arguments: Mapping[str, Any], model: str, device: torch.device) -> dict[str, int]:
+    """How large vLLM is told to make the KV cache, where all sequences at once can use less than there is for it.
+
+    Args:
+        arguments: of its EngineArgs, those of :func:`~rlightning.rollout.engine_settings.derive_settings` among them.
+        model: a folder or a name on the hub.
+        device: what the engine runs on.
+
+    Returns:
+        An argument more, or none.
+    """
+    if arguments.get("kv_cache_memory_bytes") is not None:
+        return {}
+    config, longest = load_config(model), int(arguments["max_model_len"])
+    itemsize = getattr(torch, arguments["dtype"]).itemsize
+    if device.type != "cuda":
+        engine = read_engine({"block_size": CPU_BLOCK_TOKENS} | dict(arguments), itemsize=itemsize)
+        wanted = plan_engine(engine, config, longest=longest, weights=0, device_memory=0).wanted
+        return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_BYTES)}
+    memory = memory_use(device)
+    if memory is None:
+        return {}
+    engine, weights = read_engine(arguments, itemsize=itemsize), count_weights(config).total
+    plan = plan_engine(engine, config, longest=longest, weights=weights, device_memory=memory.total)
+    return {"kv_cache_memory_bytes": plan.wanted} if plan.is_less_wanted else {}
+
+
+def read_engine(arguments: Mapping[str, Any], *, itemsize: int, **settings: Any) -> Engine:
+    """The engine that starts with some arguments.
+
+    Args:
+        arguments: as in :func:`kv_cache_setting`.
+        itemsize: bytes of a weight.
+        settings: of :class:`Engine`, that are no arguments of vLLM.
+    """
+    cache = str(arguments.get("kv_cache_dtype") or "auto")
+    return Engine(
+        **settings,
+        utilization=float(arguments.get("gpu_memory_utilization", 0)),
+        itemsize=itemsize,
+        kv_itemsize=1 if "fp8" in cache or "int8" in cache else itemsize,
+        kv_cache_bytes=arguments.get("kv_cache_memory_bytes"),
+        block_tokens=int(arguments.get("block_size") or BLOCK_TOKENS),
+        tensor_parallel_size=int(arguments.get("tensor_parallel_size") or 1),
+        max_sequences=int(arguments["max_num_seqs"]),
+        max_batched_tokens=int(arguments["max_num_batched_tokens"]),
+    )
+
+
+def plan_engine(
+    engine: Engine, config: PreTrainedConfig, *, longest: int, weights: int, device_memory: int
+) -> EnginePlan:
     """What an awake engine does with its share of a device.
 
     Args:
-        work: the run, which has an engine.
-        weights: the actor's.
+        engine: with the share.
+        config: of its model.
+        longest: tokens of the longest sequence.
+        weights: how many the model has.
         device_memory: bytes, all of the device.
-        utilization: the share.
     """
-    engine = work.engine
-    assert engine is not None
-    text_config = work.config.get_text_config()
+    text_config = config.get_text_config()
     size = engine.tensor_parallel_size
     heads: int = text_config.num_attention_heads
     kv_heads: int = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     token = 2 * text_config.num_hidden_layers * max(kv_heads // size, 1) * head_dim * engine.kv_itemsize
-    held = engine.itemsize * weights.total // size
+    held = engine.itemsize * weights // size
     # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
     width = (
         3 * text_config.hidden_size + ((heads + 2 * kv_heads) * head_dim + 3 * text_config.intermediate_size) // size
@@ -58,10 +133,15 @@ def plan_engine(work: Work, weights: Weights, device_memory: int, utilization: f
     # The sampler works in float32 on logits, log-probabilities and noise.
     activations = engine.itemsize * engine.max_batched_tokens * width
     activations += 3 * 4 * engine.max_sequences * text_config.vocab_size
+    block = engine.block_tokens * token
+    sequence = -(-longest // engine.block_tokens) * block
+    named = engine.kv_cache_bytes
     return EnginePlan(
         weights=held,
         activations=activations,
-        kv_cache=int(utilization * device_memory) - held - activations,
-        sequence=-(-work.longest // BLOCK_TOKENS) * BLOCK_TOKENS * token,
+        available=int(engine.utilization * device_memory) - held - activations if named is None else named,
+        # A block more for each: vLLM schedules a step ahead.
+        wanted=engine.max_sequences * (sequence + block) if named is None else named,
+        sequence=sequence,
         token=token,
     )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from rlightning.memory_plan.devices import GIB
-from rlightning.memory_plan.engine_memory import BLOCK_TOKENS, EnginePlan, plan_engine
+from rlightning.memory_plan.engine_memory import EnginePlan, plan_engine
 from rlightning.memory_plan.trainer_memory import TRANSIENT_PARTS, TrainerMemory
 from rlightning.memory_plan.work import Work
 
@@ -93,9 +93,17 @@ class MemoryPlan:
 
     def engine(self, utilization: float | None = None) -> EnginePlan:
         """The engine's share, or another one, cut up."""
-        assert self.work.engine is not None
-        share = self.work.engine.utilization if utilization is None else utilization
-        return plan_engine(self.work, self.trainer.weights, self.device_memory, share)
+        engine = self.work.engine
+        assert engine is not None
+        if utilization is not None:
+            engine = replace(engine, utilization=utilization)
+        return plan_engine(
+            engine,
+            self.work.config,
+            longest=self.work.longest,
+            weights=self.trainer.weights.total,
+            device_memory=self.device_memory,
+        )
 
     def _resting(self, *, are_parameters_away: bool) -> dict[str, int]:
         """The trainer between two updates."""
@@ -149,8 +157,9 @@ class MemoryPlan:
         ]
         if self.work.engine is not None:
             share = self.suggested_utilization()
-            cache = 0 if share is None else max(self.engine(share).kv_cache, 0)
-            limits.append(cache // self.engine().token // BLOCK_TOKENS * BLOCK_TOKENS)
+            cache = 0 if share is None else max(self.engine(share).available, 0)
+            block = self.work.engine.block_tokens
+            limits.append(cache // self.engine().token // block * block)
         return int(min(limits))
 
     def available_utilization(self) -> float:

@@ -10,10 +10,12 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.config_keys import find_class
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
+from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.optimization import check_trainer
+from rlightning.rollout.engine_settings import RolloutWork, derive_settings
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
 CALLBACKS = "rlightning.callbacks"
@@ -26,10 +28,6 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16-true": "bf16-true",
 }
-MAX_SEQUENCES = 1024
-"""That ``VLLMRollout`` asks an engine on a GPU for, at most."""
-MAX_BATCHED_TOKENS = 2048
-"""vLLM's own default for an engine that is not its server."""
 
 
 def read_work(config: Any) -> Work:
@@ -55,11 +53,11 @@ def read_work(config: Any) -> Work:
     batch.check_world_size(parallelism.ranks)
     generates = getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True)
     rollout = find_rollout(config) if generates else None
+    max_prompt_tokens = data.get("max_prompt_tokens") or 1024
     longest = min(batch.max_tokens_per_microbatch, max_model_length(model_config))
     if rollout is not None:
-        limits = (data.get("max_prompt_tokens") or 1024, rollout["max_new_tokens"])
-        batch.check_sequence_length(*limits, max_model_length(model_config))
-        longest = sum(limits)
+        batch.check_sequence_length(max_prompt_tokens, rollout["max_new_tokens"], max_model_length(model_config))
+        longest = max_prompt_tokens + rollout["max_new_tokens"]
     reference = model.get("reference_model") or model["model"]
     offload = find_callback(trainer, "OffloadDuringRollout")
     return Work(
@@ -71,7 +69,7 @@ def read_work(config: Any) -> Work:
         gradient_checkpointing=bool(model.get("gradient_checkpointing")),
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
-        engine=None if rollout is None else read_engine(rollout, batch, parallelism.ranks),
+        engine=None if rollout is None else plan_rollout(rollout, batch, parallelism.ranks, max_prompt_tokens),
         offloads_optimizer=offload is not None and bool(offload.get("optimizer", True)),
         offloads_parameters=offload is not None and bool(offload.get("parameters", False)),
         empties_cache=find_callback(trainer, "EmptyCacheAfterUpdate") is not None,
@@ -161,25 +159,23 @@ def find_rollout(config: Any) -> dict[str, Any] | None:
     return listed if listed is not None else arguments(config["rollout"]) or None
 
 
-def read_engine(rollout: dict[str, Any], batch: BatchPlan, ranks: int) -> Engine:
+def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine:
     """The engine as ``VLLMRollout`` would start it on a GPU."""
-    given = dict(rollout.get("engine") or {})
+    given = {"gpu_memory_utilization": rollout["gpu_memory_utilization"]} | dict(rollout.get("engine") or {})
     size = int(given.get("tensor_parallel_size") or 1)
     if ranks % size:
         raise ConfigError(
             f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks, "
             f"but there are {ranks} ranks. Set trainer.devices to a multiple of {size}."
         )
-    completions = batch.prompts_per_step * batch.samples_per_prompt * size // ranks
-    itemsize = 4 if rollout.get("dtype") == "float32" else 2
-    cache = str(given.get("kv_cache_dtype") or "auto")
-    return Engine(
-        utilization=float(given.get("gpu_memory_utilization") or rollout["gpu_memory_utilization"]),
+    work = RolloutWork(
+        num_prompts=batch.prompts_per_step * size // ranks,
+        samples_per_prompt=batch.samples_per_prompt,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    return read_engine(
+        derive_settings(work, given, is_cuda=True),
+        itemsize=4 if rollout.get("dtype") == "float32" else 2,
         can_sleep=bool(rollout["sleep"]),
         bucket_bytes=int(rollout["bucket_bytes"]),
-        itemsize=itemsize,
-        kv_itemsize=1 if "fp8" in cache or "int8" in cache else itemsize,
-        tensor_parallel_size=size,
-        max_sequences=int(given.get("max_num_seqs") or max(min(completions, MAX_SEQUENCES), 8)),
-        max_batched_tokens=int(given.get("max_num_batched_tokens") or MAX_BATCHED_TOKENS),
     )

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from rlightning.batch_plan import BatchPlan
 from rlightning.models.sharding import CPUOffload
 from rlightning.optimizers import OptimizerStates
+from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class Engine:
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
         itemsize: bytes of a weight.
         kv_itemsize: bytes of a number in the KV cache.
+        kv_cache_bytes: of it, as ``rollout.engine.kv_cache_memory_bytes`` says; None goes by the utilization.
+        block_tokens: of one of its blocks.
         tensor_parallel_size: devices that it is spread over.
         max_sequences: that it works on at once.
         max_batched_tokens: that one of its forward passes sees.
@@ -55,6 +58,8 @@ class Engine:
     bucket_bytes: int = 2 << 30
     itemsize: int = 2
     kv_itemsize: int = 2
+    kv_cache_bytes: int | None = None
+    block_tokens: int = BLOCK_TOKENS
     tensor_parallel_size: int = 1
     max_sequences: int = 256
     max_batched_tokens: int = 2048

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, allocated, plan_of, small
+from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, allocated, plan_of, small
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import GIB, read_device_memory
@@ -37,7 +37,7 @@ MEASURED = [
         ),
     ),
     # The same, of the whole device: "free while generating", with the callback.
-    ("0.6B, free while generating", 85.5, lambda: (H200 - total(plan_of(COLOCATED, H200).generate())) / GIB),
+    ("0.6B, free while generating", 85.5, lambda: (H200 - total(filling().generate())) / GIB),
     # docs/architecture.md, "Measured on one H200": the trainer's peak allocation, without a reference model.
     (
         "0.6B, with checkpointing",
@@ -52,7 +52,7 @@ MEASURED = [
         2.06,
         lambda: allocated(offloading(offloads_optimizer=True, offloads_parameters=True).generate()),
     ),
-    ("1.7B, free while generating", 64.1, lambda: (H200 - total(offloading().generate())) / GIB),
+    ("1.7B, free while generating", 64.1, lambda: (H200 - total(filling(config=MIDDLE).generate())) / GIB),
     # One H200, FSDP2 with bfloat16 compute, no engine, 16,384 packed tokens: a study that came before this package,
     # with the same attention and the same log-probabilities.
     ("0.6B, FSDP", 45.0, lambda: allocated(plan_of(FSDP_ALONE, H200).update())),
@@ -62,6 +62,12 @@ MEASURED = [
         lambda: allocated(plan_of(replace(FSDP_ALONE, gradient_checkpointing=True), H200).update()),
     ),
 ]
+
+
+def filling(**settings: Any) -> MemoryPlan:
+    """An engine that fills its share with its KV cache, as all did when this was measured."""
+    engine = Engine(utilization=0.3, max_sequences=1024)
+    return plan_of(replace(COLOCATED, engine=engine, reference=settings.get("config", SMALL), **settings), H200)
 
 
 def offloading(**settings: bool) -> MemoryPlan:
@@ -127,12 +133,24 @@ def test_the_weight_bucket_and_the_window_beside_it() -> None:
 
 
 def test_vllms_arithmetic() -> None:
-    engine = plan_of(COLOCATED, H200).engine()
+    engine = filling().engine()
     assert engine.token == 2 * 28 * 8 * 128 * 2
     assert engine.sequence == 1280 * engine.token
     assert engine.weights == 2 * 596_049_920
     assert engine.weights + engine.activations + engine.kv_cache == int(0.3 * H200)
     assert engine.num_sequences == engine.kv_cache // engine.sequence
+
+
+def test_the_kv_cache_takes_no_more_than_all_sequences_can_use() -> None:
+    engine = plan_of(COLOCATED, H200).engine()
+    assert engine.available == int(0.3 * H200) - engine.weights - engine.activations
+    assert engine.kv_cache == 128 * (1280 + 16) * engine.token < engine.available / 2
+    asked = replace(COLOCATED.engine, kv_cache_bytes=5 * GIB)  # type: ignore[type-var]
+    assert plan_of(replace(COLOCATED, engine=asked), H200).engine().kv_cache == 5 * GIB
+    # Nearly all that there is: vLLM, which knows better how much that is, takes it all.
+    most = replace(COLOCATED.engine, max_sequences=128 * engine.available // engine.kv_cache - 1)  # type: ignore[type-var]
+    plan = plan_of(replace(COLOCATED, engine=most), H200).engine()
+    assert plan.kv_cache == plan.available
 
 
 def test_the_suggested_share_holds_all_sequences_or_all_that_fits() -> None:
@@ -148,8 +166,8 @@ def test_the_suggested_share_holds_all_sequences_or_all_that_fits() -> None:
 
 
 def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
-    awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False)), H200)
-    asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3)), H200)
+    awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
+    asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
 
 

@@ -1,0 +1,119 @@
+"""Arguments of vLLM's engine: which may be given, and which follow from the work."""
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlightning.errors import ConfigError, did_you_mean
+
+OWN_ARGUMENTS = {
+    "model": "the engine runs the actor's model, model.model",
+    "dtype": "use rollout.dtype, which the weights are sent in too",
+    "seed": "use rollout.seed",
+    "logprobs_mode": "the trainer compares log-probabilities after the temperature",
+    "worker_extension_cls": "weights are received by it",
+}
+"""Engine arguments that are not passed through, with the reason."""
+
+MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
+"""That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
+LEAST_SEQUENCES = 8
+LEAST_BATCHED_TOKENS = 2048
+"""vLLM's own default for an engine that is not its server."""
+MOST_BATCHED_TOKENS = 8192
+"""vLLM's own default for a batch of prompts: as many as keep any GPU busy."""
+BLOCK_TOKENS = 16
+"""Of the KV cache, vLLM's default on CUDA. Samples of a prompt share its blocks but for the last, in one batch too."""
+GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+"""Who names one of these chooses the sizes of CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutWork:
+    """What a rollout asks of one engine.
+
+    Attributes:
+        num_prompts: that come at once.
+        samples_per_prompt: completions of each.
+        max_prompt_tokens: of the longest prompt.
+    """
+
+    num_prompts: int
+    samples_per_prompt: int
+    max_prompt_tokens: int
+
+
+def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: bool) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs, those in ``given`` as they are.
+
+    Args:
+        work: of a step.
+        given: the user's, which the others are made to fit.
+        is_cuda: whether the engine runs on a GPU.
+    """
+    most = MOST_SEQUENCES["cuda" if is_cuda else "cpu"]
+    completions = work.num_prompts * work.samples_per_prompt
+    num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), LEAST_SEQUENCES))
+    derived: dict[str, Any] = {
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(batched_tokens(work) if is_cuda else LEAST_BATCHED_TOKENS, num_seqs),
+    }
+    if is_cuda and not GRAPH_ARGUMENTS & given.keys():
+        derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs)
+    return derived | dict(given)
+
+
+def batched_tokens(work: RolloutWork) -> int:
+    """The most tokens of a batch: enough to read all prompts in one, if that is not more than keeps a GPU busy.
+
+    Of a prompt's samples the first reads all of it, and each other what follows on the blocks that they share.
+
+    Returns:
+        A power of 2: vLLM compiles its model anew for another number.
+    """
+    others = work.num_prompts * (work.samples_per_prompt - 1)
+    tokens = work.num_prompts * work.max_prompt_tokens + others * min(BLOCK_TOKENS, work.max_prompt_tokens)
+    return min(max(1 << (tokens - 1).bit_length(), LEAST_BATCHED_TOKENS), MOST_BATCHED_TOKENS)
+
+
+def capture_sizes(num_seqs: int) -> list[int]:
+    """Batch sizes to capture CUDA graphs for; a batch is filled up to the next.
+
+    A step begins with ``num_seqs`` sequences, of which one after the other ends. vLLM captures no more than 512 by
+    itself, and below that twice as many as there can be sequences. Its spacing is kept, and goes on.
+
+    Args:
+        num_seqs: that the engine works on at once.
+
+    Returns:
+        Ascending, up to ``num_seqs`` itself.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, num_seqs, 32)]
+    return [size for size in sizes if size < num_seqs] + [num_seqs]
+
+
+def check_given(names: Iterable[str]) -> None:
+    """Refuse arguments of ``rollout.engine`` that belong to the run, or that the installed vLLM does not have."""
+    known = argument_names()
+    for name in names:
+        if name in OWN_ARGUMENTS:
+            raise ConfigError(f"rollout.engine.{name} cannot be set: {OWN_ARGUMENTS[name]}.")
+        if name not in known:
+            raise ConfigError(f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}")
+
+
+def argument_names() -> set[str]:
+    """Fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    return {
+        field.target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }

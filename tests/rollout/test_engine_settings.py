@@ -1,0 +1,82 @@
+"""What follows from the work, by hand."""
+
+from itertools import pairwise
+
+import pytest
+
+from rlightning.errors import ConfigError
+from rlightning.rollout.engine_settings import (
+    RolloutWork,
+    argument_names,
+    batched_tokens,
+    capture_sizes,
+    check_given,
+    derive_settings,
+)
+
+GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)
+
+
+def test_the_reference_work_on_a_gpu() -> None:
+    settings = derive_settings(GSM8K, {}, is_cuda=True)
+    assert settings["max_num_seqs"] == 512
+    # All prompts and a block for each other sample would be 64 x 256 + 448 x 16 = 23,552 tokens.
+    assert settings["max_num_batched_tokens"] == 8192
+    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512.
+    assert settings["cudagraph_capture_sizes"] == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert len(settings["cudagraph_capture_sizes"]) == 51
+    assert set(settings) <= argument_names()
+
+
+@pytest.mark.parametrize(
+    ("work", "on_gpu", "on_cpu"),
+    [((4, 2), 8, 8), ((1, 2), 8, 8), ((40, 5), 200, 200), ((300, 1), 300, 256), ((512, 8), 1024, 256)],
+)
+def test_all_completions_at_once_up_to_a_limit(work: tuple[int, int], on_gpu: int, on_cpu: int) -> None:
+    rollout = RolloutWork(num_prompts=work[0], samples_per_prompt=work[1], max_prompt_tokens=16)
+    assert derive_settings(rollout, {}, is_cuda=True)["max_num_seqs"] == on_gpu
+    cpu = derive_settings(rollout, {}, is_cuda=False)
+    assert cpu == {"max_num_seqs": on_cpu, "max_num_batched_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("work", "tokens"),
+    [
+        ((4, 2, 16), 2048),  # 4 x 16 + 4 x 16 would do
+        ((16, 8, 256), 8192),  # 16 x 256 + 112 x 16 = 5,888
+        ((8, 8, 300), 4096),  # 8 x 300 + 56 x 16 = 3,296
+        ((8, 8, 184), 2048 << 1),  # 8 x 184 + 56 x 16 = 2,368
+        ((8, 8, 144), 2048),  # 2,048 itself
+        ((1024, 1, 4), 4096),
+    ],
+)
+def test_a_batch_holds_all_prompts(work: tuple[int, int, int], tokens: int) -> None:
+    rollout = RolloutWork(num_prompts=work[0], samples_per_prompt=work[1], max_prompt_tokens=work[2])
+    assert batched_tokens(rollout) == tokens
+
+
+def test_graphs_are_captured_for_what_can_come() -> None:
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(10) == [1, 2, 4, 8, 10]
+    assert capture_sizes(128)[-3:] == [112, 120, 128]
+    assert capture_sizes(300)[-4:] == [256, 272, 288, 300]
+    largest = capture_sizes(1024)
+    assert largest[-3:] == [960, 992, 1024] and len(largest) == 51 + 16
+    assert all(above <= 1.125 * below or above - below <= 8 for below, above in pairwise(largest))
+
+
+def test_what_is_given_stays_and_the_rest_fits_it() -> None:
+    settings = derive_settings(GSM8K, {"max_num_seqs": 10_000, "block_size": 32}, is_cuda=True)
+    assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == 10_000  # vLLM refuses fewer tokens
+    assert settings["cudagraph_capture_sizes"][-1] == 10_000
+    assert settings["block_size"] == 32
+    assert derive_settings(GSM8K, {"max_num_batched_tokens": 2048}, is_cuda=True)["max_num_batched_tokens"] == 2048
+    for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
+        settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
+        assert settings.get("cudagraph_capture_sizes", 1) == 1
+
+
+def test_names_are_checked() -> None:
+    check_given(["max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size"])
+    with pytest.raises(ConfigError, match=r"Did you mean 'max_num_seqs'\?"):
+        check_given(["max_num_seq"])
