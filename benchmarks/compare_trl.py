@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kept import KeptRows
 from launch import (
     BENCHMARKS,
     PROMPT_TOKENS,
@@ -43,6 +44,7 @@ from launch import (
     callback,
     finish,
     fit,
+    format_table,
     grpo_config,
     prepare,
     say,
@@ -74,7 +76,7 @@ def make_job(arguments: argparse.Namespace, work: str, microbatch_tokens: int) -
         arguments,
         prompts_per_step=arguments.prompts,
         samples_per_prompt=arguments.samples,
-        model={"max_tokens_per_microbatch": microbatch_tokens, "validate_first": False},
+        model={"max_tokens_per_microbatch": microbatch_tokens, "validate_first": False, "kl_coef": 0.0},
         rollout=rollout,
         callbacks=[callback("synthetic.UpdateTrace"), callback("device_poll.DevicePeaks")],
     )
@@ -238,8 +240,7 @@ def main() -> None:
     prepare(arguments)
     if not (arguments.out / "prompts.jsonl").is_file():
         write_prompts(arguments.out / "prompts.jsonl", 4096)
-    found = arguments.out / "lines.json"
-    lines: Rows = json.loads(found.read_text()) if found.is_file() else []
+    kept = KeptRows(arguments.out, "work", "side")
     notes = []
     sides = [*(("rlightning", size) for size in arguments.microbatch_tokens), *(("TRL", c) for c in arguments.trl)]
     for work in arguments.work:
@@ -257,11 +258,9 @@ def main() -> None:
             if end:
                 notes.append(f"{side} on {work} work, after {len(rows)} steps: {end}")
             if len(rows) > arguments.warm_up:
-                lines = [line for line in lines if (line["work"], line["side"]) != (work, side)]
-                lines.append(summarise(work, side, rows, arguments.warm_up))
-                found.write_text(json.dumps(lines))
-                say(str(lines[-1]))
-    finish(arguments, compare(lines), notes)
+                kept.put(summarise(work, side, rows, arguments.warm_up))
+                say(format_table(kept.rows).splitlines()[-1])
+    finish(arguments, compare(kept.rows), notes)
 
 
 if __name__ == "__main__":

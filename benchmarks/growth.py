@@ -120,7 +120,7 @@ def main() -> None:
         arguments,
         prompts_per_step=max(arguments.sequences) // arguments.samples,
         samples_per_prompt=arguments.samples,
-        model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "validate_first": False},
+        model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "validate_first": False, "kl_coef": 0.0},
         rollout={
             "max_new_tokens": max(arguments.lengths) - PROMPT_TOKENS,
             "gpu_memory_utilization": arguments.utilization,

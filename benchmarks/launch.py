@@ -17,7 +17,7 @@ from threading import Condition
 from typing import Any
 
 import yaml
-from make_model import SHAPES, make_model
+from make_model import SHAPES, is_made
 
 BENCHMARKS = Path(__file__).parent
 PROMPT_TOKENS = 128
@@ -64,15 +64,12 @@ class Run:
 
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of each training step, those of validation left out."""
-        rows = self.all_metrics()
-        return [row for row in rows if "time/step" in row]
+        return [row for row in self.all_metrics() if "time/step" in row]
 
     def all_metrics(self) -> list[dict[str, float]]:
         """The rows of the run's CSV file, without their empty fields."""
         files = sorted(self.folder.glob("metrics/version_*/metrics.csv"))
-        if not files:
-            return []
-        with files[-1].open(newline="") as file:
+        with open(files[-1] if files else os.devnull, newline="") as file:
             return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
     def read_trace(self, name: str, rank: int = 0) -> list[dict[str, str]]:
@@ -119,7 +116,10 @@ def benchmark_parser(description: str, name: str, *, steps: int, model: str | No
 def prepare(arguments: argparse.Namespace) -> None:
     """Make the model, where a shape was named, and the output folder."""
     if arguments.model in SHAPES:
-        arguments.model = str(make_model(arguments.model, arguments.models / arguments.model))
+        shape, folder = arguments.model, arguments.models / arguments.model
+        if not is_made(folder):  # in a process of its own: one that has used the GPU keeps some of its memory
+            subprocess.run([sys.executable, str(BENCHMARKS / "make_model.py"), shape, str(folder)], check=True)
+        arguments.model = str(folder)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
 

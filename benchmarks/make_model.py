@@ -56,6 +56,11 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
+def is_made(folder: Path) -> bool:
+    """Whether a whole model is there."""
+    return (folder / "tokenizer.json").is_file()
+
+
 def make_model(shape: str, folder: Path) -> Path:
     """Write weights (bfloat16) and tokenizer as a Hugging Face folder, unless they are there already.
 
@@ -63,7 +68,7 @@ def make_model(shape: str, folder: Path) -> Path:
         shape: one of :data:`SHAPES`.
         folder: gets them.
     """
-    if not (folder / "tokenizer.json").is_file():
+    if not is_made(folder):
         import torch  # `--help` of a benchmark does without these
         from transformers import AutoModelForCausalLM, Qwen3Config
 

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,9 +15,9 @@ from rlightning.callbacks.throughput import device_peak, update_flops
 from rlightning.distributed.platform import memory_use, reset_peak, synchronize
 from rlightning.hooks import RLCallback
 from rlightning.models.flops import model_flops
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnCompleted, Sampling
 from rlightning.run_dir import run_dir
-from rlightning.types import Completion, Prompt
+from rlightning.types import Completion, Prompt, RolloutBatch
 
 COLUMNS = ("seconds", "tokens", "mfu", "six_n_mfu", "peak", "reserved", "graphs")
 
@@ -76,7 +76,9 @@ class SyntheticRollout(RLCallback):
         self.vocabulary = pl_module.model_config.get_text_config().vocab_size
         self.num_steps = trainer.max_steps
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Completion]]:
         """Completions with the log-probabilities of a sampler that knows nothing; the same in each run."""
         rng = np.random.default_rng(self.steps_begun)
         self.steps_begun += 1
@@ -86,18 +88,20 @@ class SyntheticRollout(RLCallback):
             lengths = draw_lengths(sampling.max_new_tokens, num_samples, rng, is_variable=self.is_variable)
             tokens = sum(lengths) + len(lengths) * len(prompt.token_ids)
             is_room = tokens <= room or not groups
-            groups.append([self._complete(length, rng) for length in lengths] if is_room else [])
+            groups.append([random_completion(length, self.vocabulary, rng) for length in lengths] if is_room else [])
             room -= tokens
         return groups
 
-    def _complete(self, length: int, rng: np.random.Generator) -> Completion:
-        return Completion(
-            text="",
-            token_ids=rng.integers(self.vocabulary, size=length),
-            logprobs=np.full(length, -math.log(self.vocabulary), np.float32),
-            weight_versions=np.zeros(length, np.int32),
-            finish_reason="length",
-        )
+
+def random_completion(length: int, vocabulary: int, rng: np.random.Generator) -> Completion:
+    """As of a sampler that knows nothing, and so thinks all tokens equally likely."""
+    return Completion(
+        text="",
+        token_ids=rng.integers(vocabulary, size=length),
+        logprobs=np.full(length, -math.log(vocabulary), np.float32),
+        weight_versions=np.zeros(length, np.int32),
+        finish_reason="length",
+    )
 
 
 class UpdateTrace(CSVTrace):
@@ -188,3 +192,27 @@ class Schedule(RLCallback):
         num_prompts, num_tokens = self.sizes[trainer.global_step % len(self.sizes)]
         del batch[num_prompts:]
         module.sampling = replace(module.sampling, max_new_tokens=num_tokens)
+
+
+class Stretch(RLCallback):
+    """Puts long sequences of random tokens in the place of what was sampled, when the update begins.
+
+    Args:
+        length: tokens of each.
+        count: of them.
+    """
+
+    def __init__(self, length: int, count: int) -> None:
+        super().__init__()
+        self.length, self.count = length, count
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Replace what the batch holds."""
+        prompt = batch.prompts[0]
+        rng = np.random.default_rng(0)
+        num_new = self.length - len(prompt.token_ids)
+        vocabulary = module.model_config.get_text_config().vocab_size
+        long = RolloutBatch.pack([prompt], [[random_completion(num_new, vocabulary, rng) for _ in range(self.count)]])
+        long.rewards, long.advantages = torch.zeros(self.count), torch.ones(long.num_tokens)
+        for field in fields(batch):
+            setattr(batch, field.name, getattr(long, field.name))

@@ -27,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -49,7 +48,6 @@ from launch import (
     say,
     write_run,
 )
-from make_model import SHAPES
 
 SAMPLES = 8
 PROFILED_MICROBATCHES = 3
@@ -84,7 +82,12 @@ def make_job(arguments: argparse.Namespace, name: str, strategy: str, microbatch
         arguments,
         prompts_per_step=max(round(arguments.tokens / tokens / SAMPLES), 1),
         samples_per_prompt=SAMPLES,
-        model={"max_tokens_per_microbatch": microbatch_tokens, "rewards": ["synthetic.coin"], "validate_first": False},
+        model={
+            "max_tokens_per_microbatch": microbatch_tokens,
+            "rewards": ["synthetic.coin"],
+            "validate_first": False,
+            "kl_coef": 0.0,
+        },
         callbacks=callbacks,
     )
     config["rollout"] = None
@@ -236,8 +239,6 @@ def main() -> None:
     choices = itertools.product(arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.tries)
     for number, (model, strategy, microbatch_tokens, tried) in enumerate(choices, start=1):
         named = argparse.Namespace(**vars(arguments) | {"model": model})
-        if model in SHAPES:  # made in a fork, for it is made on the GPU
-            fork(partial(prepare, named), arguments.out / "make_model.log", arguments.timeout)
         prepare(named)
         named.options = [*arguments.options, *write_options(tried)]
         job = make_job(named, str(number), strategy, microbatch_tokens)

@@ -1,0 +1,207 @@
+"""Memory of a GPU that trainer and engine share: each phase's peak, planned and measured, and the longest context.
+
+    python benchmarks/memory_table.py --model 0.6b 1.7b
+    python benchmarks/memory_table.py --part longest --fraction 0.9
+
+Part "phases" runs a few steps of 64 prompts x 8 completions. "device" is the most that all processes use at any time of
+a phase, beside what `rlightning plan` says of it; "tensors" what tensors of the trainer's process take at most, beside
+the planned parts that are such.
+
+Part "longest" asks the plan for the longest sequence that 64 x 8 of them can have, with activation checkpointing and
+one sequence a micro-batch, whatever positions the model was made for. Then it runs some steps with an engine and a
+trainer set up for --fraction of it: the engine, which has its KV cache from the start, generates short completions, and
+in their place the update gets two of that length.
+
+A run that fails, or for which --limit leaves no time, is left out, and what an earlier call with the same --out has
+measured stays in the tables.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kept import KeptRows
+from launch import (
+    BENCHMARKS,
+    PROMPT_TOKENS,
+    RUN_TIMEOUT,
+    Job,
+    Rows,
+    Run,
+    benchmark_parser,
+    callback,
+    finish,
+    fit,
+    format_table,
+    grpo_config,
+    prepare,
+    say,
+    write_run,
+)
+
+GIB = 2**30
+BLOCK_TOKENS = 256
+START_SECONDS = 60.0
+"""With less time left no run is begun."""
+FOREIGN = ("CUDA contexts", "allocator's slack", "engine's weights", "engine's activations", "KV cache")
+"""Parts of a phase that are not tensors of the trainer."""
+
+
+def make_job(
+    arguments: argparse.Namespace, name: str, new_tokens: int, microbatch_tokens: int, probes: list[dict[str, Any]]
+) -> Job:
+    """A run whose engine shares the GPU with the trainer."""
+    config = grpo_config(
+        arguments,
+        prompts_per_step=arguments.prompts,
+        samples_per_prompt=arguments.samples,
+        model={
+            "max_tokens_per_microbatch": microbatch_tokens,
+            "gradient_checkpointing": arguments.part == "longest" or arguments.checkpointing,
+            "validate_first": False,
+            "kl_coef": 0.0,
+        },
+        rollout={"max_new_tokens": new_tokens, "verify_every": 1000},
+        callbacks=[*probes, callback("device_poll.DevicePeaks"), callback("EmptyCacheAfterUpdate")],
+    )
+    return Job(name, config)
+
+
+def plan(arguments: argparse.Namespace, job: Job) -> Any:
+    """The plan of a job, with the engine's share that it suggests, which the job is given."""
+    from rlightning.memory_plan.command import PlanCLI
+    from rlightning.memory_plan.devices import read_device_memory
+    from rlightning.memory_plan.phases import MemoryPlan
+    from rlightning.memory_plan.settings import read_work
+
+    def read() -> Any:
+        _, command = write_run(arguments, job)
+        work = read_work(PlanCLI(args=command).config["fit"])
+        return MemoryPlan(work, read_device_memory(arguments.device_memory))
+
+    share = read().suggested_utilization()
+    if share is None:
+        raise SystemExit(f"{job.name}: the plan has no room for an engine on {arguments.device_memory}.")
+    job.config["rollout"]["gpu_memory_utilization"] = share
+    return read()
+
+
+def stretch_positions(model: str, positions: int, folder: Path) -> str:
+    """The same model with other ``max_position_embeddings``; its weights are links."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in Path(model).iterdir():
+        target = folder / path.name
+        target.unlink(missing_ok=True)
+        if path.name == "config.json":
+            target.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions}))
+        else:
+            target.symlink_to(path.resolve())
+    return str(folder)
+
+
+def tabulate_phases(run: Run, planned: Any, model: str) -> Rows:
+    """A row a phase: the most of all steps after the first, in which torch.compile works."""
+    traces = [row for row in run.read_trace("peaks") if int(row["step"]) > 1]
+    rows: Rows = []
+    for phase, parts in planned.phases().items():
+        measured = [row for row in traces if row["phase"] == phase]
+        if not parts or not measured:
+            continue
+        used, allocated = (max(int(row[name]) for row in measured) / GIB for name in ("used", "allocated"))
+        total = sum(parts.values()) / GIB
+        own = sum(size for name, size in parts.items() if name not in FOREIGN) / GIB
+        row = {"model": model, "phase": phase, "device, GiB": used, "planned": total, "planned / device": None}
+        row |= {"tensors, GiB": allocated, "planned tensors": own, "planned / tensors": None}
+        if used and allocated:
+            row |= {"planned / device": total / used, "planned / tensors": own / allocated}
+        rows.append(row)
+    return rows
+
+
+def measure_phases(arguments: argparse.Namespace, name: str, timeout: float) -> tuple[Rows, Run]:
+    """Peaks of each phase."""
+    job = make_job(arguments, f"{name}/phases", arguments.max_new_tokens, arguments.microbatch_tokens, [])
+    planned = plan(arguments, job)
+    run = fit(job, arguments, [0], timeout=timeout)
+    return tabulate_phases(run, planned, name), run
+
+
+def measure_longest(arguments: argparse.Namespace, name: str, timeout: float) -> tuple[Rows, Run]:
+    """The longest sequence that is planned for, and a run at a fraction of it."""
+    original = arguments.model
+    arguments.model = stretch_positions(original, arguments.positions, arguments.out / name / "model")
+    first = make_job(arguments, f"{name}/longest", BLOCK_TOKENS, PROMPT_TOKENS + BLOCK_TOKENS, [])
+    longest = plan(arguments, first).longest_sequence(True)
+    tried = max(int(arguments.fraction * longest) // BLOCK_TOKENS * BLOCK_TOKENS, PROMPT_TOKENS + BLOCK_TOKENS)
+    probes = [
+        callback("synthetic.Schedule", sizes=[[arguments.prompts, 16]]),
+        callback("synthetic.Stretch", length=tried, count=2),
+    ]
+    job = make_job(arguments, f"{name}/longest", tried - PROMPT_TOKENS, tried, probes)
+    planned = plan(arguments, job)
+    run = fit(job, arguments, [0], timeout=timeout)
+    peaks = [row for row in run.read_trace("peaks") if row["phase"] in ("update", "generate")]
+    used = {phase: max((int(p["used"]) for p in peaks if p["phase"] == phase), default=0) for phase in planned.phases()}
+    row: dict[str, Any] = {"model": name, "planned longest": longest, "tried": tried}
+    for phase in ("generate", "update"):
+        row |= {f"{phase}, GiB": used[phase] / GIB, f"{phase} planned": sum(planned.phases()[phase].values()) / GIB}
+    return [row | {"steps": len(run.metrics()), "end": "ok" if run.exit_code == 0 else describe_end(run)}], run
+
+
+def describe_end(run: Run) -> str:
+    """Why a run ended early."""
+    log = run.read_log()
+    if "out of memory" in log or "OutOfMemoryError" in log:
+        return "out of memory"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"exit code {run.exit_code}: {(lines or [''])[-1][:120]}".replace("|", "/")
+
+
+def main() -> None:
+    """Measure each model, then print the tables."""
+    parser = benchmark_parser(__doc__ or "", "memory_table", steps=3, model=None)
+    parser.add_argument("--model", nargs="+", default=["0.6b", "1.7b", "4b"], help="shapes or folders (0.6b 1.7b 4b)")
+    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    parser.add_argument("--part", nargs="+", choices=["phases", "longest"], default=["phases", "longest"], dest="parts")
+    parser.add_argument("--device-memory", default="H200", help="as of `rlightning plan` (H200)")
+    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
+    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of part phases (256)")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="of part phases (16384)")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in part phases too")
+    parser.add_argument("--fraction", type=float, default=0.9, help="of the planned longest sequence, tried (0.9)")
+    parser.add_argument("--positions", type=int, default=1 << 20, help="no sequence is longer (1048576)")
+    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.limit
+    sys.path[:0] = [str(BENCHMARKS.parent)]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    parts = {"phases": measure_phases, "longest": measure_longest}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    phases, longest = KeptRows(arguments.out, "model", "phase"), KeptRows(arguments.out / "longest", "model")
+    notes = []
+    for part in arguments.parts:
+        kept = phases if part == "phases" else longest
+        for model in arguments.model:
+            left = deadline - time.monotonic()
+            name = Path(model).name
+            if left < START_SECONDS:
+                notes.append(f"Left out, as --limit was over: {part} of {name}.")
+                continue
+            named = argparse.Namespace(**vars(arguments) | {"model": model, "part": part})
+            prepare(named)
+            rows, run = parts[part](named, name, min(left, RUN_TIMEOUT))
+            for row in rows:
+                kept.put(row)
+                say(format_table([row]).splitlines()[-1])
+            if run.exit_code:
+                notes.append(f"{part} of {name}: {describe_end(run)} ({run.folder / 'run.log'})")
+    finish(arguments, phases.rows, [format_table(longest.rows), *notes])
+
+
+if __name__ == "__main__":
+    main()
