@@ -173,8 +173,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of all tensors together, whole ones and shards, on whatever meshes.
 
-    torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: embeddings and most
-    norms are not cut by it.
+    torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: most norms are not cut.
 
     Returns:
         A plain scalar, float32 unless a tensor is of a wider type; 0 for no tensors.

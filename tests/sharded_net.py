@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 
@@ -36,7 +37,7 @@ def _join(
 
 
 class OddNet(nn.Module):
-    """An embedding, a block of two linears of which tensor parallelism splits the inner size, a norm, a head."""
+    """An embedding, a block of two linears of which tensor parallelism splits tokens and inner size; a norm, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,8 @@ def shard_net(
     names = tuple(name for name, size in sizes.items() if size)
     mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
     if tensor_parallel:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        rows = RowwiseParallel(input_layouts=Replicate())  # of the embedding: tokens
+        plan = {"embedding": rows, "up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(net, mesh["tensor_parallel"], plan)
     data_parallel = tuple(name for name in names if name != "tensor_parallel")
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()

@@ -13,8 +13,8 @@ from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.optimizers import OptimizerStates
 
-SIZES = {"num_key_value_heads": 2, "hidden_size": 31}
-"""An odd number of rows, which two ranks cannot share out evenly."""
+SIZES = {"num_key_value_heads": 2, "hidden_size": 31, "tie_word_embeddings": False}
+"""An odd number of rows, which two ranks cannot share out evenly, and an output layer of its own."""
 
 
 class CountSteps(Callback):

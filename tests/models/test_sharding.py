@@ -27,8 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "qwen2": {"tie_word_embeddings": True},
     "phi3": {},
+    "gemma3_text": {"head_dim": 8, "final_logit_softcapping": 2.0},
 }
-"""A vocabulary of 41 is cut into 21 and 20 rows; qwen2 has biases; phi3's heads are in one matrix."""
+"""A vocabulary of 41 is cut into 21 and 20 rows; qwen2 has biases; phi3's heads are in one matrix; gemma3 scales what
+its tied embedding gives, and caps logits."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cases[f"{kind} tensor"] = [model, TENSOR, {"gradient_checkpointing": kind == "llama"}]
     moe: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
+    cases["compiled"] = [cases["qwen3"][0], FSDP, {"gradient_checkpointing": True, "compiles_layers": True}]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
@@ -75,21 +78,27 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts"])
+@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"])
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
     for found in compared[name]:
         assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]
+        assert found["logits"] < 1e-5
         assert found["logprobs"] < 1e-5
         assert found["gradients"] < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+def test_layers_in_shards_share_a_graph_with_gradient_and_one_without(compared: dict[str, Any]) -> None:
+    assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
-    """Uneven dimensions apart that is a half; what tensor parallelism leaves whole is cut by FSDP alone."""
-    for name in ("qwen3", "llama", "converted", "in parts"):
+    """Uneven dimensions apart that is a half: of what tensor parallelism leaves whole there are norms alone."""
+    for name in ("qwen3", "qwen3 tensor", "llama", "llama tensor", "converted", "in parts"):
         assert [found["share"] for found in compared[name]] == pytest.approx([0.5, 0.5], abs=0.01)
-    assert 0.5 < compared["llama tensor"][0]["share"] < 0.75
 
 
 @pytest.mark.slow
