@@ -15,7 +15,7 @@ from rlightning.distributed.collectives import any_rank, gather_objects, global_
 from rlightning.errors import ConfigError, EngineError, check_rules
 from rlightning.hooks import RLCallback, fire
 from rlightning.memory_plan.engine_memory import kv_cache_setting
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnCompleted, Sampling
 from rlightning.rollout.canary import CANARY_TOKENS, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings
@@ -195,10 +195,23 @@ class VLLMRollout(RLCallback):
 
     # Sampling
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+    ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
 
         The engine is woken and sent the weights first, if need be.
+
+        Args:
+            prompts: of this rank.
+            num_samples: of each.
+            sampling: how.
+            on_completed: called with each prompt as soon as its last completion is there, unless the engine belongs to
+                another rank.
 
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.
@@ -217,6 +230,9 @@ class VLLMRollout(RLCallback):
                 requests = [work[i][1] for i in todo]
                 for position, completions in group.engine.generate_as_finished(requests, num_samples, sampling):
                     done[todo[position]] = completions
+                    rank, (prompt, _) = work[todo[position]]
+                    if on_completed is not None and rank == global_rank():
+                        on_completed(prompt, completions)
             except EngineDiedError as error:
                 self._restart(error)
         return group.hand_back([(work[i][0], done[i]) for i in range(len(work))])

@@ -61,7 +61,7 @@ def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "Valida
         chosen: the set.
     """
     sampling = validation_sampling(module.sampling, chosen)
-    completions = module.generator.generate(prompts, chosen.samples_per_prompt, sampling)
+    completions = module.generator.generate(prompts, chosen.samples_per_prompt, sampling, module.begin_rewards)
     batch = RolloutBatch.pack(prompts, completions)
     batch.rewards = module.compute_rewards(batch)
     return batch_metrics(batch, chosen.samples_per_prompt)

@@ -140,8 +140,7 @@ class RLModule(PolicyModule):
         """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
         stage = self.trainer.state.fn
         # An override of the user's may need no reward function; those of this package do.
-        is_ours = type(self).compute_rewards.__module__.partition(".")[0] == __package__
-        if self.generates and stage != "predict" and is_ours and not self.rewarder.functions:
+        if self.generates and stage != "predict" and self._has_own_rewards and not self.rewarder.functions:
             raise ConfigError(
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
@@ -255,10 +254,18 @@ class RLModule(PolicyModule):
             A batch without rewards, on the CPU.
         """
         fire(self.trainer, self, "on_rollout_start", prompts)
-        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
+        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling, self.begin_rewards)
         batch = RolloutBatch.pack(prompts, completions)
         fire(self.trainer, self, "on_rollout_end", batch)
         return batch
+
+    def begin_rewards(self, prompt: Prompt, completions: list[Completion]) -> None:
+        """Let the reward functions start on a prompt's completions while others are still generated.
+
+        Those that another :meth:`compute_rewards` than this package's asks for wait for it.
+        """
+        if self._has_own_rewards:
+            self.rewarder.begin([prompt] * len(completions), completions)
 
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``batch.rewards``, NaN where a reward function failed."""
@@ -460,6 +467,11 @@ class RLModule(PolicyModule):
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
         return batch.select(self.keep_sequences(batch).nonzero()[:, 0])
+
+    @property
+    def _has_own_rewards(self) -> bool:
+        """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
+        return type(self).compute_rewards.__module__.partition(".")[0] == __package__
 
     @property
     def _engine(self) -> Generator:

@@ -28,7 +28,6 @@ from rlightning.models import load_policy, packed_logprobs
 from rlightning.module import RLModule
 from rlightning.objectives.kl import estimate_kl
 from rlightning.rewards import RewardFunction
-from rlightning.rollout import Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 Weights = dict[str, Tensor]
@@ -153,8 +152,8 @@ class DropSamples(ActorGenerator):
 
     dropped: Sequence[int] = ()
 
-    def generate(self, prompts: Any, num_samples: int, sampling: Sampling) -> list[list[Completion]]:
-        groups = super().generate(prompts, num_samples, sampling)
+    def generate(self, *args: Any) -> list[list[Completion]]:
+        groups = super().generate(*args)
         return [[c for i, c in enumerate(group) if i not in self.dropped] for group in groups]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
@@ -106,7 +106,9 @@ class ActorGenerator:
     def __init__(self, module: RLModule) -> None:
         self.module = module
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt."""
         return [[self._complete(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
 

@@ -12,7 +12,7 @@ class Call(NamedTuple):
 
     Attributes:
         function: its index in the runner.
-        sample: the sample's index in the batch.
+        sample: the sample's number; the runner gives each once.
         arguments: all keyword arguments.
     """
 
@@ -28,7 +28,15 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-Report = Callable[[Call, Outcome], None]
+class Answered(NamedTuple):
+    """A call, and what came of it."""
+
+    call: Call
+    outcome: Outcome
+
+
+Report = Callable[[Answered | BaseException], None]
+"""Takes what pools have to say: answers, and the error that has ended a pool's work. Any thread may call it."""
 
 
 def to_number(value: Any) -> float | None:

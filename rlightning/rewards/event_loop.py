@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import queue
 import sys
 import threading
 import time
@@ -10,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rlightning.rewards.calls import Call, Outcome, Report, failure, to_number
+from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
 
 MAX_CONCURRENT = 64
 """Async calls of one loop that run at once."""
@@ -37,34 +36,22 @@ class EventLoopPool:
     Args:
         functions: those that calls name by their index; None where a function does not run here.
         num_threads: sync calls at once.
+        report: called in the loop's thread with each call as it is done; of a call that has been restarted maybe twice.
     """
 
-    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int) -> None:
+    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int, report: Report) -> None:
         self.functions = functions
         self.num_threads = num_threads
+        self.report = report
         self._loop: _Loop | None = None
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Start the calls; :meth:`collect` waits for them."""
-        if calls:
-            self._loop = _Loop(self.functions, self.num_threads, calls)
-
-    def collect(self, report: Report) -> None:
-        """Report each submitted call as it is done.
-
-        Args:
-            report: called in this thread; what it raises ends the wait for the rest.
-        """
-        try:
-            while self._loop is not None and self._loop.pending:
-                try:
-                    index, outcome = self._loop.results.get(timeout=BEAT)
-                except queue.Empty:
-                    self._replace_if_blocked(report)
-                else:
-                    report(self._loop.pending.pop(index), outcome)
-        finally:
-            self.close()
+        """Let the calls be run; returns at once."""
+        if not calls:
+            return
+        if self._loop is None:
+            self._loop = _Loop(self.functions, self.num_threads, self.report)
+        self._loop.add(calls)
 
     def close(self) -> None:
         """Leave what still runs to itself."""
@@ -72,32 +59,46 @@ class EventLoopPool:
             self._loop.stop()
             self._loop = None
 
-    def _replace_if_blocked(self, report: Report) -> None:
-        assert self._loop is not None
-        blocked = self._loop.find_blocking_call()
-        if blocked is None:
+    def replace_if_blocked(self) -> None:
+        """See whether the loop is; to be called every :data:`BEAT` by whoever waits for answers."""
+        blocked = None if self._loop is None else self._loop.find_blocking_call()
+        if self._loop is None or blocked is None:
             return
         index, outcome = blocked
-        call = self._loop.pending.pop(index)
-        rest = list(self._loop.pending.values())
+        pending = self._loop.pending
+        call = pending.pop(index, None)
+        if call is None:  # it has just ended after all
+            return
+        rest = list(pending.values())
+        pending.clear()
         self.close()
         self.submit(rest)
-        report(call, outcome)
+        self.report(Answered(call, outcome))
 
 
 class _Loop:
     """One event loop in a daemon thread, with the calls that it has to run."""
 
-    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int, calls: Sequence[Call]) -> None:
+    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int, report: Report) -> None:
         self.functions = functions
-        self.num_threads = num_threads
-        self.pending = dict(enumerate(calls))
-        self.results: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self.report = report
+        self.pending: dict[int, Call] = {}
+        self._num_added = 0
+        self._slots = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_threads)}
+        """Of async calls, and of threads."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[asyncio.Future[Any], int] = {}
         self._last_beat = time.monotonic()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(list(calls),), name="rewards", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """Start the calls, as soon as the loop gets to it."""
+        added = dict(enumerate(calls, start=self._num_added))
+        self._num_added += len(added)
+        self.pending |= added
+        self._loop.call_soon_threadsafe(self._start, added)
 
     def stop(self) -> None:
         """Ask the loop to end; it may be blocked, so nobody waits for it."""
@@ -121,13 +122,12 @@ class _Loop:
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
         return index, Outcome(None, f"{stack}{rule}")
 
-    def _run(self, calls: list[Call]) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._beat()
-        main = self._loop.create_task(self._run_all(calls))
         self._loop.run_forever()
         # Tasks that do not end in time are cancelled and left: waiting for them here could take forever.
-        for task in (main, *asyncio.all_tasks(self._loop)):
+        for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
@@ -136,14 +136,15 @@ class _Loop:
         self._last_beat = time.monotonic()
         self._loop.call_later(BEAT, self._beat)
 
-    async def _run_all(self, calls: list[Call]) -> None:
-        async_slots, thread_slots = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Semaphore(self.num_threads)
-        slots = [async_slots if self._function(call).is_async else thread_slots for call in calls]
-        await asyncio.gather(*(self._run_call(i, call, slots[i]) for i, call in enumerate(calls)))
+    def _start(self, calls: dict[int, Call]) -> None:
+        for index, call in calls.items():
+            task = self._loop.create_task(self._run_call(index, call))
+            self._tasks.add(task)  # the loop itself would forget it
+            task.add_done_callback(self._tasks.discard)
 
-    async def _run_call(self, index: int, call: Call, slot: asyncio.Semaphore) -> None:
+    async def _run_call(self, index: int, call: Call) -> None:
         function = self._function(call)
-        async with slot:
+        async with self._slots[function.is_async]:
             future: asyncio.Future[Outcome]
             if function.is_async:
                 future = asyncio.ensure_future(_await(function.function, call.arguments))
@@ -154,11 +155,13 @@ class _Loop:
             done, _ = await asyncio.wait({future}, timeout=function.timeout)
             del self._running[future]
         if done:
-            self.results.put((index, future.result()))
+            outcome = future.result()
         else:
             future.cancel()
             error = f"TimeoutError: the reward function took more than its timeout={function.timeout:g} s"
-            self.results.put((index, Outcome(None, error)))
+            outcome = Outcome(None, error)
+        if self.pending.pop(index, None) is not None:
+            self.report(Answered(call, outcome))
 
     def _start_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
         future: asyncio.Future[Outcome] = self._loop.create_future()

@@ -6,6 +6,7 @@ user's ``__main__`` again.
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,13 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlightning.errors import RewardError
-from rlightning.rewards.calls import Call, Outcome, Report
+from rlightning.rewards.calls import Answered, Call, Outcome, Report
 from rlightning.rewards.worker import WorkerFunction
 
 logger = logging.getLogger(__name__)
@@ -65,36 +67,83 @@ class Worker:
 
 
 class WorkerPool:
-    """Runs calls in processes, each with its function's timeout.
+    """Runs calls in processes, each with its function's timeout, while the caller does something else.
+
+    A thread gives the processes their calls and watches over them. It is there as long as there are calls.
 
     Args:
         functions: those that calls name by their index; None where a function does not run here.
         num_workers: processes at once.
+        report: called in the thread, with each call as it is done, or once with the error that has ended all of them.
     """
 
-    def __init__(self, functions: Sequence[WorkerFunction | None], num_workers: int) -> None:
+    def __init__(self, functions: Sequence[WorkerFunction | None], num_workers: int, report: Report) -> None:
         self.functions = [function or WorkerFunction(b"", 0.0) for function in functions]
         self.num_workers = num_workers
+        self.report = report
         self.workers: list[Worker] = []
+        self._waiting: deque[Call] = deque()
+        self._lock = threading.Lock()  # around what waits, and around the thread's coming and going
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._ears, self._mouth = multiprocessing.Pipe(duplex=False)  # by which the thread hears that there is news
 
-    def run(self, calls: Iterable[Call], report: Report) -> None:
-        """Run all calls, and report each as it is done.
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Let the calls be run; returns at once."""
+        if not calls:
+            return
+        with self._lock:
+            self._waiting.extend(calls)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="reward workers", daemon=True)
+                self._thread.start()
+            else:
+                self._mouth.send_bytes(b"!")
 
-        Args:
-            calls: in any order.
-            report: called in this thread; what it raises ends the run of the rest.
-        """
-        waiting = deque(calls)
-        try:
-            while waiting or any(worker.calls for worker in self.workers):
-                self._hand_out(waiting)
-                self._listen(waiting, report)
-        except BaseException:
-            self.close()
-            raise
+    def withdraw(self, samples: Collection[int]) -> None:
+        """Forget what has not begun of the calls on some samples."""
+        if samples:
+            with self._lock:
+                self._waiting = deque(call for call in self._waiting if call.sample not in samples)
 
     def close(self) -> None:
-        """End all processes; a later run starts new ones."""
+        """End all processes and forget all calls; what is submitted later starts new ones."""
+        with self._lock:
+            self._waiting.clear()
+            self._is_closing = True
+            thread = self._thread
+            if thread is not None:
+                self._mouth.send_bytes(b"!")
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            self._end_workers()
+            self._is_closing = False
+
+    def _work(self) -> None:
+        try:
+            while self._has_work():
+                self._listen()
+        except BaseException as error:  # raised again by whoever waits for the outcomes
+            with self._lock:
+                self._waiting.clear()
+                self._end_workers()
+                self.report(error)
+                self._thread = None
+
+    def _has_work(self) -> bool:
+        """Hand out what waits. Without any work left the thread ends; the next call starts another."""
+        with self._lock:
+            is_idle = not self._waiting and not any(worker.calls for worker in self.workers)
+            if self._is_closing or is_idle:
+                self._thread = None
+                return False
+            while self._ears.poll():
+                self._ears.recv_bytes()
+            self._hand_out(self._waiting)
+            return True
+
+    def _end_workers(self) -> None:
         for worker in list(self.workers):
             self._remove(worker)
 
@@ -117,34 +166,36 @@ class WorkerPool:
             self.workers.append(Worker(self.functions))
             num_starting += 1
 
-    def _listen(self, waiting: deque[Call], report: Report) -> None:
-        """Wait for the next answers, deaths or deadlines."""
+    def _listen(self) -> None:
+        """Wait for the next answers, deaths, deadlines or calls."""
         listened = {worker.connection: worker for worker in self.workers if worker.calls or not worker.is_ready}
-        first_deadline = min(worker.deadline for worker in listened.values())
-        patience = max(0.0, first_deadline - time.monotonic())
-        for connection in multiprocessing.connection.wait(list(listened), patience):
+        first_deadline = min((worker.deadline for worker in listened.values()), default=math.inf)
+        patience = max(0.0, first_deadline - time.monotonic()) if listened else None
+        for connection in multiprocessing.connection.wait([*listened, self._ears], patience):
+            if connection is self._ears:
+                continue
             worker = listened.pop(connection)  # type: ignore[call-overload]
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
-                self._bury(worker, waiting, report)
+                self._bury(worker)
             else:
-                self._answer(worker, message, report)
+                self._answer(worker, message)
         now = time.monotonic()
         for worker in listened.values():
             if now > worker.deadline:
-                self._bury(worker, waiting, report)
+                self._bury(worker)
 
-    def _answer(self, worker: Worker, message: Any, report: Report) -> None:
+    def _answer(self, worker: Worker, message: Any) -> None:
         if not worker.is_ready:
             worker.is_ready = True
             return
         call = worker.calls.popleft()
         if worker.calls:
             worker.deadline = self._deadline(worker.calls[0])
-        report(call, message)
+        self.report(Answered(call, message))
 
-    def _bury(self, worker: Worker, waiting: deque[Call], report: Report) -> None:
+    def _bury(self, worker: Worker) -> None:
         """Report the call that a hung or dead worker was at as failed, and put its others back."""
         is_overdue = time.monotonic() > worker.deadline
         exit_code, log = self._remove(worker)
@@ -154,14 +205,15 @@ class WorkerPool:
         if not worker.calls:
             return
         call = worker.calls.popleft()
-        waiting.extendleft(reversed(worker.calls))
+        with self._lock:
+            self._waiting.extendleft(reversed(worker.calls))
         timeout = self.functions[call.function].timeout
         if is_overdue or log.startswith("Timeout"):
             error = f"{_stack(log)}TimeoutError: the reward function took more than its timeout={timeout:g} s"
         else:
             cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
             error = f"{_stack(log)}ProcessDied: the reward function ended its process ({cause})"
-        report(call, Outcome(None, error))
+        self.report(Answered(call, Outcome(None, error)))
 
     def _remove(self, worker: Worker) -> tuple[int, str]:
         """End a worker; gives its exit code and its log."""

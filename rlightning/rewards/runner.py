@@ -1,14 +1,16 @@
 """Calls the reward functions on a batch, and keeps a failure to the sample that it befell."""
 
+import contextlib
 import logging
 import os
+import queue
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError, RewardError
-from rlightning.rewards.calls import Call, Outcome
+from rlightning.rewards.calls import Answered, Call, Outcome
 from rlightning.rewards.config import BoundReward, RewardFunction, bind_rewards
-from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
+from rlightning.rewards.event_loop import BEAT, EventLoopPool, LoopFunction
 from rlightning.rewards.pool import WorkerPool
 from rlightning.rewards.worker import WorkerFunction
 
@@ -36,11 +38,20 @@ class RewardScores(NamedTuple):
     failed: int
 
 
+class _Begun(NamedTuple):
+    """A sample whose calls have been begun; ``number`` is the calls'."""
+
+    prompt: "Prompt"
+    completion: "Completion"
+    number: int
+
+
 class RewardRunner:
     """Runs reward functions: sync ones in worker processes, async ones on an event loop, all with a timeout.
 
     Sync functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads instead: a hang
-    there leaves its thread behind. Processes start with the first :meth:`score`.
+    there leaves its thread behind. Processes start with the first calls. :meth:`begin` lets calls run while the caller
+    has something else to do.
 
     Args:
         rewards: each a dotted path, a function, or a :class:`RewardFunction`.
@@ -62,12 +73,19 @@ class RewardRunner:
         self.max_failed_share = max_failed_share
         self.functions = bind_rewards(rewards)
         workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
+        self._answers: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
         self._pool = WorkerPool(
-            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in self.functions], workers
+            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in self.functions],
+            workers,
+            self._answers.put,
         )
         self._loop = EventLoopPool(
-            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in self.functions], workers
+            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in self.functions],
+            workers,
+            self._answers.put,
         )
+        self._begun: dict[int, _Begun] = {}  # by the completion's id()
+        self._num_samples = 0
         self._said: set[str] = set()
 
     def check(self, columns: Sequence[str], source: str) -> None:
@@ -80,8 +98,26 @@ class RewardRunner:
         for function in self.functions:
             function.check(columns, source)
 
+    def begin(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> None:
+        """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
+
+        The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
+        would take the interpreter from whoever collects completions.
+
+        Args:
+            prompts: some of those that will be scored together.
+            completions: each of the prompt in its place. :meth:`score` must get these very objects.
+        """
+        elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
+        calls = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            self._begun[id(completion)] = _Begun(prompt, completion, self._num_samples)
+            calls += self._calls(elsewhere, prompt, completion, self._num_samples)
+            self._num_samples += 1
+        self._submit(calls)
+
     def score(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> RewardScores:
-        """Call every function on every sample.
+        """Call every function on every sample, unless that was begun already.
 
         Args:
             prompts: N of them.
@@ -92,24 +128,68 @@ class RewardRunner:
         """
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
-        calls = [
-            Call(f, sample, function.select(_given(prompt, completion), prompt.columns))
-            for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-            for f, function in enumerate(self.functions)
-        ]
+        everywhere = range(len(self.functions))
+        here = [f for f in everywhere if not (self.functions[f].is_async or self.functions[f].pickled)]
+        samples: dict[int, int] = {}  # places in the batch, by the calls' numbers
+        calls = []
+        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            begun = self._begun.get(id(completion))
+            if begun is not None and begun.prompt is prompt and begun.number not in samples:
+                samples[begun.number] = sample
+                calls += self._calls(here, prompt, completion, begun.number)
+            else:
+                samples[self._num_samples] = sample
+                calls += self._calls(everywhere, prompt, completion, self._num_samples)
+                self._num_samples += 1
+        self._pool.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
+        self._begun.clear()
         tally = _Tally(self.functions, len(prompts), self.max_failed_share, self._said)
         try:
-            self._loop.submit([call for call in calls if self.functions[call.function].pickled is None])
-            self._pool.run([call for call in calls if self.functions[call.function].pickled is not None], tally.add)
-            self._loop.collect(tally.add)
-        finally:
-            self._loop.close()
+            self._submit(calls)
+            self._collect(samples, tally)
+        except BaseException:
+            self.close()
+            raise
+        self._loop.close()
         return tally.total()
 
     def close(self) -> None:
-        """End the worker processes; a later :meth:`score` starts them again."""
+        """End the worker processes, and forget what was begun; later calls start them again."""
         self._pool.close()
         self._loop.close()
+        self._begun.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._answers.get_nowait()
+
+    def _calls(self, functions: Sequence[int], prompt: "Prompt", completion: "Completion", number: int) -> list[Call]:
+        given = _given(prompt, completion)
+        return [Call(f, number, self.functions[f].select(given, prompt.columns)) for f in functions]
+
+    def _submit(self, calls: Sequence[Call]) -> None:
+        self._loop.submit([call for call in calls if self.functions[call.function].pickled is None])
+        self._pool.submit([call for call in calls if self.functions[call.function].pickled is not None])
+
+    def _collect(self, samples: "dict[int, int]", tally: "_Tally") -> None:
+        """Wait for the answer to every function's call on every sample.
+
+        Args:
+            samples: places in the batch, by the calls' numbers.
+            tally: gets them.
+        """
+        missing = {(f, number) for f in range(len(self.functions)) for number in samples}
+        while missing:
+            try:
+                answer = self._answers.get(timeout=BEAT)
+            except queue.Empty:
+                self._loop.replace_if_blocked()
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            call, outcome = answer
+            if (call.function, call.sample) in missing:  # else of a sample that nobody asks for any more
+                missing.remove((call.function, call.sample))
+                tally.add(call._replace(sample=samples[call.sample]), outcome)
 
 
 class _Tally:

@@ -1,6 +1,6 @@
 """What a rollout engine can do, whatever runs it and wherever it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,10 +46,20 @@ class Sampling:
         check_rules(rules)
 
 
+OnCompleted = Callable[[Prompt, list[Completion]], None]
+"""Called with a prompt and all of its completions while others are still generated, once or, for some, not at all."""
+
+
 class Generator(Protocol):
     """Completes prompts; what an RLModule asks of the callback that owns the engine."""
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+    ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import rlightning
 from rlightning.errors import EngineError
-from rlightning.rollout.engine import Sampling
+from rlightning.rollout.engine import OnCompleted, Sampling
 from rlightning.rollout.process_group import end_group
 from rlightning.types import Completion, Prompt
 
@@ -127,10 +127,20 @@ class VLLMEngine:
         self._is_ready = True
         log.info("The engine is up: %s.", description)
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+    ) -> list[list[Completion]]:
         """See :meth:`RolloutEngine.generate`."""
         requests = [(prompt, stream) for stream, prompt in enumerate(prompts)]
-        done = dict(self.generate_as_finished(requests, num_samples, sampling))
+        done: dict[int, list[Completion]] = {}
+        for position, completions in self.generate_as_finished(requests, num_samples, sampling):
+            done[position] = completions
+            if on_completed is not None:
+                on_completed(prompts[position], completions)
         return [done[i] for i in range(len(prompts))]
 
     def generate_as_finished(

@@ -12,7 +12,7 @@ from tiny import save_model
 
 from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnCompleted, Sampling
 from rlightning.types import Completion, Prompt
 
 
@@ -29,7 +29,9 @@ class ActorGenerator:
         self.module = module
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt, all of them a token at a time."""
         sequences = [list(prompt.token_ids) for prompt in prompts for _ in range(num_samples)]
         logprobs: list[list[float]] = [[] for _ in sequences]

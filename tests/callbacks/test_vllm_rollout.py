@@ -1,8 +1,10 @@
 """VLLMRollout in runs of the real Trainer, in a loop of one's own, and refusing what cannot work."""
 
+import contextlib
 import importlib.util
 import logging
 import runpy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +21,11 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
+from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout.canary import canary_tokens
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
-from rlightning.types import Prompt
+from rlightning.types import Completion, Prompt, RolloutBatch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 
@@ -42,6 +45,7 @@ class Run(NamedTuple):
     rollout: VLLMRollout
     witness: Witness
     sessions: list[int]
+    begun: list[tuple[Prompt, Completion]]
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +53,21 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
     folder = tmp_path_factory.mktemp("run")
     sessions: list[int] = []
-    start = VLLMEngine.start
+    begun: list[tuple[Prompt, Completion]] = []
+    start, begin = VLLMEngine.start, RewardRunner.begin
 
     def noted(engine: VLLMEngine) -> None:
         start(engine)
         assert engine._process is not None
         sessions.append(engine._process.pid)
 
+    def noted_begin(runner: RewardRunner, prompts: list[Prompt], completions: list[Completion]) -> None:
+        begin(runner, prompts, completions)
+        begun.extend(zip(prompts, completions, strict=True))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLLMEngine, "start", noted)
+        patch.setattr(RewardRunner, "begin", noted_begin)
         witness, rollout = Witness(), make_rollout(temperature=0.7, bucket_bytes=50_000)
         trainer = make_trainer(folder, 5, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
         path = str(folder / "sums.jsonl")
@@ -65,7 +75,7 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         data = make_data(folder, validation=sets)
         module = make_module(model_folder)
         trainer.fit(module, data)
-        yield Run(trainer, module, data, rollout, witness, sessions)
+        yield Run(trainer, module, data, rollout, witness, sessions, begun)
 
 
 def test_weights_are_sent_once_an_update(run: Run) -> None:
@@ -83,6 +93,14 @@ def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
         assert batch.num_sequences == 8
         assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
         assert metrics["policy/rollout_gap_max"] < 1e-4
+
+
+def test_rewards_are_begun_as_completions_come(run: Run) -> None:
+    # Five steps of 4 x 2 completions, and three validations of 4 and of 3 x 4.
+    assert len(run.begun) == 5 * 8 + 3 * (4 + 12)
+    for batch in run.witness.batches:
+        pairs = {(id(prompt), id(completion)) for prompt, completion in run.begun}
+        assert pairs >= {(id(p), id(c)) for p, c in zip(batch.prompts, batch.completions, strict=True)}
 
 
 def test_validation_goes_through_the_engine(run: Run) -> None:
@@ -144,7 +162,7 @@ class PlainLoop(NamedTuple):
 @pytest.fixture(scope="module")
 def loop(example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLoop]:
     """A policy and an engine that stays up, verified at each sync; no Trainer."""
-    policy, rollout = example["Policy"](model_folder), make_rollout(seed=3)
+    policy, rollout = example["Policy"](model_folder), make_rollout(seed=3, engine={"max_num_seqs": 8})
     trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
     rollout.setup(trainer, policy, "fit")
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(["1+1=", "2+3="])]
@@ -180,6 +198,27 @@ def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     assert sample_anew(loop) != first
     loop.policy.weight_version -= 1
     assert sample_anew(loop) == first
+
+
+def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop) -> None:
+    start = time.monotonic()
+    arrived: list[float] = []
+    runner = RewardRunner([RewardFunction("clock_reward.seconds_since", arguments={"start": start})])
+
+    def on_completed(prompt: Prompt, completions: list[Completion]) -> None:
+        runner.begin([prompt] * len(completions), completions)
+        arrived.append(time.monotonic() - start)
+
+    with contextlib.closing(runner):
+        groups = loop.rollout.generate(loop.prompts, 1, loop.rollout.sampling, on_completed)
+        batch = RolloutBatch.pack(loop.prompts, groups)
+        runner.score(batch.prompts, batch.completions)  # the functions' processes are up now
+        prompts = [loop.prompts[0]._replace(index=index) for index in range(64)]
+        groups = loop.rollout.generate(prompts, 4, loop.rollout.sampling, on_completed)  # eight sequences at once
+        batch = RolloutBatch.pack(prompts, groups)
+        called = runner.score(batch.prompts, batch.completions).rewards
+    assert len(arrived) == 2 + 64
+    assert arrived[1] < called.min() < arrived[-1]
 
 
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from rlightning.algorithms import GRPO
 from rlightning.distributed.fsdp import FSDP
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 ACCUMULATED, WHOLE = 23, 4096
@@ -45,7 +45,9 @@ class RandomGenerator:
     def __init__(self, module: RLModule) -> None:
         self.module = module
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Completion]]:
         """Random tokens, of random lengths."""
         return [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
 

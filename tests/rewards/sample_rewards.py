@@ -66,6 +66,16 @@ async def misbehave_async(completion: str) -> float:
     return 1.0
 
 
+def note(completion: str, folder: str) -> float:
+    """Leaves a file for each call, named by the completion."""
+    (Path(folder) / f"{completion}.{time.monotonic_ns()}").touch()
+    return len(completion)
+
+
+async def note_async(completion: str, folder: str) -> float:
+    return note(f"async-{completion}", folder)
+
+
 def process_id(completion: str) -> int:
     return os.getpid()
 

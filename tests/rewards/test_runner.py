@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def make_runner() -> Iterator[MakeRunner]:
         runner.close()
 
 
-def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> RewardScores:
+def make_samples(completions: list[str], **columns: list[Any]) -> tuple[list[Prompt], list[Completion]]:
     rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
     prompts = [Prompt(i, f"prompt {i}", [1], row) for i, row in enumerate(rows)]
     empty = np.empty(0)
@@ -44,7 +45,11 @@ def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) ->
         Completion(text, np.arange(len(text)), empty.astype(np.float32), empty.astype(np.int32), "stop")
         for text in completions
     ]
-    return runner.score(prompts, written)
+    return prompts, written
+
+
+def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> RewardScores:
+    return runner.score(*make_samples(completions, **columns))
 
 
 def values(tensor: torch.Tensor) -> list[float | None]:
@@ -245,3 +250,91 @@ def test_no_functions() -> None:
 def test_mistakes_in_the_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
         RewardRunner([], **options)
+
+
+# Samples that are begun before the others are there
+
+
+def noted(folder: Path) -> list[str]:
+    """What was called so far, once for each call."""
+    return sorted(path.stem for path in folder.iterdir())
+
+
+def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path: Path) -> None:
+    called_here: list[str] = []
+
+    def closure(completion: str) -> float:
+        called_here.append(completion)
+        return 1.0
+
+    runner = make_runner("sample_rewards.note", sample_rewards.note_async, closure)
+    prompts, completions = make_samples(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
+    runner.begin(prompts[2:], completions[2:])
+    wait_for(lambda: noted(tmp_path) == ["async-ccc", "async-dddd", "ccc", "dddd"])
+    assert called_here == []  # it would take the interpreter from whoever collects completions
+    scores = runner.score(prompts, completions)
+    assert values(scores.components["note"]) == [1.0, 2.0, 3.0, 4.0]
+    assert values(scores.components["note_async"]) == [7.0, 8.0, 9.0, 10.0]
+    assert sorted(called_here) == ["a", "bb", "ccc", "dddd"]
+    assert noted(tmp_path) == sorted([*called_here, *(f"async-{text}" for text in called_here)])
+
+
+def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
+    runner = make_runner(
+        RewardFunction("sample_rewards.misbehave", timeout=1.0), RewardFunction("sample_rewards.length", weight=0.5)
+    )
+    prompts, completions = make_samples(["fine", "raise", "exit", "true", "nan", "sleep", "crash", "none"])
+    for order in ([0, 1, 2], [5, 6, 7], [3, 4]):  # in an order of their own, as they end
+        runner.begin([prompts[i] for i in order], [completions[i] for i in order])
+    begun = runner.score(prompts, completions)
+    plain = runner.score(prompts, completions)
+    assert values(begun.rewards) == values(plain.rewards) == [3.0, None, None, 3.0, None, None, None, 2.0]
+    assert values(begun.components["length"]) == values(plain.components["length"])
+    assert begun.failed == 5
+
+
+def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=60.0), num_workers=1, max_failed_share=0.0)
+    unwanted = make_samples(["raise", "ok"] + ["sleep"] * 50)
+    runner.begin(*unwanted)
+    runner.close()  # as an end of the run would, whatever hangs
+    runner.begin(*make_samples(["raise"] * 3))
+    prompts, completions = make_samples(["one", "two"])
+    runner.begin(prompts, completions)
+    alike = [completion._replace() for completion in completions]  # equal, and yet others
+    assert runner.score(prompts, alike).failed == 0
+    assert runner.score(prompts, completions[:1] * 2).failed == 0
+
+
+def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=60.0), max_failed_share=0.25)
+    prompts, completions = make_samples(["raise", "raise", *["sleep"] * 6])
+    runner.begin(prompts[:4], completions[:4])
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"^3 of 8 samples have no reward"):
+        runner.score(prompts[:1] * 3 + prompts[3:], completions[:1] * 3 + completions[3:])
+    assert time.monotonic() - start < 30  # nobody waited for those that sleep
+    assert score(runner, ["ok"]).failed == 0
+
+
+def test_a_worker_that_cannot_start_is_told_when_scores_are_asked_for(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner("sample_rewards.length")
+    prompts, completions = make_samples(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        runner.begin(prompts, completions)
+        with pytest.raises(RewardError, match="A reward worker died with exit code 1"):
+            runner.score(prompts, completions)
+    assert runner.score(prompts, completions).failed == 0
+
+
+def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=60.0))
+    runner.begin(*make_samples([""], folder=[str(tmp_path)]))
+    wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    runner.close()
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert not any(thread.name == "reward workers" for thread in threading.enumerate())
