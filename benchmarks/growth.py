@@ -13,21 +13,21 @@ products grow with the square of the length, the rest is linear. "KV cache" is w
 need at once: what goes beyond the engine's share has to wait.
 """
 
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from launch import (
     PROMPT_TOKENS,
+    RUN_TIMEOUT,
     Job,
     Rows,
     Run,
     benchmark_parser,
     callback,
     finish,
+    fit,
     grpo_config,
     prepare,
-    run_jobs,
 )
 
 PHASES = ("generate", "reward", "update", "sync")
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="steps of each size (1)")
     parser.add_argument("--microbatch-tokens", type=int, default=32768, help="of a micro-batch (32768)")
     parser.add_argument("--utilization", type=float, default=0.5, help="gpu_memory_utilization (0.5)")
+    parser.add_argument("--limit", type=float, default=RUN_TIMEOUT, help="seconds: what is done by then counts (900)")
     arguments = parser.parse_args()
     if min(arguments.lengths) <= PROMPT_TOKENS:
         parser.error(f"--lengths {min(arguments.lengths)}: prompts have {PROMPT_TOKENS} tokens, so give more than that")
@@ -134,12 +135,10 @@ def main() -> None:
             callback("EmptyCacheAfterUpdate"),
         ],
     )
-    run = run_jobs([Job("run", config)], arguments)[0]
+    run = fit(Job("run", config), arguments, [0], timeout=arguments.limit)
     rows = summarise(run, sizes, arguments.model)
-    log = Path(run.folder / "run.log")
-    notes = (
-        [] if run.exit_code == 0 else [f"Ended with exit code {run.exit_code} after {len(run.metrics())} steps: {log}"]
-    )
+    end = f"Ended with exit code {run.exit_code} after {len(run.metrics())} steps: {run.folder / 'run.log'}"
+    notes = [end] if run.exit_code else []
     finish(arguments, rows, notes)
 
 

@@ -31,8 +31,8 @@ def mean_length(longest: int, *, is_variable: bool) -> float:
     """Tokens that :func:`draw_lengths` gives in the mean."""
     if not is_variable:
         return float(longest)
-    stay = 1 - 3 / longest
-    return (1 - stay**longest) / (1 - stay)
+    chance = min(3 / longest, 1.0)
+    return (1 - (1 - chance) ** longest) / chance
 
 
 def draw_lengths(longest: int, count: int, rng: np.random.Generator, *, is_variable: bool) -> list[int]:
@@ -46,7 +46,7 @@ def draw_lengths(longest: int, count: int, rng: np.random.Generator, *, is_varia
     """
     if not is_variable:
         return [longest] * count
-    lengths: list[int] = np.minimum(rng.geometric(3 / longest, count), longest).tolist()
+    lengths: list[int] = np.minimum(rng.geometric(min(3 / longest, 1.0), count), longest).tolist()
     return lengths
 
 

@@ -74,7 +74,7 @@ class StepTrace(TrainerCallback):  # type: ignore[misc]
     def __init__(self, path: Path, config: Any, device: torch.device) -> None:
         self.path, self.config, self.device = path, config, device
         self.clock = Clock()
-        self.poll = DevicePoll(device)
+        self.poll: DevicePoll | None = None
         self.begun = 0.0
         self.lengths: list[tuple[int, int]] = []
         self.allocated = 0
@@ -99,8 +99,18 @@ class StepTrace(TrainerCallback):  # type: ignore[misc]
         self.clock.seconds["other"] += perf_counter() - begun
         reset_peak(self.device)
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to watch the device, now that the engine has captured its graphs."""
+        self.poll = DevicePoll(self.device)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop watching."""
+        assert self.poll is not None
+        self.poll.close()
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
+        assert self.poll is not None
         synchronize(self.device)
         self.clock.seconds.clear()
         self.lengths.clear()
@@ -109,6 +119,7 @@ class StepTrace(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop it, the device having done its work, and write the row."""
+        assert self.poll is not None
         synchronize(self.device)
         seconds = perf_counter() - self.begun
         phases = self.clock.seconds
@@ -156,7 +167,6 @@ def main() -> None:
     )
     trace.watch(trainer)
     trainer.train()
-    trace.poll.close()
 
 
 if __name__ == "__main__":

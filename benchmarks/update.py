@@ -18,6 +18,7 @@ made, "later" how many of them after the warm-up, which should be none: the reas
 """
 
 import argparse
+import ctypes
 import itertools
 import os
 import shlex
@@ -52,6 +53,8 @@ from launch import (
 SAMPLES = 8
 PROFILED_MICROBATCHES = 3
 GIB = 2**30
+PR_SET_PDEATHSIG = 1
+"""Linux's number for: send me a signal when my parent ends."""
 NO_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
 """What CUDA says in a fork of a process that has used it."""
 
@@ -115,6 +118,7 @@ def fork(work: Callable[[], None], log: Path, timeout: float) -> int:
 
     def main() -> None:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should this process be killed, the GPU gets free
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -128,11 +132,13 @@ def fork(work: Callable[[], None], log: Path, timeout: float) -> int:
 
     process = get_context("fork").Process(target=main)
     process.start()
-    process.join(max(timeout, 1.0))
-    exit_code = 124 if process.is_alive() else process.exitcode
-    with suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
+    try:
+        process.join(max(timeout, 1.0))
+        exit_code = 124 if process.is_alive() else process.exitcode
+    finally:
+        with suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
     return exit_code if exit_code is not None else 1
 
 
