@@ -29,8 +29,6 @@ CHUNK_BYTES = 1 << 30
 It is all that a compiled chunk takes: what the kernels compute in float32 between reading the logits and writing a few
 numbers a token, or a gradient in their place, stays in registers. Uncompiled, some float32 copies come on top.
 """
-
-
 COMPILED_DEVICES = {"cuda"}
 """Where kernels are compiled; a CPU may have no compiler."""
 

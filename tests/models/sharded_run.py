@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlightning.errors import ConfigError
-from rlightning.models import load_policy, packed_logprobs
+from rlightning.models import load_policy, output_layer, packed_logprobs
 from rlightning.models.sharding import Sharding, load_sharded_policy
 from rlightning.models.shards import local_tensor
 from rlightning.optimization import clip_gradients
@@ -115,6 +115,7 @@ class RecordLog(logging.Handler):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    output_layer.CHUNK_BYTES = 10 * 41 * 4  # some chunks of ten tokens
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     results = [compare(folder, tuple(sizes), **kwargs) for folder, sizes, kwargs in json.loads(sys.argv[1])]
     sys.stdout.write(json.dumps({"results": results, "clip": clip(dist.get_rank())}) + "\n")
