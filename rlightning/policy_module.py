@@ -1,9 +1,10 @@
 """PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,10 +15,14 @@ from transformers import PreTrainedModel
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
+from rlightning.models.attention import describe_attention
 from rlightning.models.flops import sequence_flops
+from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
 from rlightning.optimizers import OptimizerStates
 from rlightning.types import RolloutBatch
+
+log = logging.getLogger(__name__)
 
 
 class PolicyModule(LightningModule):
@@ -35,7 +40,9 @@ class PolicyModule(LightningModule):
         lr_schedule: what it does afterwards, down to 0 at ``max_steps``.
         max_grad_norm: gradients are scaled down to this global norm.
         optimizer_states: how AdamW's moments are kept between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
-        gradient_checkpointing: compute activations twice, for memory.
+        gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
+            room for a micro-batch ("auto"; none where that is not known, as on the CPU).
+        compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
     """
 
     def __init__(
@@ -49,7 +56,8 @@ class PolicyModule(LightningModule):
         lr_schedule: LRSchedule = "constant",
         max_grad_norm: float = 1.0,
         optimizer_states: OptimizerStates = "float32",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        compile: bool | None = None,
     ) -> None:
         super().__init__()
         check_optimizer(
@@ -67,26 +75,49 @@ class PolicyModule(LightningModule):
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.actor: PreTrainedModel | None = None
 
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
-            self.actor = self.load_model(self.model_path, gradient_checkpointing=self.gradient_checkpointing)
+            self.actor = self.load_model(self.model_path)
+            checkpoint_layers(self.actor, self.count_checkpointed_layers())
 
-    def load_model(self, model: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    def load_model(self, model: str) -> PreTrainedModel:
         """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device."""
-        dtype = torch.get_default_dtype()
         strategy = None if self._trainer is None else self.trainer.strategy
+        # Not self.device, which Lightning sets after configure_model().
+        device = torch.device("cpu") if strategy is None else strategy.root_device
+        is_compiled, reason = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
+        dtype = torch.get_default_dtype()
         sharding = getattr(strategy, "sharding", None)
         if sharding is not None:
             from rlightning.models.sharding import load_sharded_policy
 
-            return load_sharded_policy(model, sharding, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
-        policy = load_policy(model, dtype, gradient_checkpointing=gradient_checkpointing)
-        # Not self.device, which Lightning sets after configure_model().
-        return policy if strategy is None else nn.Module.to(policy, strategy.root_device)
+            policy = load_sharded_policy(model, sharding, dtype=dtype)
+        else:
+            policy = nn.Module.to(load_policy(model, dtype), device)
+        if is_compiled:
+            compile_layers(policy)
+        if strategy is not None and self.trainer.is_global_zero:
+            computes_in = torch.bfloat16 if self.trainer.precision.startswith("bf16") else dtype
+            log.info("%s: attention is %s; %s", model, describe_attention(policy.config, device, computes_in), reason)
+        return policy
+
+    def count_checkpointed_layers(self) -> int:
+        """How many of the actor's layers compute their activations twice, by ``gradient_checkpointing``."""
+        num_layers: int = self.model_config.get_text_config().num_hidden_layers
+        if self.gradient_checkpointing != "auto":
+            return num_layers if self.gradient_checkpointing else 0
+        if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
+            return 0
+        from rlightning.memory_plan.running import decide_checkpointing
+
+        count, reason = decide_checkpointing(self.trainer, self)
+        if self.trainer.is_global_zero:
+            log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
+        return count
 
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule, stepped once a rollout."""
@@ -131,7 +162,8 @@ class PolicyModule(LightningModule):
             [P] float32; the first one 0.
         """
         batch = RolloutBatch.of_sequence(token_ids).to(self.device)
-        with self.trainer.precision_plugin.forward_context():
+        # One short sequence now and then is not worth compiled graphs of its own, of a forward without gradient.
+        with torch.compiler.set_stance("force_eager"), self.trainer.precision_plugin.forward_context():
             return packed_logprobs(self.loaded_actor, batch)[0]
 
     @torch.no_grad()

@@ -36,13 +36,13 @@ def advise_update(plan: MemoryPlan) -> list[str]:
             return [f"{prefix} set rollout.sleep: true, so that the engine gives its memory back."]
     ways = []
     if not work.gradient_checkpointing:
-        checkpointed = total(plan.update(gradient_checkpointing=True))
+        checkpointed = total(plan.update(gradient_checkpointing="auto"))
         if checkpointed <= plan.device_memory:
-            ways.append(f"set model.gradient_checkpointing: true ({_gib(checkpointed)})")
+            ways.append(f"set model.gradient_checkpointing: auto ({_gib(checkpointed)})")
     if (tokens := _round(plan.largest_microbatch(work.gradient_checkpointing))) >= work.longest:
         ways.append(f"lower model.max_tokens_per_microbatch to {tokens}")
     elif not ways and (tokens := _round(plan.largest_microbatch(True))) >= work.longest:
-        ways.append(f"set model.gradient_checkpointing: true and model.max_tokens_per_microbatch: {tokens}")
+        ways.append(f"set model.gradient_checkpointing: auto and model.max_tokens_per_microbatch: {tokens}")
     return [f"{prefix} {', or '.join(ways or advise_sharding(plan))}."]
 
 
@@ -58,7 +58,7 @@ def advise_sharding(plan: MemoryPlan) -> list[str]:
     while ranks <= MOST_RANKS:
         spread = replace(parallelism, kind="fsdp", ranks=ranks, shard_size=ranks // parallelism.tensor_parallel_size)
         if total(least.replace(parallelism=spread).update()) <= plan.device_memory:
-            rest = "model.gradient_checkpointing: true and micro-batches of the longest sequence"
+            rest = "model.gradient_checkpointing: auto and micro-batches of the longest sequence"
             if ranks == start and parallelism.kind == "fsdp":
                 return [f"leave out trainer.strategy.init_args.shard_size, with {rest}"]
             return [f"shard it over {ranks} devices (trainer.strategy: fsdp2, trainer.devices), with {rest}"]

@@ -6,7 +6,7 @@ from typing import Literal
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.engine_memory import EnginePlan, plan_engine
 from rlightning.memory_plan.trainer_memory import TRANSIENT_PARTS, TrainerMemory
-from rlightning.memory_plan.work import Work
+from rlightning.memory_plan.work import Checkpointing, Work
 
 Phase = Literal["sync", "generate", "score", "update"]
 ENGINE_PARTS = ("engine's weights", "engine's activations", "KV cache")
@@ -21,6 +21,8 @@ EMPTIED_CACHE_BYTES = int(0.6 * GIB)
 """What PyTorch still holds beyond its tensors after the cache was emptied."""
 FRESH_FRAGMENTATION = 0.06
 """Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
+FREE_SHARE = 0.1
+"""Of the device, that the update leaves free where it is chosen how many layers are checkpointed."""
 OLD_FRAGMENTATION = 0.25
 """The same after steps of many lengths without emptying."""
 
@@ -44,10 +46,25 @@ class MemoryPlan:
         work = replace(self.work, **changes)  # type: ignore[arg-type]
         return MemoryPlan(work, self.device_memory, like=self.trainer)
 
-    def update(self, tokens: int | None = None, gradient_checkpointing: bool | None = None) -> dict[str, int]:
+    def update(self, tokens: int | None = None, gradient_checkpointing: Checkpointing | None = None) -> dict[str, int]:
         """By name, at the update's peak; for another micro-batch or with other checkpointing, where asked."""
-        is_checkpointed = self.work.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        parts = self.trainer.update_parts(self.tokens if tokens is None else tokens, is_checkpointed)
+        tokens = self.tokens if tokens is None else tokens
+        return self._update(tokens, self.count_checkpointed_layers(tokens, gradient_checkpointing))
+
+    def count_checkpointed_layers(
+        self, tokens: int | None = None, gradient_checkpointing: Checkpointing | None = None
+    ) -> int:
+        """How many layers' activations are computed twice: with "auto" as few as leave ``FREE_SHARE``, or all."""
+        wanted = self.work.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        num_layers = self.trainer.num_layers
+        if wanted != "auto":
+            return num_layers if wanted else 0
+        tokens, limit = self.tokens if tokens is None else tokens, (1 - FREE_SHARE) * self.device_memory
+        fitting = (count for count in range(num_layers) if total(self._update(tokens, count)) <= limit)
+        return next(fitting, num_layers)
+
+    def _update(self, tokens: int, checkpointed_layers: int) -> dict[str, int]:
+        parts = self.trainer.update_parts(tokens, checkpointed_layers)
         parts["weight bucket"] = self.trainer.bucket()
         parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
         return parts | self._beside_trainer(is_awake=self.work.engine is not None and not self.work.engine.can_sleep)
@@ -138,18 +155,19 @@ class MemoryPlan:
 
     # What follows
 
-    def largest_microbatch(self, gradient_checkpointing: bool) -> int:
+    def largest_microbatch(self, gradient_checkpointing: Checkpointing) -> int:
         """The most tokens of a micro-batch whose update fits; 0 if none does."""
+        checkpointed_layers = self.trainer.num_layers if gradient_checkpointing else 0
         low, high = 0, 1 << 24
         while low < high:
             middle = (low + high + 1) // 2
-            if total(self.update(middle, gradient_checkpointing)) <= self.device_memory:
+            if total(self._update(middle, checkpointed_layers)) <= self.device_memory:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def longest_sequence(self, gradient_checkpointing: bool) -> int:
+    def longest_sequence(self, gradient_checkpointing: Checkpointing) -> int:
         """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
         limits = [
             self.largest_microbatch(gradient_checkpointing),

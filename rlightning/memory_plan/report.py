@@ -31,8 +31,16 @@ def describe(plan: MemoryPlan) -> str:
         f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{spread}, "
         f"{plan.device_memory / GIB:.1f} GiB each\n"
         f"micro-batches of {plan.tokens:,} tokens, sequences of up to {work.longest:,}, "
-        f"gradient_checkpointing: {str(work.gradient_checkpointing).lower()}"
+        f"gradient_checkpointing: {describe_checkpointing(plan)}"
     )
+
+
+def describe_checkpointing(plan: MemoryPlan) -> str:
+    """The setting, and what it comes to if that is to be found out."""
+    setting = plan.work.gradient_checkpointing
+    if setting != "auto":
+        return str(setting).lower()
+    return f"auto ({plan.count_checkpointed_layers()} of {plan.trainer.num_layers} layers)"
 
 
 def format_phases(plan: MemoryPlan) -> str:

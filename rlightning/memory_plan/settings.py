@@ -28,6 +28,8 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16-true": "bf16-true",
 }
+PROMPT_TOKENS = 1024
+"""Of the longest prompt, where the data has no limit."""
 
 
 def read_work(config: Any) -> Work:
@@ -53,7 +55,7 @@ def read_work(config: Any) -> Work:
     batch.check_world_size(parallelism.ranks)
     generates = getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True)
     rollout = find_rollout(config) if generates else None
-    max_prompt_tokens = data.get("max_prompt_tokens") or 1024
+    max_prompt_tokens = data.get("max_prompt_tokens") or PROMPT_TOKENS
     longest = min(batch.max_tokens_per_microbatch, max_model_length(model_config))
     if rollout is not None:
         batch.check_sequence_length(max_prompt_tokens, rollout["max_new_tokens"], max_model_length(model_config))
@@ -66,7 +68,8 @@ def read_work(config: Any) -> Work:
         batch=batch,
         longest=longest,
         precision=read_precision(trainer),
-        gradient_checkpointing=bool(model.get("gradient_checkpointing")),
+        gradient_checkpointing=model.get("gradient_checkpointing", "auto"),
+        is_compiled=model.get("compile") is not False and parallelism.tensor_parallel_size == 1,
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
         engine=None if rollout is None else plan_rollout(rollout, batch, parallelism.ranks, max_prompt_tokens),
@@ -112,20 +115,29 @@ def read_parallelism(trainer: Any) -> Parallelism:
         strategy = kind(**given)
         strategy.num_nodes, strategy.parallel_devices = nodes, [torch.device("cpu")] * devices
         strategy.check_world_size()
-        return Parallelism(
-            kind="fsdp",
-            ranks=ranks,
-            tensor_parallel_size=strategy.tensor_parallel_size,
-            shard_size=strategy.shard_size or strategy.data_parallel_size,
-            cpu_offload=strategy.cpu_offload,
-            reshard_after_forward=strategy.reshard_after_forward,
-            reduce_every_microbatch=strategy.reduce_every_microbatch,
-        )
+        return parallelism_of_fsdp(strategy, ranks)
     if issubclass(kind, DDPStrategy):
-        arguments_of_ddp = given.get("dict_kwargs") or given
-        has_views = bool(arguments_of_ddp.get("gradient_as_bucket_view", False))
-        return Parallelism(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
+        return parallelism_of_ddp(given.get("dict_kwargs") or given, ranks)
     return Parallelism(ranks=ranks)
+
+
+def parallelism_of_fsdp(strategy: FSDP, ranks: int) -> Parallelism:
+    """Shards, as a strategy has been asked for them."""
+    return Parallelism(
+        kind="fsdp",
+        ranks=ranks,
+        tensor_parallel_size=strategy.tensor_parallel_size,
+        shard_size=strategy.shard_size or strategy.data_parallel_size,
+        cpu_offload=strategy.cpu_offload,
+        reshard_after_forward=strategy.reshard_after_forward,
+        reduce_every_microbatch=strategy.reduce_every_microbatch,
+    )
+
+
+def parallelism_of_ddp(given: dict[str, Any], ranks: int) -> Parallelism:
+    """A copy on each rank, by DDP's arguments."""
+    has_views = bool(given.get("gradient_as_bucket_view", False))
+    return Parallelism(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
 
 
 def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:

@@ -5,8 +5,8 @@ backward on fake tensors of a micro-batch's size, and every storage is counted f
 third layer adds is what each further one would.
 
 What Qwen3 keeps of one layer for its backward, bytes a token, without checkpointing (``E`` hidden size, ``H`` query
-heads, ``K`` key/value heads, ``D`` head size, ``I`` intermediate size; queries [T, H, D], keys and values [T, K, D]
-repeated to [T, H, D] for the kernel, its result [T, H, D], log-sum-exps [H, T]):
+heads, ``K`` key/value heads, ``D`` head size, ``I`` intermediate size; queries [T, H, D], keys and values [T, K, D],
+the attention kernel's result [T, H, D], log-sum-exps [H, T]):
 
 ================================  ==========================================  ==================================
                                   weights and activations in bfloat16 (FSDP)  autocast over float32 weights
@@ -14,19 +14,21 @@ repeated to [T, H, D] for the kernel, its result [T, H, D], log-sum-exps [H, T])
 two norms and their results       2 (4E + 2E + 2E)                            2 (4E + 4E), the input float32
 what the linear layers cast       none                                        3 * 2E and 2 * 2E
 queries', keys' norms             6HD + 6KD                                   6HD + 6KD
-attention                         4 * 2HD + 4H                                4 * 2HD + 4H
+attention                         4HD + 4KD + 4H                              4HD + 4KD + 4H
 feed-forward                      4 * 2I                                      4 * 2I
 ================================  ==========================================  ==================================
 
-The norms' reciprocals, [T] and [T, heads] float32, are left out of this table and counted by the trace. With
+The norms' reciprocals, [T] and [T, heads] float32, are left out of this table and counted by the trace. With torch
+2.11 keys and values are repeated for the kernel: 8HD in place of 4HD + 4KD. A compiled layer keeps less, see
+memory_plan/compiled.py. With
 checkpointing a layer keeps its input, E of the residual stream's type, and one layer at a time the rest.
 """
 
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,7 +40,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models.attention import _varlen_attention, packed_attention
+from rlightning.memory_plan.compiled import bytes_kept_by_compiled
+from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
+from rlightning.models.layers import checkpoint_layers, decoder_layers
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
@@ -47,17 +51,15 @@ def attention_as_on_cuda(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """:func:`~rlightning.models.attention.packed_attention` as a GPU would run it, on tensors that are on none."""
-    device, longest = query.device.type, kwargs["max_length_q"]
+    device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    window = kwargs.get("sliding_window")
-    if query.dtype != torch.bfloat16 or (window is not None and window < longest):
-        return packed_attention(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    groups = q.shape[1] // k.shape[1]
-    out = _varlen_attention(q, k, v, groups, kwargs["cu_seq_lens_q"], longest, kwargs.get("scaling"))
-    return out.unsqueeze(0), None
+    is_packed = kernel_obstacle(q.dtype, q.shape[-1], v.shape[-1]) is None
+    attend = varlen_attention if is_packed else padded_attention
+    bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    return attend(q, k, v, bounds, longest, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0), None
 
 
 AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
@@ -142,12 +144,14 @@ class Decoder:
         dtype: of the weights that the layers see.
         is_autocast: whether linear layers cast to bfloat16.
         gradient_checkpointing: whether a layer's activations are computed again.
+        is_compiled: whether layers are compiled.
         tensor_parallel_size: ranks that split each layer.
     """
 
     dtype: torch.dtype
     is_autocast: bool
     gradient_checkpointing: bool
+    is_compiled: bool = False
     tensor_parallel_size: int = 1
 
 
@@ -161,7 +165,8 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
         longest: tokens of its sequences.
 
     Returns:
-        Those of two layers of each kind, and what a third one adds to them as often as there are further layers.
+        Those of two layers of each kind, and what a third one adds to them as often as there are further layers. Of
+        compiled layers only what they keep is told apart; what is on top of that for a moment is taken for eager.
 
     Raises:
         ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
@@ -172,8 +177,12 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     layers = ActivationBytes(kept=0, forward=0, backward=0, scoring=0)
     for kind, count in kinds.items():
         two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
-        rest.append(two - (three - two) * 2)
-        layers = layers + (three - two) * count
+        layer = three - two
+        rest.append(two - layer * 2)
+        if decoder.is_compiled and not decoder.gradient_checkpointing:
+            saved = max(layer.kept - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            layer = layer - ActivationBytes(kept=saved, forward=saved, backward=saved, scoring=0)
+        layers = layers + layer * count
     return layers + ActivationBytes(
         **{field.name: max(getattr(part, field.name) for part in rest) for field in fields(ActivationBytes)}
     )
@@ -182,17 +191,37 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
 def _trace(
     config: PreTrainedConfig, decoder: Decoder, layer_types: list[str], tokens: int, longest: int
 ) -> ActivationBytes:
-    longest = min(longest, tokens)
+    with _fake_model(config, decoder, layer_types) as model:
+        if decoder.gradient_checkpointing:
+            checkpoint_layers(model, len(layer_types))
+        return _run(model, decoder, tokens, min(longest, tokens))
+
+
+def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: str, tokens: int, longest: int) -> int:
+    """Bytes that a layer of a kind keeps once it is compiled."""
+    given: dict[str, Any] = {}
+
+    def take(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        given.update(kwargs, hidden_states=args[0])
+
+    with _fake_model(config, decoder, [kind]) as model, _autocast(decoder):
+        (layer,) = decoder_layers(model)
+        hook = layer.register_forward_pre_hook(take, with_kwargs=True)
+        model.base_model(**_inputs(tokens, min(longest, tokens)))
+        hook.remove()
+        return bytes_kept_by_compiled(layer, given.pop("hidden_states"), given)
+
+
+@contextmanager
+def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[str]) -> Iterator[Any]:
+    """The model with the given layers, and inside, all tensors without memory."""
     config = shrink(config, layer_types, decoder.tensor_parallel_size)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
-            if decoder.gradient_checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-            return _run(model, decoder, tokens, longest)
+            yield model.train()
     except RuntimeError as error:  # what fake tensors raise where code asks for a value
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code needs values to run "
@@ -200,23 +229,32 @@ def _trace(
         ) from error
 
 
+def _inputs(tokens: int, longest: int) -> dict[str, Any]:
+    """Those of a micro-batch of sequences of equal length."""
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    bounds = torch.zeros(-(-tokens // longest) + 1, dtype=torch.int32)
+    tensors = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return {**tensors, "max_length_q": longest, "max_length_k": longest, "use_cache": False}
+
+
+def _autocast(decoder: Decoder) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if decoder.is_autocast else nullcontext()
+
+
 def _run(model: Any, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    bounds = torch.zeros(-(-tokens // longest) + 1, dtype=torch.int32)
-    inputs = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    lengths = {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
-    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if decoder.is_autocast else nullcontext()
-    live = LiveBytes([*model.parameters(), *model.buffers(), ids, bounds])
+    inputs = _inputs(tokens, longest)
+    given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    live = LiveBytes([*model.parameters(), *model.buffers(), *given])
     with live:
-        with autocast, torch.no_grad():
-            hidden = model.base_model(**inputs, **lengths).last_hidden_state
+        with _autocast(decoder), torch.no_grad():
+            hidden = model.base_model(**inputs).last_hidden_state
         scoring = live.peak
         del hidden
         live.restart()
-        with autocast:
-            hidden = model.base_model(**inputs, **lengths).last_hidden_state
+        with _autocast(decoder):
+            hidden = model.base_model(**inputs).last_hidden_state
         kept, forward = live.now, live.peak
         live.restart()
         hidden.backward(torch.empty_like(hidden))

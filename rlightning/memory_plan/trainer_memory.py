@@ -71,6 +71,7 @@ class TrainerMemory:
             dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
             is_autocast=work.is_autocast,
             gradient_checkpointing=gradient_checkpointing,
+            is_compiled=work.is_compiled,
             tensor_parallel_size=work.parallelism.tensor_parallel_size,
         )
         if decoder not in self._decoders:
@@ -176,9 +177,28 @@ class TrainerMemory:
         """Bytes of a number in the residual stream, and in the output layer's gradient."""
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
-    def update_parts(self, tokens: int, gradient_checkpointing: bool) -> dict[str, int]:
+    @property
+    def num_layers(self) -> int:
+        """Of the actor."""
+        count: int = self.work.config.get_text_config().num_hidden_layers
+        return count
+
+    def mixed_activations(self, tokens: int, checkpointed_layers: int) -> ActivationBytes:
+        """Those of a micro-batch, where the first layers keep their inputs only and the others everything.
+
+        The backward begins with the others, so its peak is theirs.
+        """
+        if checkpointed_layers == self.num_layers:
+            return self.activations(True).at(tokens)
+        others = self.activations(False).at(tokens)
+        if not checkpointed_layers:
+            return others
+        saved = (others.kept - self.activations(True).at(tokens).kept) * checkpointed_layers / self.num_layers
+        return others - ActivationBytes(kept=saved, forward=saved, backward=saved, scoring=0)
+
+    def update_parts(self, tokens: int, checkpointed_layers: int) -> dict[str, int]:
         """By name, at the worst moment of the update: after the forward or in a layer's backward."""
-        activations = self.activations(gradient_checkpointing).at(tokens)
+        activations = self.mixed_activations(tokens, checkpointed_layers)
         logits = self.logits_chunk(tokens, has_gradient=True)
         layer, workspace = self.layer_backward(tokens, activations), self.attention_workspace(tokens)
         is_in_layer = layer + workspace > logits
@@ -201,7 +221,7 @@ class TrainerMemory:
 
     def score_parts(self, tokens: int) -> dict[str, int]:
         """By name, while log-probabilities are computed without gradient."""
-        activations = self.activations(self.work.gradient_checkpointing).at(tokens)
+        activations = self.activations(False).at(tokens)
         return {
             "parameters": self.parameters(),
             "reference model": self.reference_parameters(),

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.sharding import decoder_layers
+from rlightning.models.layers import decoder_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

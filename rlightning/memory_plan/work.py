@@ -10,6 +10,8 @@ from rlightning.models.sharding import CPUOffload
 from rlightning.optimizers import OptimizerStates
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
+Checkpointing = bool | Literal["auto"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
@@ -75,7 +77,8 @@ class Work:
         batch: the arithmetic of a step.
         longest: tokens of the longest sequence, prompt and completion.
         precision: Lightning's name for it.
-        gradient_checkpointing: whether activations are computed twice.
+        gradient_checkpointing: whether activations are computed twice, in all layers or in as few as fit.
+        is_compiled: whether layers are compiled.
         optimizer_states: how AdamW's moments are kept.
         parallelism: how the models are spread over the ranks.
         engine: None without rollouts.
@@ -89,7 +92,8 @@ class Work:
     batch: BatchPlan
     longest: int
     precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
+    is_compiled: bool = False
     optimizer_states: OptimizerStates = "float32"
     parallelism: Parallelism = Parallelism()
     engine: Engine | None = None

@@ -1,22 +1,31 @@
 """Attention over packed sequences, as an attention function of transformers.
 
 The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision
-that is ``torch.nn.attention.varlen.varlen_attn``. Elsewhere (CPU, float32, attention windows) queries, keys and values
-are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal sequence,
-so no real token sees it.
+that is ``torch.nn.attention.varlen.varlen_attn``. For what that cannot do (:func:`varlen_obstacle`) queries, keys and
+values are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal
+sequence, so no real token sees it.
+
+Both ways are traced by ``torch.compile`` into one graph for all numbers of tokens and sequences, so nothing here may
+branch on one.
 
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
+MAX_HEAD_SIZE = 256
+"""The largest that ``varlen_attn`` takes; a smaller one has to be a multiple of 8."""
+SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether ``varlen_attn`` takes fewer key/value heads than query heads: since torch 2.12."""
 
 
 def packed_attention(
@@ -42,7 +51,7 @@ def packed_attention(
         value: [1, K, T, D].
         attention_mask: None; transformers makes no mask for a function that it has no mask for.
         cu_seq_lens_q: [N+1] int32.
-        max_length_q: ``L``.
+        max_length_q: ``L``, or more: an upper bound costs empty work, not correctness.
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
@@ -63,60 +72,110 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = query.shape[1] // key.shape[1]
     # [T, heads, D], the layout of packed kernels
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if sliding_window is not None and sliding_window >= max_length_q:
-        sliding_window = None
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and sliding_window is None:
-        out = _varlen_attention(q, k, v, groups, cu_seq_lens_q, max_length_q, scaling)
-    else:
-        out = _padded_attention(q, k, v, groups, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    return out.unsqueeze(0), None
+    is_packed = varlen_obstacle(q.device, q.dtype, q.shape[-1], v.shape[-1]) is None
+    attend = varlen_attention if is_packed else padded_attention
+    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
 
 
-def _varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: int, cu_seqlens: Tensor, max_length: int, scaling: float | None
+@torch.compiler.assume_constant_result  # asks the driver, which torch.compile cannot trace
+def varlen_obstacle(
+    device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
+) -> str | None:
+    """Why ``varlen_attn`` cannot serve, so that sequences are padded; None if it can.
+
+    Args:
+        device: of the queries.
+        dtype: of the queries, autocast included.
+        head_size: of queries and keys.
+        value_size: of values; None if equal.
+    """
+    if device.type != "cuda":
+        return f"it runs on the {device.type.upper()}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return kernel_obstacle(dtype, head_size, value_size)
+
+
+def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None = None) -> str | None:
+    """As :func:`varlen_obstacle`, on a GPU that has the kernel."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {str(dtype).removeprefix('torch.')}"
+    if head_size > MAX_HEAD_SIZE or head_size % 8:
+        return f"its head size of {head_size} is not a multiple of 8 of at most {MAX_HEAD_SIZE}"
+    if value_size not in (None, head_size):
+        return f"its heads have keys of {head_size} and values of {value_size}"
+    return None
+
+
+def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Which way a model's attention takes, for the log."""
+    text_config = config.get_text_config()
+    size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    obstacle = varlen_obstacle(device, dtype, size)
+    return "packed (varlen_attn)" if obstacle is None else f"padded to the longest sequence, because {obstacle}"
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    """Attention by ``varlen_attn``.
 
-    # torch 2.11 has no enable_gqa here: each key/value head is repeated for its query heads
-    if groups > 1:
+    Args:
+        q: [T, H, D].
+        k: [T, K, D].
+        v: [T, K, D].
+        cu_seqlens: [N+1] int32.
+        max_length: at least ``L``.
+        scaling: of the dot products.
+        window: see :func:`packed_attention`.
+
+    Returns:
+        [T, H, D].
+    """
+    groups = q.shape[1] // k.shape[1]
+    options: dict[str, Any] = {"scale": scaling}
+    if groups > 1 and SHARES_HEADS:
+        options["enable_gqa"] = True
+    elif groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    # Tokens to the left that one sees beside itself, and to the right; -1 is all.
+    options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    # (left, right) = (-1, 0) is causal attention, in every version since 2.11
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scaling, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options)
     assert isinstance(out, Tensor)  # a pair only with return_aux
     return out
 
 
-def _padded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    groups: int,
-    cu_seqlens: Tensor,
-    max_length: int,
-    scaling: float | None,
-    window: int | None,
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    lengths = cu_seqlens.diff().long()
-    num_sequences = lengths.numel()
-    # token t of sequence n goes to row n * L + t: one copy there and one back, whatever the number of sequences
-    shifts = torch.arange(num_sequences, device=q.device) * max_length - cu_seqlens[:-1]
-    rows = torch.arange(q.shape[0], device=q.device) + shifts.repeat_interleave(lengths, output_size=q.shape[0])
+    """Attention by ``scaled_dot_product_attention`` on padded sequences; arguments as :func:`varlen_attention`'s."""
+    num_tokens, num_bounds = q.shape[0], cu_seqlens.numel()
+    # Token t of sequence n goes to row n * L + t: one copy there and one back, whatever the number of sequences. There
+    # is room for one sequence more, which stays empty: torch.compile would make a graph of its own for a single one.
+    positions = torch.arange(num_tokens, device=q.device)
+    sequences = torch.searchsorted(cu_seqlens, positions, right=True, out_int32=True).long() - 1
+    rows = positions + sequences * max_length - cu_seqlens[sequences]
 
     def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(num_sequences * max_length, *x.shape[1:]).index_copy(0, rows, x)
-        return padded.view(num_sequences, max_length, *x.shape[1:]).transpose(1, 2)  # [N, heads, L, D]
+        padded = x.new_zeros(num_bounds * max_length, *x.shape[1:]).index_copy(0, rows, x)
+        return padded.view(num_bounds, max_length, *x.shape[1:]).transpose(1, 2)  # [N+1, heads, L, D]
 
     mask = None
     if window is not None:
-        positions = torch.arange(max_length, device=q.device)
-        distance = positions[:, None] - positions[None, :]
+        steps = torch.arange(max_length, device=q.device)
+        distance = steps[:, None] - steps[None, :]
         mask = (distance >= 0) & (distance < window)
     out = scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+        pad(q),
+        pad(k),
+        pad(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)
 

@@ -71,15 +71,12 @@ def remove_dropout(config: PreTrainedConfig) -> None:
             setattr(text_config, name, 0.0)
 
 
-def load_policy(
-    model: str, dtype: torch.dtype = torch.float32, *, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
+def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a causal language model whose attention understands packed sequences, without dropout.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
         dtype: of the parameters; float32 masters by default, whatever the folder holds.
-        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
 
     Raises:
         ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences.
@@ -99,10 +96,8 @@ def load_policy(
         raise ConfigError(
             f"model='{model}' lacks {len(missing)} of its weights, such as '{missing[0]}'. Use a whole model's folder."
         )
-    policy.train()  # there is no dropout left; gradient checkpointing asks for it
+    policy.train()  # there is no dropout left
     check_policy(model, policy)
-    if gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
 
 

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlightning.errors import ConfigError
 from rlightning.models.architecture import check_architecture
 from rlightning.models.attention import PACKED_ATTENTION
+from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, remove_dropout
 from rlightning.models.shard_loading import initialize_buffers, load_shards
@@ -64,13 +64,7 @@ class Sharding:
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
 
-def load_sharded_policy(
-    model: str,
-    sharding: Sharding,
-    *,
-    dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-) -> PreTrainedModel:
+def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """As :func:`~rlightning.models.load_policy`, but of each weight a rank reads and holds its shard only.
 
     All ranks have to call it.
@@ -79,7 +73,6 @@ def load_sharded_policy(
         model: a folder, or a name on the Hugging Face hub.
         sharding: over which ranks, and how.
         dtype: of the parameters; float32 masters by default, whatever the folder holds.
-        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
 
     Returns:
         The policy, its weights there and on the device; parameters are DTensors.
@@ -99,9 +92,7 @@ def load_sharded_policy(
         )
     if tensor_parallel_mesh.size() > 1:
         parallelize(policy, tensor_parallel_mesh)
-    policy.train()  # there is no dropout left; gradient checkpointing asks for it
-    if gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.train()  # there is no dropout left
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
     policy.tie_weights()  # to_empty has given each twin memory of its own
@@ -153,15 +144,3 @@ def release_without_gradient(policy: nn.Module) -> None:
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
-    """The blocks that a policy repeats."""
-    num_layers = policy.config.get_text_config().num_hidden_layers
-    for module in policy.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise ConfigError(
-        f"{type(policy).__name__} has no list of its {num_layers} layers, so it cannot be sharded. "
-        "Use trainer.strategy=ddp."
-    )

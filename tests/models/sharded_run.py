@@ -17,25 +17,33 @@ import torch
 import torch.distributed as dist
 from tiny_models import make_sequences, packed_inputs
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlightning.errors import ConfigError
-from rlightning.models import load_policy, output_layer, packed_logprobs
+from rlightning.models import layers, load_policy, output_layer, packed_logprobs
 from rlightning.models.sharding import Sharding, load_sharded_policy
 from rlightning.models.shards import local_tensor
 from rlightning.optimization import clip_gradients
 from rlightning.types import RolloutBatch
 
 
-def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str, Any]:
+def compare(
+    folder: str, sizes: tuple[int, int, int], *, gradient_checkpointing: bool = False, compiles_layers: bool = False
+) -> dict[str, Any]:
     """Weights, buffers, log-probabilities and gradients of a sharded model, against the whole one."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor_parallel"))
     log = RecordLog()
     try:
-        sharded = load_sharded_policy(folder, Sharding(mesh, torch.device("cpu")), **kwargs)
+        sharded = load_sharded_policy(folder, Sharding(mesh, torch.device("cpu")))
     except ConfigError as error:
         return {"error": str(error)}
+    if compiles_layers:
+        layers.BACKEND = "aot_eager"  # all of torch.compile but for the code it writes
+        layers.compile_layers(sharded)
+    if gradient_checkpointing:
+        layers.checkpoint_layers(sharded, 1)
     whole = load_policy(folder)
     weights: dict[str, Any] = dict(sharded.named_parameters())
     expected = dict(whole.named_parameters())
@@ -56,6 +64,7 @@ def compare(folder: str, sizes: tuple[int, int, int], **kwargs: Any) -> dict[str
     with torch.no_grad():
         logits = [model(**inputs).logits for model in (whole, sharded)]
     found["logits"] = ((logits[0] - logits[1]).norm() / logits[0].norm()).item()
+    found["graphs"] = counters["stats"]["unique_graphs"]
     found["shards after no_grad"] = all(isinstance(weight, DTensor) for weight in sharded.parameters())
     found["logprobs"] = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
     found["gradients"] = max(

@@ -44,6 +44,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cases[f"{kind} tensor"] = [model, TENSOR, {"gradient_checkpointing": kind == "llama"}]
     moe: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
+    cases["compiled"] = [cases["qwen3"][0], FSDP, {"gradient_checkpointing": True, "compiles_layers": True}]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
@@ -77,13 +78,19 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts"])
+@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"])
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
     for found in compared[name]:
         assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]
         assert found["logits"] < 1e-5
         assert found["logprobs"] < 1e-5
         assert found["gradients"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_layers_in_shards_share_a_graph_with_gradient_and_one_without(compared: dict[str, Any]) -> None:
+    assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
 
 
 @pytest.mark.slow

@@ -1,0 +1,109 @@
+"""The blocks that a policy repeats: found, compiled, and their activations computed twice where memory asks for it.
+
+    hooks of FSDP (gather, cast) -> checkpoint -> compiled forward
+
+A layer is compiled once for all layers of its kind, all numbers of tokens and all numbers of sequences: the forward of
+its class is traced, with parameters as inputs. Checkpointing lies around that, so the layers that are checkpointed
+and those that are not share the compiled code; FSDP's hooks lie outside of both, so a layer's weights are gathered once
+in the backward.
+"""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlightning.errors import ConfigError
+
+BACKEND = "inductor"
+"""What ``torch.compile`` hands graphs to."""
+
+
+def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
+    """The blocks that a policy repeats."""
+    num_layers = policy.config.get_text_config().num_hidden_layers
+    for module in policy.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ConfigError(
+        f"{type(policy).__name__} has no list of its {num_layers} layers, so it can be neither sharded, compiled nor "
+        "checkpointed. Use trainer.strategy=ddp, model.compile=false and model.gradient_checkpointing=false."
+    )
+
+
+def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
+    """Whether layers are to be compiled, and the sentence that says so in the log.
+
+    Args:
+        wanted: as configured; None is where it pays, on CUDA.
+        device: that they run on.
+        tensor_parallel_size: ranks that split each layer.
+
+    Raises:
+        ConfigError: if it is wanted and cannot be.
+    """
+    compilers = (
+        [os.environ.get("CXX"), "g++", "clang++"] if device.type == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
+    )
+    obstacle = None
+    if tensor_parallel_size > 1:
+        obstacle = "torch.compile cannot trace tensor-parallel layers for sizes that change"
+    elif not any(name and shutil.which(name) for name in compilers):
+        obstacle = f"torch.compile needs {compilers[1]} or {compilers[2]}, which are not on PATH"
+    if wanted and obstacle:
+        raise ConfigError(f"compile=true cannot be: {obstacle}. Leave model.compile out, or set it to false.")
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return False, "layers are not compiled"
+    if obstacle:
+        return False, f"layers are not compiled, because {obstacle}"
+    return True, f"layers are compiled when they run first (cache: {cache_folder()})"
+
+
+def cache_folder() -> str:
+    """Where compiled code is kept for the next run; by torch's own default that is in TMPDIR, maybe a job's own."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "rlightning" / "torchinductor"))
+
+
+def compile_layers(policy: PreTrainedModel) -> None:
+    """Have each layer compiled when it runs first; before :func:`checkpoint_layers`.
+
+    Args:
+        policy: with packed attention; whole or sharded, on the meta device or a real one.
+    """
+    cache_folder()
+    # It would cut a layer's graph at the borders of DDP's buckets. Gradients are reduced between layers as it is.
+    torch._dynamo.config.optimize_ddp = False
+    for module in policy.modules():
+        # FSDP's mark makes torch.compile take a module's integers, the size of heads among them, for variables.
+        module._is_fsdp_managed_module = False  # type: ignore[assignment]
+    for layer in decoder_layers(policy):
+        layer.forward = _compile(layer.forward)
+
+
+def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
+    """Let the first ``count`` layers keep their inputs only, and compute the rest again in the backward pass.
+
+    The last layers' activations are the first that the backward lets go of, so those of the first layers pay most.
+    """
+    for layer in list(decoder_layers(policy))[:count]:
+        # There is no dropout whose random numbers would have to be drawn again.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(forward, dynamic=True, backend=BACKEND)
+
+    @functools.wraps(forward)
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile takes a size of 1 for a constant: the filler's single token would cost a graph of its own.
+        return (forward if hidden_states.shape[1] == 1 else compiled)(hidden_states, *args, **kwargs)
+
+    return run

@@ -1,0 +1,160 @@
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_attention import MODELS
+from tiny_models import save_tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+from varlen_on_cpu import run_kernels_on_cpu
+
+from rlightning.errors import ConfigError
+from rlightning.models import layers, load_policy, packed_logprobs
+from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
+from rlightning.types import RolloutBatch
+
+SHAPES = [
+    [7, 2, 5, 12],
+    [9],
+    [3, 3, 3],
+    [20, 2, 4],
+    [2],
+    [30, 8, 8],
+    [5, 5],
+    [2, 2],
+    [6, 7, 8, 9, 10],
+    [1],
+    [40],
+    [2, 13],
+]
+"""Lengths of micro-batches in which T, N and the longest change, and are as small as they get."""
+
+
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of torch.compile but for the code it writes."""
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(layers, "BACKEND", "aot_eager")
+
+
+def make_batch(lengths: Sequence[int]) -> RolloutBatch:
+    generator = np.random.default_rng(sum(lengths))
+    return RolloutBatch.concatenate(
+        [RolloutBatch.of_sequence(generator.integers(3, 40, length).tolist()) for length in lengths]
+    )
+
+
+def train(policy: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """An optimizer step over micro-batches, and the log-probabilities of each before it."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    found = []
+    for lengths in shapes:
+        logprobs, _ = packed_logprobs(policy, make_batch(lengths))
+        logprobs.mean().backward()
+        found.append(logprobs.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+@torch.no_grad()
+def evaluate(policy: PreTrainedModel, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [packed_logprobs(policy, make_batch(lengths))[0] for lengths in shapes]
+
+
+def count_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("llama", 1), ("gemma3", 2), ("gpt2", 1)])
+def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: str, kinds: int, tmp_path: Path) -> None:
+    architecture, config = MODELS[name]
+    types = {"layer_types": [*config["layer_types"], "sliding_attention"]} if "layer_types" in config else {}
+    eager = load_policy(save_tiny(architecture, tmp_path, **config | types | {"num_hidden_layers": 3}))
+    compiled = copy.deepcopy(eager)
+    compile_layers(compiled)
+    checkpoint_layers(compiled, 1)
+    for run, shapes, graphs in (
+        (train, SHAPES, kinds),
+        (evaluate, SHAPES, 2 * kinds),
+        (train, SHAPES[::-1], 2 * kinds),
+        (evaluate, SHAPES[::-1], 2 * kinds),
+    ):
+        torch.testing.assert_close(run(compiled, shapes), run(eager, shapes), atol=1e-6, rtol=1e-6)
+        assert count_graphs() == graphs
+    assert not counters["graph_break"]
+    torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("shares_heads", [False, True])
+def test_packed_kernels_are_compiled_once(shares_heads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlightning.models import attention
+
+    if shares_heads and not attention.SHARES_HEADS:
+        pytest.skip("varlen_attn repeats heads here")
+    monkeypatch.setattr(attention, "SHARES_HEADS", shares_heads)
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    policies = [load_policy(folder) for _ in range(2)]
+    expected = [run(policies[0], SHAPES) for run in (train, evaluate)]
+    run_kernels_on_cpu(monkeypatch)
+    compile_layers(policies[1])
+    got = [run(policies[1], SHAPES) for run in (train, evaluate)]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert count_graphs() == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_checkpointed_layers_compute_twice_to_the_same_gradient(count: int, tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8, num_hidden_layers=3)
+    policies = [load_policy(folder) for _ in range(2)]
+    runs = [0] * 3
+    for i, layer in enumerate(decoder_layers(policies[0])):
+        layer.mlp.register_forward_pre_hook(counting(runs, i))  # type: ignore[union-attr, operator]
+    checkpoint_layers(policies[0], count)
+    for policy in policies:
+        packed_logprobs(policy, make_batch([7, 5]))[0].sum().backward()
+    assert runs == [2] * count + [1] * (3 - count)
+    torch.testing.assert_close(*[[parameter.grad for parameter in policy.parameters()] for policy in policies])
+
+
+def counting(runs: list[int], index: int) -> Callable[..., None]:
+    def count(*_: Any) -> None:
+        runs[index] += 1
+
+    return count
+
+
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setenv("CC", "true")
+    monkeypatch.setenv("CXX", "true")
+    assert [should_compile(wanted, cuda, 1)[0] for wanted in (None, True, False)] == [True, True, False]
+    assert [should_compile(wanted, cpu, 1)[0] for wanted in (None, True, False)] == [False, True, False]
+    assert should_compile(None, cuda, 2) == (
+        False,
+        "layers are not compiled, because torch.compile cannot trace tensor-parallel layers for sizes that change",
+    )
+    with pytest.raises(ConfigError, match=r"compile=true cannot be.*tensor-parallel"):
+        should_compile(True, cuda, 2)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC")
+    assert "needs gcc or clang" in should_compile(None, cuda, 1)[1]
+    monkeypatch.delenv("CXX")
+    with pytest.raises(ConfigError, match=r"compile=true cannot be.*g\+\+ or clang\+\+.*set it to false"):
+        should_compile(True, cpu, 1)
+
+
+def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
+    assert layers.cache_folder() == "/home/me/cache/rlightning/torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert layers.cache_folder() == "/elsewhere"

@@ -1,0 +1,99 @@
+"""The kernels behind ``varlen_attn`` for tests without a GPU: what torch documents of them, in a loop over sequences.
+
+With them everything around the kernels can be tested on the CPU: layouts, windows, shared heads, compilation.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlightning.models import attention
+
+
+def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have packed attention take ``varlen_attn`` on the CPU too, in any dtype."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"):
+        torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
+        torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)
+    monkeypatch.setattr(attention, "varlen_obstacle", lambda *_: None)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D], keys and values [T, K, D]: the result [T, H, D], log-sum-exps [H, T], a random state."""
+    out = torch.empty_like(query)
+    sums = torch.empty(query.shape[1], query.shape[0])
+    for rows in sequences(cu_seq_q, max_q):
+        q, k, v = split(query, key, value, rows)
+        scores = masked_scores(q, k, scale, window_size)
+        out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+        sums[:, rows] = scores.logsumexp(-1)
+    return out, sums, torch.zeros(2, dtype=torch.uint64)
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values (FlashAttention, arXiv:2205.14135, appendix B.2)."""
+    grads = [torch.zeros(x.shape) for x in (query, key, value)]
+    groups = query.shape[1] // key.shape[1]
+    for rows in sequences(cu_seq_q, max_q):
+        q, k, v = split(query, key, value, rows)
+        grad, result = (x[rows].transpose(0, 1).float() for x in (grad_out, out))
+        weights = (masked_scores(q, k, scale, window_size) - lse[:, rows, None]).exp()
+        grad_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True))
+        grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
+        grads[0][rows] = (grad_scores @ k).transpose(0, 1)
+        for total, part in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
+            total[rows] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def sequences(bounds: Tensor, longest: int) -> Iterator[slice]:
+    """The rows of each sequence."""
+    assert bounds.diff().max() <= longest
+    return (slice(start, end) for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False))
+
+
+def split(query: Tensor, key: Tensor, value: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence's queries, keys and values, each [H, L, D] float32."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (x[rows].transpose(0, 1).float() for x in (query, key, value))
+    return q, k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+
+
+def masked_scores(q: Tensor, k: Tensor, scale: float | None, window_size: list[int] | None) -> Tensor:
+    """[H, L, L], minus infinity where a token does not look."""
+    assert window_size is not None and window_size[1] == 0
+    steps = torch.arange(q.shape[1])
+    distance = steps[:, None] - steps[None]
+    is_seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~is_seen, -torch.inf)
