@@ -72,7 +72,7 @@ def batched_tokens(work: RolloutWork) -> int:
     Of a prompt's samples the first reads all of it, and each other what follows on the blocks that they share.
 
     Returns:
-        A power of 2: vLLM compiles its model anew for another number.
+        A power of 2: vLLM compiles its model anew for another number, so that there had better be few.
     """
     others = work.num_prompts * (work.samples_per_prompt - 1)
     tokens = work.num_prompts * work.max_prompt_tokens + others * min(BLOCK_TOKENS, work.max_prompt_tokens)

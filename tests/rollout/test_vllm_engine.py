@@ -252,6 +252,15 @@ def test_tied_weights_travel_once(tmp_path: Path) -> None:
             actor.perturb(version)
 
 
+def test_what_is_compiled_outlives_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
+    first, second = (VLLMEngine(config)._environment(str(tmp_path / name)) for name in ("first", "second"))
+    folders = {name for name in first if first[name] != second[name]}
+    assert folders == {"TMPDIR", "VLLM_RPC_BASE_PATH"}  # of sockets; neither is part of a cache's key
+    assert not first["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "first"))
+
+
 def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")

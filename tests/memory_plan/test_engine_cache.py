@@ -1,0 +1,93 @@
+"""What an engine is told to take for its KV cache, and that the plan says the same."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_model
+
+from rlightning.batch_plan import BatchPlan
+from rlightning.callbacks import VLLMRollout
+from rlightning.distributed.platform import MemoryUse
+from rlightning.memory_plan import engine_memory
+from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine
+from rlightning.memory_plan.settings import plan_rollout
+from rlightning.memory_plan.weights import count_weights
+from rlightning.models import load_config
+
+GPU = torch.device("cuda")
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers, two heads for keys and values."""
+    return save_model(tmp_path_factory.mktemp("model"), hidden_size=64)
+
+
+@pytest.fixture
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Say how many bytes the GPU has."""
+
+    def say(total: int) -> None:
+        use = MemoryUse(allocated=0, reserved=0, peak=0, free=total, total=total)
+        monkeypatch.setattr(engine_memory, "memory_use", lambda device: use)
+
+    return say
+
+
+def token_bytes(folder: str, itemsize: int) -> int:
+    config = load_config(folder)
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def test_on_a_gpu_no_more_than_all_sequences_can_use(folder: str, device_of: Any) -> None:
+    device_of(1 << 34)
+    arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
+    # 40 tokens are three blocks of 16, and there is one more for each of 8 sequences.
+    assert kv_cache_setting(arguments, folder, GPU) == {"kv_cache_memory_bytes": 8 * 64 * token_bytes(folder, 2)}
+    larger = arguments | {"block_size": 64, "kv_cache_dtype": "fp8"}
+    assert kv_cache_setting(larger, folder, GPU) == {"kv_cache_memory_bytes": 8 * 128 * token_bytes(folder, 1)}
+    device_of(1 << 20)  # whatever is left of it
+    assert kv_cache_setting(arguments, folder, GPU) == {}
+    assert kv_cache_setting(arguments | {"kv_cache_memory_bytes": 7}, folder, GPU) == {}
+
+
+def test_on_a_cpu_up_to_a_limit(folder: str) -> None:
+    arguments = ARGUMENTS | {"dtype": "float32"}
+    told = kv_cache_setting(arguments, folder, torch.device("cpu"))
+    assert told == {"kv_cache_memory_bytes": 8 * 256 * token_bytes(folder, 4)}  # blocks of 128 tokens
+    many = arguments | {"max_num_seqs": 1 << 20}
+    assert kv_cache_setting(many, folder, torch.device("cpu")) == {"kv_cache_memory_bytes": 1 << 30}
+
+
+@pytest.mark.parametrize("engine", [{}, {"max_num_seqs": 24}, {"kv_cache_memory_bytes": 1 << 24}])
+def test_the_plan_is_about_the_engine_that_fit_starts(
+    folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any]
+) -> None:
+    device_of(1 << 34)
+    batch = BatchPlan(
+        prompts_per_step=10,
+        samples_per_prompt=4,
+        updates_per_rollout=1,
+        epochs_per_rollout=1,
+        max_tokens_per_microbatch=4096,
+    )
+    config = load_config(folder)
+    module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
+    rollout = VLLMRollout(max_new_tokens=24, engine=engine)
+    started = rollout._configure(GPU, module, 16, tmp_path).engine_args
+    section = {"engine": engine, "gpu_memory_utilization": 0.45, "sleep": True, "bucket_bytes": 1 << 30}
+    planned = plan_rollout(section, batch, 1, 16)
+    assert started["max_num_seqs"] == planned.max_sequences == engine.get("max_num_seqs", 40)
+    assert started["max_num_batched_tokens"] == planned.max_batched_tokens == 2048
+    assert started["cudagraph_capture_sizes"][-1] == planned.max_sequences
+    plan = plan_engine(planned, config, longest=40, weights=count_weights(config).total, device_memory=1 << 34)
+    assert started["kv_cache_memory_bytes"] == plan.kv_cache
