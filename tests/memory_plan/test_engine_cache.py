@@ -45,7 +45,7 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def token_bytes(folder: str, itemsize: int) -> int:
     config = load_config(folder)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize)
 
 
 def test_on_a_gpu_no_more_than_all_sequences_can_use(folder: str, device_of: Any) -> None:
