@@ -67,7 +67,9 @@ def summarise(run: Run, sizes: list[tuple[int, int]], model: str) -> Rows:
         tokens = [row["throughput/tokens_per_second"] * row["time/step"] for row in rows]
 
         def cost(name: str, rows: Any = rows, tokens: Any = tokens) -> float:
-            return median(1e6 * row.get(f"time/{name}", 0.0) / num for row, num in zip(rows, tokens, strict=True))
+            return float(
+                median(1e6 * row.get(f"time/{name}", 0.0) / num for row, num in zip(rows, tokens, strict=True))
+            )
 
         rest = [row["time/step"] - sum(row.get(f"time/{phase}", 0.0) for phase in PHASES) for row in rows]
         needed = sequence_flops(config, torch.tensor([length]), torch.tensor([length - PROMPT_TOKENS])).item() / length

@@ -83,7 +83,7 @@ class SyntheticRollout(RLCallback):
         rng = np.random.default_rng(self.steps_begun)
         self.steps_begun += 1
         room = math.inf if self.steps_begun <= self.num_steps - self.short_steps else self.short_tokens
-        groups = []
+        groups: list[list[Completion]] = []
         for prompt in prompts:
             lengths = draw_lengths(sampling.max_new_tokens, num_samples, rng, is_variable=self.is_variable)
             tokens = sum(lengths) + len(lengths) * len(prompt.token_ids)

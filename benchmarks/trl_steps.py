@@ -62,7 +62,7 @@ class Clock:
         setattr(owner, method, timed)
 
 
-class StepTrace(TrainerCallback):  # type: ignore[misc]
+class StepTrace(TrainerCallback):
     """Writes a row a step.
 
     Args:

@@ -12,6 +12,7 @@ from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_ba
 from transformers import Qwen3Config
 
 from rlightning.callbacks import Throughput
+from rlightning.callbacks.throughput import device_peak
 from rlightning.hooks import fire
 from rlightning.models.flops import sequence_flops
 
@@ -84,6 +85,24 @@ def test_mfu_is_what_the_update_needs_over_what_the_device_could_have_done(monke
     assert throughput.last["throughput/update_mfu"] == pytest.approx(needed / (4.0 * 1e6))
     loop.step(PlainModule())  # of a model that is not known
     assert "throughput/update_mfu" not in throughput.last
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mfu_of_a_gpu_is_a_share() -> None:
+    torch.zeros(1, device="cuda")
+    if device_peak(None) is None:
+        pytest.skip(f"nothing is known of {torch.cuda.get_device_name()}")
+
+    class Policy:
+        device = torch.device("cuda")
+        model_config = Qwen3Config(
+            vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+        )
+
+    throughput = Throughput()
+    PlainLoop(throughput).step(Policy())
+    assert 0 < throughput.last["throughput/update_mfu"] < 1
 
 
 def test_tokens_are_summed_over_ranks() -> None:
