@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -68,8 +69,11 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
 
 def cache_folder() -> str:
     """Where compiled code is kept for the next run; by torch's own default that is in TMPDIR, maybe a job's own."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "rlightning" / "torchinductor"))
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ[name] = str(cache / "rlightning" / "torchinductor")
+    return os.environ[name]
 
 
 def compile_layers(policy: PreTrainedModel) -> None:
