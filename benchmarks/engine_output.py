@@ -6,8 +6,8 @@ vLLM's core writes what each step sampled into a message, and the process in fro
 each completion's tokens, log-probabilities and text. These are vLLM's own classes, here in one process, on synthetic
 steps of --sequences completions. Neither end gives more tokens a second than its part of the table allows.
 
-Prints one table, microseconds a token: ``core`` writes, ``front`` reads and keeps, ``text`` is what rlightning decodes
-when a completion is there. The fastest of --repetitions counts. The tokenizer reads byte by byte.
+Prints one table, microseconds of CPU time a token: ``core`` writes, ``front`` reads and keeps, ``text`` is what
+rlightning decodes when a completion is there. The least of --repetitions counts. The tokenizer reads byte by byte.
 """
 
 import argparse
@@ -80,16 +80,16 @@ def measure(tokenizer: Any, asked: dict[str, Any], num_sequences: int, num_token
         processor.add_request(request, None)
     steps = make_steps(num_sequences, num_tokens, with_logprobs="logprobs" in asked)
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-    start = time.perf_counter()
+    start = time.process_time()
     messages = [encoder.encode(step) for step in steps]
-    encoded = time.perf_counter()
+    encoded = time.process_time()
     for message in messages:
         outputs = processor.process_outputs(decoder.decode(message).outputs).request_outputs
-    kept = time.perf_counter()
+    kept = time.process_time()
     token_ids = [output.outputs[0].token_ids for output in outputs]
     if not asked["detokenize"]:
         decode_completions(tokenizer, PROMPT, token_ids, ["length"] * num_sequences)
-    decoded = time.perf_counter()
+    decoded = time.process_time()
     seconds = {"core": encoded - start, "front": kept - encoded, "text": decoded - kept}
     return {end: value / (num_sequences * num_tokens) * 1e6 for end, value in seconds.items()}
 
