@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.phases import MemoryPlan, total
+from rlightning.optimizers import OptimizerStates
 
 ROUND_TOKENS = 256
 """Micro-batches are suggested in multiples of this."""
@@ -43,7 +44,21 @@ def advise_update(plan: MemoryPlan) -> list[str]:
         ways.append(f"lower model.max_tokens_per_microbatch to {tokens}")
     elif not ways and (tokens := _round(plan.largest_microbatch(True))) >= work.longest:
         ways.append(f"set model.gradient_checkpointing: auto and model.max_tokens_per_microbatch: {tokens}")
-    return [f"{prefix} {', or '.join(ways or advise_sharding(plan))}."]
+    return [f"{prefix} {', or '.join(ways or advise_optimizer_states(plan) or advise_sharding(plan))}."]
+
+
+def advise_optimizer_states(plan: MemoryPlan) -> list[str]:
+    """Whether an update of the longest sequence alone would fit with AdamW's moments in fewer bytes."""
+    work = plan.work
+    batch = replace(work.batch, max_tokens_per_microbatch=work.longest)
+    least = plan.replace(gradient_checkpointing=True, batch=batch)
+    smaller: tuple[OptimizerStates, ...] = ("bfloat16", "8bit")
+    for states in smaller:
+        needed = total(least.replace(optimizer_states=states).update())
+        if needed <= plan.device_memory and needed < total(least.update()):
+            rest = "model.gradient_checkpointing: auto and micro-batches of the longest sequence"
+            return [f"set model.optimizer_states: {states}, with {rest} ({_gib(needed)})"]
+    return []
 
 
 def advise_sharding(plan: MemoryPlan) -> list[str]:

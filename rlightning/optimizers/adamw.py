@@ -158,7 +158,7 @@ def fetch_all(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
     """Random numbers for a parameter: the same for copies of a shard, others for each shard."""
     if isinstance(parameter, DTensor):
-        coordinate = parameter.device_mesh.get_coordinate() or []
+        coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
         is_copy = [placement.is_replicate() for placement in parameter.placements]
         seed = f"{seed} {[None if same else part for part, same in zip(coordinate, is_copy, strict=True)]}"
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest())

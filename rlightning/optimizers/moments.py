@@ -1,8 +1,8 @@
 """AdamW's moments in fewer bytes than it computes with: bfloat16, or 8-bit codes with a scale a block.
 
 Both are rounded up or down at random, so that the mean is exact. To the nearest would not do: with ``betas[1]`` 0.999 a
-step changes the second moment by a thousandth of itself or so, and half the distance between two numbers in bfloat16 is
-at least 2^-9 of them, about two thousandths. A second moment that should fall would stay where it is for ever.
+step takes a thousandth off a second moment, and half the distance between two numbers in bfloat16 is at least 2^-9 of
+them, about two thousandths. Without a large gradient it would stay where it is for ever.
 
 Letters: ``C`` columns of a tensor, its last dimension; ``S`` blocks of a row.
 """
@@ -86,7 +86,8 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
     """Blockwise dynamic quantisation (arXiv:2110.02861, section 2), rounded stochastically.
 
     A block is a part of a row, so that shards of rows have blocks of their own. A number becomes the place of one of
-    the two levels that are nearest to its share of the block's largest magnitude.
+    the two levels that are nearest to its share of the block's largest magnitude. Of numbers without a sign, the second
+    moment, this is done to their roots: by them AdamW divides, and seven powers of ten of them are fourteen of it.
 
     Args:
         values: [..., C], finite.
@@ -104,6 +105,7 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
     num_blocks = max(CHUNK // length, 1)
     for start in range(0, len(blocks), num_blocks):
         part = blocks[start : start + num_blocks].float()
+        part = part if is_signed else part.sqrt()
         largest = part.abs().amax(1)
         shares = part / largest.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
         below = torch.bucketize(shares, known, out_int32=True, right=True).sub_(1).clamp_(0, len(known) - 2)
@@ -130,7 +132,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
     blocks, flat = codes.reshape(-1, length).split(num_blocks), scales.reshape(-1, 1).split(num_blocks)
     for part, scale, target in zip(blocks, flat, values.view(-1, length).split(num_blocks), strict=True):
         torch.mul(known[part.int()], scale, out=target)
-    return values
+    return values if is_signed else values.square_()
 
 
 @cache
@@ -144,8 +146,8 @@ def levels(is_signed: bool, device: torch.device) -> Tensor:
     """What codes stand for, ascending: finer towards 0, over seven powers of ten, up to the block's largest magnitude.
 
     As in arXiv:2110.02861, with two differences. There is a -1 as there is a 1: the largest magnitude is kept exactly.
-    Without signs there is no 0 (arXiv:2309.01507, section 4.1): AdamW divides by the second moment's root, and a number
-    far below its block's largest would take a step without measure. A block of zeros has a scale of 0.
+    Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, and a weight whose moment
+    is far below its block's largest would take a step without measure. A block of zeros has a scale of 0.
 
     Returns:
         255 float32 numbers.

@@ -69,15 +69,15 @@ def test_levels_reach_over_seven_powers_of_ten(is_signed: bool) -> None:
 
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_levels_are_kept_exactly(is_signed: bool) -> None:
-    """Each block has its own scale, a power of two; codes are the levels' places."""
-    known = levels(is_signed, CPU)
-    values = torch.stack([known[127:], known[:128].flip(0) if is_signed else known[127:]])[:, :BLOCK]
-    values = torch.cat([values, 2.0**-20 * values.flip(1)])
-    values[:, 0], values[:, -1] = known[-1] * values.abs().amax(1), values.abs().amax(1)
-    codes, scales = quantize(values, is_signed=is_signed, generator=generator())
-    assert (codes.shape, scales.shape) == ((4, 128), (4, 1))
-    assert scales[:, 0].tolist() == values.abs().amax(1).tolist()
-    torch.testing.assert_close(dequantize(codes, scales, is_signed=is_signed), values, rtol=3e-7, atol=0)
+    """A block's largest magnitude is its scale, whatever its sign. Levels of it stay, without signs their squares."""
+    known = levels(is_signed, CPU)[-BLOCK:]
+    largest = torch.tensor([[1.0], [-1.0 if is_signed else 2.0], [2.0**-20]])
+    values = largest * known
+    codes, scales = quantize(values if is_signed else values.square(), is_signed=is_signed, generator=generator())
+    assert (codes.shape, scales.shape) == ((3, 128), (3, 1))
+    torch.testing.assert_close(scales, largest.abs(), rtol=3e-7, atol=0)
+    got = dequantize(codes, scales, is_signed=is_signed)
+    torch.testing.assert_close(got, values if is_signed else values.square(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -86,21 +86,21 @@ def test_8_bits_are_one_of_the_two_neighbours_and_right_in_the_mean(is_signed: b
     row = torch.full((1, BLOCK), share)
     row[0, 0] = 1.0
     values = 5 * row.expand(1000, -1)
-    codes, scales = quantize(values, is_signed=is_signed, generator=generator())
-    got = dequantize(codes, scales, is_signed=is_signed) / 5
-    assert (got[:, 0] == 1).all()
-    known = levels(is_signed, CPU)
-    upper = int((known > share).nonzero()[0])
+    codes, scales = quantize(values if is_signed else values.square(), is_signed=is_signed, generator=generator())
+    got = dequantize(codes, scales, is_signed=is_signed)
+    got = (got if is_signed else got.sqrt()) / 5
+    torch.testing.assert_close(got[:, 0], torch.ones(1000), rtol=3e-7, atol=0)
+    upper = int((levels(is_signed, CPU) > share).nonzero()[0])
     assert set(codes[:, 1:].unique().tolist()) == {upper - 1, upper}
     # at most 0.9 / 64 apart: the mean of 127,000 draws is within 5 * 0.9 / 64 / 2 / sqrt(127,000)
     assert got[:, 1:].mean().item() == pytest.approx(share, abs=1e-4)
 
 
 def test_a_second_moment_is_never_rounded_to_nothing() -> None:
-    values = torch.tensor([[1.0, 1e-12, 0.0, 1e-3], [0.0, 0.0, 0.0, 0.0]])
+    values = torch.tensor([[1.0, 1e-20, 0.0, 1e-6], [0.0, 0.0, 0.0, 0.0]])
     codes, scales = quantize(values, is_signed=False, generator=generator())
     got = dequantize(codes, scales, is_signed=False)
-    assert got[0, 1:3].tolist() == pytest.approx([0.325e-6] * 2)
+    assert got[0, 1:3].tolist() == pytest.approx([0.325e-6**2] * 2)
     assert got[1].eq(0).all()
 
 
