@@ -29,11 +29,9 @@ from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
+from rlightning.warm_up import warm_up
 
 log = logging.getLogger(__name__)
-
-WARM_UP_LENGTHS = (13, 23, 17)
-"""Tokens of sequences to compile with: torch.compile takes sizes that are equal for one size, and these are like none."""
 
 
 class Reference(NamedTuple):
@@ -170,20 +168,9 @@ class RLModule(PolicyModule):
     def on_train_start(self) -> None:
         """Compile while the engine starts; then measure where training starts from."""
         if self.generates and self.has_compiled_layers:
-            self.warm_up()
+            warm_up(self)
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
-
-    def warm_up(self) -> None:
-        """Compile what the first update takes, on sequences of no meaning; all ranks do it together."""
-        batch = RolloutBatch.concatenate([RolloutBatch.of_sequence([0] * length) for length in WARM_UP_LENGTHS])
-        with self.trainer.precision_plugin.train_step_context():
-            if self.plan.optimizer_steps > 1 or self.kl_coef:
-                self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=batch.num_tokens)
-            logprobs, entropy = self.compute_logprobs(batch.to(self.device))
-            self.manual_backward(logprobs.sum() + self.entropy_coef * entropy.sum())
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the updates."""

@@ -25,14 +25,8 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watched(GRPO):
     """Counts the graphs that each update compiles."""
 
-    warms_up = True
-
     def on_fit_start(self) -> None:
         self.new_graphs: list[int] = []
-
-    def warm_up(self) -> None:
-        if self.warms_up:
-            super().warm_up()
 
     def update(self, batch: Any) -> dict[str, float]:
         before = counters["stats"]["unique_graphs"]
@@ -42,7 +36,8 @@ class Watched(GRPO):
 
 
 class Cold(Watched):
-    warms_up = False
+    def on_train_start(self) -> None:
+        pass
 
 
 @pytest.mark.timeout(200)
