@@ -5,7 +5,7 @@ from typing import Any
 from rlightning.types import RolloutBatch
 
 LENGTHS = (13, 23, 17)
-"""Tokens of the sequences to compile with: torch.compile takes equal sizes for one size, and these are like no other."""
+"""Tokens of the sequences to compile with: torch.compile takes equal sizes for one, and these are like no other."""
 
 
 def warm_up(module: Any) -> None:
