@@ -7,8 +7,10 @@ keeps what is not, such as products of matrices. Which is which follows from the
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functional_call
 
@@ -23,13 +25,14 @@ def bytes_kept_by_compiled(layer: nn.Module, hidden_states: Tensor, arguments: d
     """
     num_bytes = 0
 
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def count(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         nonlocal num_bytes
-        nodes = [node for node in graph.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
-        given = {storage_of(node) for node in graph.graph.nodes if node.op == "placeholder"}
+        results: Any = gm.graph.output_node().args[0]
+        nodes = [node for node in results if isinstance(node, torch.fx.Node)]
+        given = {storage_of(node) for node in gm.graph.nodes if node.op == "placeholder"}
         sizes = {storage_of(node): node.meta["val"].untyped_storage().nbytes() for node in nodes if is_tensor(node)}
         num_bytes = sum(size for storage, size in sizes.items() if storage not in given)
-        return make_boxed_func(graph.forward)
+        return boxed_nop(gm, example_inputs)
 
     def run(parameters: dict[str, Tensor], hidden: Tensor, others: dict[str, Any]) -> Any:
         return functional_call(layer, parameters, (hidden,), others)
@@ -37,7 +40,7 @@ def bytes_kept_by_compiled(layer: nn.Module, hidden_states: Tensor, arguments: d
     compiled = aot_function(
         run,
         fw_compiler=count,
-        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it takes
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )

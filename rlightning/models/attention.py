@@ -79,7 +79,7 @@ def packed_attention(
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
 
 
-@torch.compiler.assume_constant_result  # asks the driver, which torch.compile cannot trace
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asks the driver, which torch.compile cannot trace
 def varlen_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
 ) -> str | None:

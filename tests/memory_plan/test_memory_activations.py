@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from planned import QWEN3, SMALL
 from tiny_models import SIZES
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
@@ -19,7 +20,7 @@ from rlightning.models.attention import PACKED_ATTENTION, SHARES_HEADS
 from rlightning.models.layers import checkpoint_layers, compile_layers
 
 AS_INDUCTOR = aot_autograd(
-    fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+    fw_compiler=boxed_nop,
     partition_fn=min_cut_rematerialization_partition,
     decompositions=select_decomp_table(),
 )

@@ -12,6 +12,7 @@ from rlightning.memory_plan.phases import MemoryPlan, total, transient
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer_memory import TrainerMemory
 from rlightning.memory_plan.work import Engine, Parallelism
+from rlightning.models import attention
 
 MEASURED = [
     # docs/measurements.md, "Memory of a GPU that actor and engine share": allocated after the update.
@@ -169,6 +170,25 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
     asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(16384, 36.0), (32768, 54.0)])
+def test_compiled_layers_are_within_15_percent(tokens: int, measured: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the study above, with torch 2.11."""
+    monkeypatch.setattr(attention, "SHARES_HEADS", False)
+    planned = plan_of(replace(FSDP_ALONE, is_compiled=True), H200)
+    assert allocated(planned.update(tokens)) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("device", ["35GB", "45GB", "60GB"])
+def test_automatic_checkpointing_takes_as_few_layers_as_leave_a_tenth(device: str) -> None:
+    planned = plan_of(replace(COLOCATED, gradient_checkpointing="auto"), read_device_memory(device))
+    count = planned.count_checkpointed_layers()
+    assert 0 < count < 28 and total(planned.update()) <= 0.9 * planned.device_memory
+    one_less = planned.trainer.update_parts(planned.tokens, count - 1)
+    one_more = planned.trainer.update_parts(planned.tokens, count)
+    saved = one_less["activations"] - one_more["activations"]
+    assert total(planned.update()) + saved > 0.9 * planned.device_memory
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from rlightning.models import attention, load_policy, output_layer
 from rlightning.models.attention import packed_attention, varlen_obstacle
-from rlightning.models.layers import checkpoint_layers, compile_layers
+from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers
 from rlightning.models.output_layer import chunked_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -68,7 +68,7 @@ def test_compiled_layers_in_mixed_precision(kind: str, kinds: int, tmp_path: Pat
     config: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 3}
     if kinds == 2:
         config |= {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    exact = load_policy(save_tiny(kind, tmp_path, **config)).cuda()
+    exact = torch.nn.Module.cuda(load_policy(save_tiny(kind, tmp_path, **config)))
     eager, compiled = copy.deepcopy(exact), copy.deepcopy(exact)
     torch.compiler.reset()
     counters.clear()
@@ -88,7 +88,7 @@ def test_compiled_layers_in_mixed_precision(kind: str, kinds: int, tmp_path: Pat
                 hidden = policy.base_model(**inputs).last_hidden_state.float()
             policy.zero_grad()
             hidden.square().sum().backward()
-            gradients = [parameter.grad for parameter in policy.base_model.layers.parameters()]
+            gradients = [parameter.grad for parameter in decoder_layers(policy).parameters()]
             found.append([before, hidden.detach(), *gradients])
         for some, others, truth in zip(found[2], found[1], found[0], strict=True):
             assert (some - truth).norm() <= 2 * (others - truth).norm() + 0.01 * truth.norm()

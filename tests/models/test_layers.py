@@ -118,7 +118,7 @@ def test_checkpointed_layers_compute_twice_to_the_same_gradient(count: int, tmp_
     policies = [load_policy(folder) for _ in range(2)]
     runs = [0] * 3
     for i, layer in enumerate(decoder_layers(policies[0])):
-        layer.mlp.register_forward_pre_hook(counting(runs, i))  # type: ignore[union-attr, operator]
+        layer.mlp.register_forward_pre_hook(counting(runs, i))  # type: ignore[union-attr]
     checkpoint_layers(policies[0], count)
     for policy in policies:
         packed_logprobs(policy, make_batch([7, 5]))[0].sum().backward()

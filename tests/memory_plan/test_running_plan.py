@@ -1,0 +1,75 @@
+"""What a run finds out about its own memory, against the plan of its configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
+
+from rlightning.algorithms import GRPO
+from rlightning.callbacks import VLLMRollout
+from rlightning.memory_plan.command import PlanCLI
+from rlightning.memory_plan.phases import MemoryPlan, total
+from rlightning.memory_plan.running import decide_checkpointing, work_of
+from rlightning.memory_plan.settings import read_work
+
+MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
+ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, "engine": {"max_num_seqs": 24}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Any, Any]:
+    """A trainer and a module that are about to load their models."""
+    module = GRPO(save_model(tmp_path / "model"), rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
+    trainer = bare_trainer(tmp_path, 3, VLLMRollout(**ROLLOUT), precision="bf16-mixed")  # type: ignore[arg-type]
+    trainer.datamodule = make_data(tmp_path)  # type: ignore[attr-defined]  # as fit() does
+    return trainer, module
+
+
+def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{class_path: GRPO, init_args: {{model: {tmp_path / 'model'}, "
+        "rewards: [rlightning.rewards.exact_match], "
+        + ", ".join(f"{name}: {value}" for name, value in MODULE.items())
+        + f"}}}}\ndata: {{train: {write_sums(tmp_path)}, max_prompt_tokens: 16}}\n"
+        "rollout: {max_new_tokens: 40, gpu_memory_utilization: 0.3, sleep: false, engine: {max_num_seqs: 24}}\n"
+        "trainer: {precision: bf16-mixed, max_steps: 3, accelerator: cpu, devices: 1}\n"
+    )
+    config: Any = PlanCLI(args=["fit", "--config", str(tmp_path / "run.yaml")]).config["fit"]
+    expected, got = read_work(config), work_of(*run)
+    assert expected.is_compiled and not got.is_compiled  # a plan is for CUDA
+    for name in ("config", "reference"):
+        assert getattr(got, name).to_dict() == getattr(expected, name).to_dict()
+    same = {"config": expected.config, "reference": expected.reference, "is_compiled": True}
+    assert replace(got, **same) == expected  # type: ignore[arg-type]
+
+
+def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = MemoryPlan(replace(work_of(*run), engine=None), 1 << 40)
+    run[0].callbacks = []
+    none, every = (total(bare.update(gradient_checkpointing=way)) for way in (False, True))
+    half = (none + every) // 2
+    counts = []
+    for needed in (none, half, 0):
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda _, size=needed: SimpleNamespace(total_memory=int(size / 0.9) + 9),
+        )
+        count, reason = decide_checkpointing(*run)
+        counts.append(count)
+        assert "an update of 4,096 tokens a micro-batch is planned to take" in reason
+        assert (", with these" in reason) == (count > 0)
+    assert counts == [0, 1, 2]  # of two layers
+
+
+def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:
+    trainer, module = run
+    module.model_config.model_type, module.plan = "unheard_of", None
+    assert decide_checkpointing(trainer, module) == (
+        2,
+        "what they take is not known (GRPO in precision bf16-mixed has no plan)",
+    )
