@@ -213,9 +213,13 @@ class RolloutBatch:
             return (tensor.pin_memory() if is_upload else tensor).to(target, non_blocking=is_upload)
 
         here = replace(self, _max_length=self.max_length, _completion_index=self.completion_index)
-        tensors = {f.name: value for f in fields(here) if isinstance(value := getattr(here, f.name), Tensor)}
+        moved: dict[str, Any] = {}
+        for f in fields(here):
+            value = getattr(here, f.name)
+            if isinstance(value, Tensor):
+                moved[f.name] = move(value)
         components = {name: move(value) for name, value in self.reward_components.items()}
-        return replace(here, **{name: move(value) for name, value in tensors.items()}, reward_components=components)
+        return replace(here, **moved, reward_components=components)
 
     def select(self, sequences: Sequence[int] | Tensor) -> Self:
         """The batch of the given sequences, in the given order, packed anew.
