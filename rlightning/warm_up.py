@@ -17,9 +17,12 @@ def warm_up(module: Any) -> None:
         module: an :class:`~rlightning.module.RLModule` that is about to train; it is left as it was.
     """
     batch = RolloutBatch.concatenate([RolloutBatch.of_sequence([0] * length) for length in LENGTHS])
+    evaluated = [module.loaded_actor] if module.plan.optimizer_steps > 1 else []
+    if module.reference is not None:
+        evaluated.append(module.reference.model)
     with module.trainer.precision_plugin.train_step_context():
-        if module.plan.optimizer_steps > 1 or module.kl_coef:
-            module.evaluate_logprobs(batch, module.loaded_actor, temperature=1.0, max_tokens=batch.num_tokens)
+        for model in evaluated:
+            module.evaluate_logprobs(batch, model, temperature=1.0, max_tokens=batch.num_tokens)
         logprobs, entropy = module.compute_logprobs(batch.to(module.device))
         module.manual_backward(logprobs.sum() + module.entropy_coef * entropy.sum())
     module.optimizers().zero_grad()
