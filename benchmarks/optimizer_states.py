@@ -10,19 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from launch import Job, Run, benchmark_parser, finish, run_jobs
 
-from rlightning.optimizers import OptimizerStates
-from rlightning.optimizers.moments import bytes_per_parameter
-
 ROOT = Path(__file__).parent.parent
-STATES: tuple[OptimizerStates, ...] = get_args(OptimizerStates)
+STATES = ("float32", "bfloat16", "8bit")
 
 
-def make_job(task: Path, device: str, steps: int, states: OptimizerStates, seed: int) -> Job:
+def make_job(task: Path, device: str, steps: int, states: str, seed: int) -> Job:
     """One run of supervised fine-tuning."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "arithmetic_sft.yaml").read_text())
     config["seed_everything"] = config["data"]["seed"] = seed
@@ -46,25 +43,22 @@ def final_loss(run: Run) -> float:
 def main() -> None:
     """All settings with all seeds."""
     parser = benchmark_parser(__doc__ or "", "optimizer_states", steps=600, model=None)
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES, help=f"({' '.join(STATES)})")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
     arguments = parser.parse_args()
     task = arguments.out / "task"
     subprocess.run([sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(task)], check=True)
-    jobs = [make_job(task, arguments.device, arguments.steps, s, seed) for s in STATES for seed in arguments.seeds]
-    losses = [final_loss(run) for run in run_jobs(jobs, arguments)]
-    by_states = {s: losses[i * len(arguments.seeds) :][: len(arguments.seeds)] for i, s in enumerate(STATES)}
+    runs = [(states, seed) for states in arguments.states for seed in arguments.seeds]
+    jobs = [make_job(task, arguments.device, arguments.steps, *run) for run in runs]
+    losses = dict(zip(runs, map(final_loss, run_jobs(jobs, arguments)), strict=True))
     rows = []
-    for states, own in by_states.items():
-        apart = [one - usual for one, usual in zip(own, by_states["float32"], strict=True)]
-        rows.append(
-            {
-                "optimizer_states": states,
-                "bytes a parameter": bytes_per_parameter(states),
-                "loss": f"{mean(own):.4f}",
-                "by seed": ", ".join(f"{loss:.4f}" for loss in own),
-                "less float32's, by seed": ", ".join(f"{difference:+.4f}" for difference in apart),
-            }
-        )
+    for states in arguments.states:
+        own = [losses[states, seed] for seed in arguments.seeds]
+        row = {"optimizer_states": states, "loss": f"{mean(own):.4f}", "by seed": ", ".join(f"{x:.4f}" for x in own)}
+        if "float32" in arguments.states:
+            apart = (losses[states, seed] - losses["float32", seed] for seed in arguments.seeds)
+            row["less float32's, by seed"] = ", ".join(f"{x:+.4f}" for x in apart)
+        rows.append(row)
     finish(arguments, rows)
 
 
