@@ -35,14 +35,15 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
 
     Args:
         model: its name, for the error.
-        policy: with memory for its buffers, but nothing in it. Weights that share a module with such a buffer are
-            overwritten, so they have to be loaded afterwards.
+        policy: with memory for its buffers, but nothing in it.
         device: where buffers belong.
     """
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
         if module._non_persistent_buffers_set:
+            for weight in module.parameters(recurse=False):
+                weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
             policy._init_weights(module)
     saved = policy.state_dict().keys()
     for name, buffer in policy.named_buffers():
