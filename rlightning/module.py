@@ -29,7 +29,6 @@ from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
-from rlightning.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +165,7 @@ class RLModule(PolicyModule):
             self.reference = Reference(self.load_model(self.reference_path).requires_grad_(False))
 
     def on_train_start(self) -> None:
-        """Compile while the engine starts; then measure where training starts from."""
-        if self.generates and self.has_compiled_layers:
-            warm_up(self)
+        """Measure where training starts from."""
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 

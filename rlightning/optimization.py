@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.models.shards import local_tensor
-from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW
-from rlightning.optimizers.adamw import fetch_all
+from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW, fetch_all
 
 log = logging.getLogger(__name__)
 

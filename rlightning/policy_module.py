@@ -77,7 +77,6 @@ class PolicyModule(LightningModule):
         self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.actor: PreTrainedModel | None = None
-        self.has_compiled_layers = False
 
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
@@ -90,7 +89,7 @@ class PolicyModule(LightningModule):
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device
-        self.has_compiled_layers, reason = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
+        is_compiled, reason = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
         dtype = torch.get_default_dtype()
         sharding = getattr(strategy, "sharding", None)
         if sharding is not None:
@@ -99,7 +98,7 @@ class PolicyModule(LightningModule):
             policy = load_sharded_policy(model, sharding, dtype=dtype)
         else:
             policy = nn.Module.to(load_policy(model, dtype), device)
-        if self.has_compiled_layers:
+        if is_compiled:
             compile_layers(policy)
         if strategy is not None and self.trainer.is_global_zero:
             computes_in = torch.bfloat16 if self.trainer.precision.startswith("bf16") else dtype

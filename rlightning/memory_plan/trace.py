@@ -222,10 +222,12 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[st
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             yield model.train()
-    except RuntimeError as error:  # what fake tensors raise where code asks for a value
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        # Where code asks for a value, or for an operator that is not for a CPU; torch's partitioner has asserts, too.
+        lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
-            f"The memory of a {config.model_type} cannot be planned: its code needs values to run "
-            f"({type(error).__name__}). Measure it on a GPU; memory/peak_gib is among the metrics."
+            f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
+            f"({type(error).__name__}: {lines[0][:160]}). Measure it on a GPU; memory/peak_gib is among the metrics."
         ) from error
 
 

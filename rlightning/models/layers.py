@@ -25,6 +25,9 @@ from rlightning.errors import ConfigError
 
 BACKEND = "inductor"
 """What ``torch.compile`` hands graphs to."""
+OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
+"""Inductor's, where it has them. Otherwise it decides by the number of tokens how a norm's backward is fused, and has
+code of its own for each of several ranges."""
 
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
@@ -50,14 +53,9 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
     Raises:
         ConfigError: if it is wanted and cannot be.
     """
-    compilers = (
-        [os.environ.get("CXX"), "g++", "clang++"] if device.type == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
-    )
-    obstacle = None
+    obstacle = compiler_obstacle(device)
     if tensor_parallel_size > 1:
         obstacle = "torch.compile cannot trace tensor-parallel layers for sizes that change"
-    elif not any(name and shutil.which(name) for name in compilers):
-        obstacle = f"torch.compile needs {compilers[1]} or {compilers[2]}, which are not on PATH"
     if wanted and obstacle:
         raise ConfigError(f"compile=true cannot be: {obstacle}. Leave model.compile out, or set it to false.")
     if wanted is False or (wanted is None and device.type != "cuda"):
@@ -65,6 +63,14 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
     if obstacle:
         return False, f"layers are not compiled, because {obstacle}"
     return True, f"layers are compiled when they run first (cache: {cache_folder()})"
+
+
+def compiler_obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled for a device; None if it can."""
+    variable, names = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
+    if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
+        return None
+    return f"torch.compile needs {' or '.join(names)}, which are not on PATH"
 
 
 def cache_folder() -> str:
@@ -103,7 +109,8 @@ def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
 
 
 def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch.compile(forward, dynamic=True, backend=BACKEND)
+    options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
+    compiled = torch.compile(forward, dynamic=True, backend=BACKEND, options=options if BACKEND == "inductor" else None)
 
     @functools.wraps(forward)
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rlightning.distributed.gathering import local_box
+from rlightning.models.layers import compiler_obstacle
 
 CHUNK_BYTES = 1 << 30
 """Of a chunk's logits, in the dtype of the matrix product: 3,533 tokens of 151,936 bfloat16 logits.
@@ -29,8 +30,6 @@ CHUNK_BYTES = 1 << 30
 It is all that a compiled chunk takes: what the kernels compute in float32 between reading the logits and writing a few
 numbers a token, or a gradient in their place, stays in registers. Uncompiled, some float32 copies come on top.
 """
-COMPILED_DEVICES = {"cuda"}
-"""Where kernels are compiled; a CPU may have no compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +273,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernel(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """``function``, compiled on CUDA: once, whatever the number of tokens."""
-    if (
-        logits.device.type not in COMPILED_DEVICES or len(logits) == 1
-    ):  # for a size of 1 torch would compile it once more
+    """``function``, compiled where that pays: once, whatever the number of tokens."""
+    if not _is_compiled(logits.device) or len(logits) == 1:  # for a size of 1 torch would compile it once more
         return function
     torch._dynamo.mark_static(logits, 1)  # kernels read rows of a known length in wider steps
     return _compiled(function)
+
+
+@functools.cache
+def _is_compiled(device: torch.device) -> bool:
+    """On CUDA, whose kernels it saves memory, if there is a compiler."""
+    return device.type == "cuda" and compiler_obstacle(device) is None
 
 
 @functools.cache

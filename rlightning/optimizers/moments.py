@@ -111,7 +111,7 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
         below = torch.bucketize(shares, known, out_int32=True, right=True).sub_(1).clamp_(0, len(known) - 2)
         lower, upper = known[below], known[below + 1]
         chance = (shares - lower) / (upper - lower)
-        draw = torch.rand(part.shape, device=part.device, generator=generator)
+        draw = torch.rand(part.shape, dtype=torch.float32, device=part.device, generator=generator)
         codes[start : start + num_blocks] = below + (draw < chance)
         scales[start : start + num_blocks] = largest
     return codes.view(values.shape), scales.view(*values.shape[:-1], values.shape[-1] // length)

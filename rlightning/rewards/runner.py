@@ -1,6 +1,5 @@
 """Calls the reward functions on a batch, and keeps a failure to the sample that it befell."""
 
-import contextlib
 import logging
 import os
 import queue
@@ -46,6 +45,28 @@ class _Begun(NamedTuple):
     number: int
 
 
+class _Pools:
+    """What calls run in, and where their answers come in."""
+
+    def __init__(self, functions: Sequence[BoundReward], num_workers: int) -> None:
+        self.answers: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
+        self.processes = WorkerPool(
+            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in functions],
+            num_workers,
+            self.answers.put,
+        )
+        self.loop = EventLoopPool(
+            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in functions],
+            num_workers,
+            self.answers.put,
+        )
+
+    def close(self) -> None:
+        """End the processes and leave the loop."""
+        self.processes.close()
+        self.loop.close()
+
+
 class RewardRunner:
     """Runs reward functions: sync ones in worker processes, async ones on an event loop, all with a timeout.
 
@@ -72,18 +93,8 @@ class RewardRunner:
             raise ConfigError(f"num_workers={num_workers} must be at least 1.")
         self.max_failed_share = max_failed_share
         self.functions = bind_rewards(rewards)
-        workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._answers: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
-        self._pool = WorkerPool(
-            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in self.functions],
-            workers,
-            self._answers.put,
-        )
-        self._loop = EventLoopPool(
-            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in self.functions],
-            workers,
-            self._answers.put,
-        )
+        self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
+        self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
         self._said: set[str] = set()
@@ -141,7 +152,7 @@ class RewardRunner:
                 samples[self._num_samples] = sample
                 calls += self._calls(everywhere, prompt, completion, self._num_samples)
                 self._num_samples += 1
-        self._pool.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
+        self._pools.processes.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
         self._begun.clear()
         tally = _Tally(self.functions, len(prompts), self.max_failed_share, self._said)
         try:
@@ -150,25 +161,29 @@ class RewardRunner:
         except BaseException:
             self.close()
             raise
-        self._loop.close()
+        self._pools.loop.close()
         return tally.total()
 
     def close(self) -> None:
         """End the worker processes, and forget what was begun; later calls start them again."""
-        self._pool.close()
-        self._loop.close()
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
         self._begun.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._answers.get_nowait()
+
+    @property
+    def _pools(self) -> _Pools:
+        if self._opened is None:
+            self._opened = _Pools(self.functions, self.num_workers)
+        return self._opened
 
     def _calls(self, functions: Sequence[int], prompt: "Prompt", completion: "Completion", number: int) -> list[Call]:
         given = _given(prompt, completion)
         return [Call(f, number, self.functions[f].select(given, prompt.columns)) for f in functions]
 
     def _submit(self, calls: Sequence[Call]) -> None:
-        self._loop.submit([call for call in calls if self.functions[call.function].pickled is None])
-        self._pool.submit([call for call in calls if self.functions[call.function].pickled is not None])
+        self._pools.loop.submit([call for call in calls if self.functions[call.function].pickled is None])
+        self._pools.processes.submit([call for call in calls if self.functions[call.function].pickled is not None])
 
     def _collect(self, samples: "dict[int, int]", tally: "_Tally") -> None:
         """Wait for the answer to every function's call on every sample.
@@ -180,9 +195,9 @@ class RewardRunner:
         missing = {(f, number) for f in range(len(self.functions)) for number in samples}
         while missing:
             try:
-                answer = self._answers.get(timeout=BEAT)
+                answer = self._pools.answers.get(timeout=BEAT)
             except queue.Empty:
-                self._loop.replace_if_blocked()
+                self._pools.loop.replace_if_blocked()
                 continue
             if isinstance(answer, BaseException):
                 raise answer

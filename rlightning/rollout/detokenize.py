@@ -37,6 +37,8 @@ def decode_completions(
     texts = []
     for token_ids, reason in zip(completions, finish_reasons, strict=True):
         kept = list(token_ids[:-1] if reason == "stop" else token_ids)
-        text = backend.decode(context + kept, skip_special_tokens=True).removeprefix(before)
+        text = backend.decode(context + kept, skip_special_tokens=True)
+        # A prompt that ends within a character is decoded to something else when that is whole.
+        text = text.removeprefix(before) if text.startswith(before) else backend.decode(kept, skip_special_tokens=True)
         texts.append(text.rstrip(UNFINISHED))
     return texts

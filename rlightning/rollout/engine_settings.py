@@ -56,7 +56,8 @@ def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: boo
     """
     most = MOST_SEQUENCES["cuda" if is_cuda else "cpu"]
     completions = work.num_prompts * work.samples_per_prompt
-    num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), LEAST_SEQUENCES))
+    most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM refuses more sequences than tokens
+    num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), min(LEAST_SEQUENCES, most)))
     derived: dict[str, Any] = {
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(batched_tokens(work) if is_cuda else LEAST_BATCHED_TOKENS, num_seqs),

@@ -143,6 +143,17 @@ def test_bytes_are_what_the_plan_counts(states: Any, num_bytes: float) -> None:
     assert sum(tensor.nbytes for tensor in packed) / values.numel() == num_bytes == bytes_per_parameter(states)
 
 
+def test_8_bits_are_rounded_alike_whatever_the_default_dtype() -> None:
+    values = torch.rand(4, BLOCK)
+    expected = pack_moment("exp_avg", values, "8bit", generator())
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does for bf16-true
+    try:
+        got = pack_moment("exp_avg", values, "8bit", generator())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def test_vectors_stay_as_they_are_with_8_bits() -> None:
     values = torch.rand(256)
     packed = pack_moment("exp_avg", values, "8bit", generator())

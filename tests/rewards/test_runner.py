@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -87,6 +88,14 @@ def test_weights_columns_and_every_kind_of_function(make_runner: MakeRunner) -> 
     assert values(scores.rewards) == [8.5, 13.5]
     assert scores.rewards.dtype == torch.float32
     assert scores.failed == 0
+
+
+def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: MakeRunner) -> None:
+    runner = pickle.loads(pickle.dumps(make_runner(sample_rewards.length)))
+    try:
+        assert runner.score(*make_samples(["abc"])).rewards.tolist() == [3.0]
+    finally:
+        runner.close()
 
 
 def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunner) -> None:

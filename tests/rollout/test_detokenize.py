@@ -68,5 +68,14 @@ def test_a_character_that_the_end_has_cut_is_left_out() -> None:
     assert decode_completions(tokenizer, [], [[*smile[:3], 0]], ["stop"]) == ["a"]
 
 
+def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
+    tokenizer = byte_level()
+    euro = tokenizer("what? €", add_special_tokens=False).input_ids
+    rest = tokenizer(" a", add_special_tokens=False).input_ids
+    for cut in (1, 2):
+        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]], ["length"])
+        assert "what" not in text and text.endswith(" a")
+
+
 def test_a_tokenizer_of_another_kind_is_left_to_vllm() -> None:
     assert not can_decode(object())

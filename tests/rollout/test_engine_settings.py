@@ -71,6 +71,9 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
     assert settings["cudagraph_capture_sizes"][-1] == 10_000
     assert settings["block_size"] == 32
     assert derive_settings(GSM8K, {"max_num_batched_tokens": 2048}, is_cuda=True)["max_num_batched_tokens"] == 2048
+    for tokens in (4, 100):
+        settings = derive_settings(GSM8K, {"max_num_batched_tokens": tokens}, is_cuda=True)
+        assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == tokens
     for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
         settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
         assert settings.get("cudagraph_capture_sizes", 1) == 1
