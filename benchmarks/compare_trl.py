@@ -25,7 +25,6 @@ import argparse
 import csv
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +46,7 @@ from launch import (
     format_table,
     grpo_config,
     prepare,
+    run_logged,
     say,
     write_prompts,
 )
@@ -160,13 +160,7 @@ def run_trl(arguments: argparse.Namespace, work: str, changes: str, timeout: flo
     command += ["--settings", json.dumps(settings)]
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-    with (folder / "run.log").open("w") as log:
-        try:
-            exit_code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=timeout, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            exit_code = 124
+    exit_code = run_logged(command, folder / "run.log", environment, timeout)
     rows: Rows = []
     if path.exists():
         with path.open(newline="") as file:

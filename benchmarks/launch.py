@@ -241,14 +241,19 @@ def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int], *, time
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in devices)
     begun = time.perf_counter()
-    with (folder / "run.log").open("w") as log:
+    exit_code = run_logged(command, folder / "run.log", environment, timeout)
+    return Run(job, folder, exit_code, time.perf_counter() - begun)
+
+
+def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int:
+    """Run a command, whose output the log gets; its exit code, 124 if it took more than so many seconds."""
+    with log.open("w") as file:
         try:
-            exit_code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=timeout, check=False
+            return subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            exit_code = 124
-    return Run(job, folder, exit_code, time.perf_counter() - begun)
+            return 124
 
 
 def write_run(arguments: argparse.Namespace, job: Job) -> tuple[Path, list[str]]:
