@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -67,6 +68,8 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
             fabric.barrier("end of a step")
     finally:
         fire(loop, policy, "teardown", "fit")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # which Fabric leaves to the end of Python, and gloo may abort there
     log.info("reward %.2f -> %.2f", rewards[0], rewards[-1])
     return rewards
 

@@ -115,6 +115,7 @@ def main(num_steps: int = 20, callbacks: Sequence[Any] | None = None) -> list[fl
             cures() if callbacks is None else callbacks, model=model, args=arguments, train_dataset=rows
         )
         trainer.train()
+        trainer.accelerator.end_training()
     log.info("reward %.2f -> %.2f", trainer.rewards[0], trainer.rewards[-1])
     return trainer.rewards
 

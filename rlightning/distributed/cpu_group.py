@@ -153,3 +153,13 @@ def cpu_group() -> dist.ProcessGroup | None:
     if shared.group is None:
         shared.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_timeout_seconds))
     return shared.group
+
+
+def leave_groups() -> None:
+    """Leave all process groups, once every rank is through, while Python still stands.
+
+    A thread of gloo's that lets go of its last tensor when the interpreter is gone aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from typing import Self
 import torch.distributed as dist
 
 from rlightning.distributed.barrier import barrier, note_failure, roll_call
-from rlightning.distributed.cpu_group import barrier_timeout, connection
+from rlightning.distributed.cpu_group import barrier_timeout, connection, leave_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
 from rlightning.errors import find_mistake
 
@@ -59,6 +59,7 @@ class FailureWatch:
         dist.init_process_group()
         with FailureWatch():
             train()
+        dist.destroy_process_group()
 
     Leaving it takes part in the end of all: rank 0 waits there until the others are through. Without several processes
     it does nothing.
@@ -147,7 +148,7 @@ class FailureWatch:
         sys.excepthook = self._usual_excepthook
 
     def stop_at_exit(self) -> None:
-        """Have :meth:`stop` called when the process ends, by whatever way Python knows."""
+        """Have the process, when it ends by whatever way Python knows, call :meth:`stop` and leave its groups."""
         # Processes that multiprocessing starts know no atexit.
         Finalize(None, self._stop_finally, exitpriority=100)
 
@@ -253,6 +254,7 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
+        leave_groups()
         self._end_children()
 
     def _end_children(self) -> None:
