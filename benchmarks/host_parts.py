@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
-from rlightning.rollout.vllm_engine import _completion
+from rlightning.rollout.vllm_engine import make_completion
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 SAMPLES_PER_PROMPT = 8
@@ -112,7 +112,7 @@ def make_outputs(size: Size) -> list[Any]:
 
 def engine_messages(size: Size) -> Work:
     """In the engine's process: vLLM's outputs to pickled messages."""
-    from rlightning.rollout.vllm_process import VLLMServer  # imports vLLM, which no other part needs
+    from rlightning.rollout.vllm_server import VLLMServer  # imports vLLM, which no other part needs
 
     requests, tokenizer = make_outputs(size), make_tokenizer()
 
@@ -120,11 +120,19 @@ def engine_messages(size: Size) -> Work:
         def get_tokenizer(self) -> Any:
             return tokenizer
 
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
-            yield requests[int(request_id) % len(requests)]
+        async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+            return Collector(requests[int(request_id) % len(requests)])
+
+    class Collector:
+        def __init__(self, output: Any) -> None:
+            self.output = output
+
+        async def get(self) -> Any:
+            return self.output
 
     async def serve() -> None:
         server: Any = VLLMServer(Engine())  # type: ignore[arg-type]
+        server.versions.adopt(0, ())
         for _ in range(size.num_prompts):
             outputs = await server.generate([1], {"n": SAMPLES_PER_PROMPT})
             pickle.dumps((1, "ok", outputs), pickle.HIGHEST_PROTOCOL)
@@ -137,13 +145,13 @@ def trainer_messages(size: Size) -> Work:
     messages = []
     some = Size(min(size.num_completions, NUM_REQUESTS * SAMPLES_PER_PROMPT), size.num_tokens)
     for group in make_completions(some, texts=True):
-        fields = ("text", "token_ids", "logprobs", "finish_reason")
+        fields = ("text", "token_ids", "logprobs", "weight_versions", "finish_reason")
         outputs = [{name: getattr(one, name) for name in fields} for one in group]
         messages.append(pickle.dumps((1, "ok", outputs), pickle.HIGHEST_PROTOCOL))
 
     def read() -> list[list[Completion]]:
         read = (pickle.loads(messages[i % len(messages)]) for i in range(size.num_prompts))
-        return [[_completion(output, 3) for output in outputs] for _, _, outputs in read]
+        return [[make_completion(output) for output in outputs] for _, _, outputs in read]
 
     return Work(read, sum(size.lengths))
 

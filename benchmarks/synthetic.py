@@ -15,7 +15,7 @@ from rlightning.callbacks.throughput import device_peak, update_flops
 from rlightning.distributed.platform import memory_use, reset_peak, synchronize
 from rlightning.hooks import RLCallback
 from rlightning.models.flops import model_flops
-from rlightning.rollout import OnCompleted, Sampling
+from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -50,7 +50,7 @@ def draw_lengths(longest: int, count: int, rng: np.random.Generator, *, is_varia
     return lengths
 
 
-class SyntheticRollout(RLCallback):
+class SyntheticRollout(RLCallback, Generator):
     """Gives the module completions of random tokens, in no time.
 
     Args:

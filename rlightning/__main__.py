@@ -19,6 +19,7 @@ COMMANDS = {
     "validate": "measure a model on the validation sets",
     "test": "the same, on the test sets",
     "predict": "write completions of a prompt file to JSONL",
+    "serve": "an engine for trainers on other hosts",
     "plan": "what a run takes of a GPU's memory, without one",
 }
 
@@ -91,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: list[str]) -> None:
     """Parse ``args`` and run their command."""
+    if args[0] == "serve" and not {"-h", "--help"}.isdisjoint(args):
+        from rlightning.serve_command import HELP
+
+        sys.stdout.write(HELP)
+        return
     quieten()
     # An installed script does not have the folder it is called from on its path, and a user's classes are there.
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -99,6 +105,11 @@ def run(args: list[str]) -> None:
         from rlightning.memory_plan.command import plan
 
         sys.stdout.write(plan(args[1:]))
+        return
+    if args[0] == "serve":
+        from rlightning.serve_command import serve
+
+        serve(args[1:])
         return
     from rlightning.cli import RLCLI
 

@@ -13,7 +13,7 @@ from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -97,7 +97,9 @@ class ConfigKeys:
         bases = [option for option in options if is_configurable(option)]
         items = [i for option in options if is_sequence(option) for i in get_args(option) if i is not Ellipsis]
         item_bases = [option for item in items for option in flatten_union(item) if is_configurable(option)]
-        if isinstance(value, str) and str not in options and (bases or item_bases) and value not in ("null", ""):
+        literals = [option for option in options if get_origin(option) is Literal]
+        words = {"null", "", *(word for literal in literals for word in get_args(literal))}
+        if isinstance(value, str) and str not in options and (bases or item_bases) and value not in words:
             if Path(value).is_file():
                 self.check_value(read_yaml(value), hint, key)
             else:

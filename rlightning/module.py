@@ -24,6 +24,7 @@ from rlightning.models import packed_logprobs
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
+from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optimization import check_trainer, clip_gradients
 from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
@@ -64,7 +65,11 @@ class RLModule(PolicyModule):
         kl_placement: whether it is part of the loss, or taken off the reward.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
-        rollout_correction: weighs tokens by the gap between sampler and trainer.
+        rollout_correction: weighs tokens by the gap between sampler and trainer; "auto" does where the sampler may run
+            behind (``rollout.max_staleness``), by truncated importance sampling.
+        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
+            of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
+            single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
         max_failed_share: a step in which a larger share of rewards fails ends the run.
         validate_first: validate before the first step too.
@@ -91,8 +96,9 @@ class RLModule(PolicyModule):
         kl_placement: Literal["loss", "reward"] = "loss",
         entropy_coef: float = 0.0,
         loss_aggregation: Aggregation = "token_mean",
-        rollout_correction: RolloutCorrection | None = None,
+        rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
         reference_model: str | None = None,
+        proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
         validate_first: bool = True,
         **kwargs: Any,
@@ -112,7 +118,9 @@ class RLModule(PolicyModule):
         self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
         self.rollout_correction = rollout_correction
+        self.proximal_policy = proximal_policy
         self.validate_first = validate_first
+        self._update_progress = 0.0
         self.reference: Reference | None = None
         self.generator: Generator | None = None
         self.sampling = Sampling()
@@ -153,9 +161,20 @@ class RLModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
         if self.generates and stage != "predict":
-            _ = self._engine
+            self._choose_correction(self._engine.max_staleness)
         if stage == "fit" and self.trainer.is_global_zero:
             log.info(self.plan.describe(self.trainer.world_size))
+
+    def _choose_correction(self, max_staleness: int) -> None:
+        """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
+        if self.rollout_correction == "auto" and max_staleness > 0:
+            self.rollout_correction = RolloutCorrection()
+            log.info(
+                "Completions may be %d updates old: each token's loss is weighed by the ratio of its probabilities now "
+                "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
+                max_staleness,
+                self.rollout_correction.bounds[1],
+            )
 
     def configure_model(self) -> None:
         """Load the actor and, where it is measured against one, the reference."""
@@ -248,14 +267,16 @@ class RLModule(PolicyModule):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Complete ``prompts``, each ``samples_per_prompt`` times.
+        """Complete ``prompts``, each ``samples_per_prompt`` times; or as many earlier ones, where some are in flight.
 
         Returns:
             A batch without rewards, on the CPU.
         """
         fire(self.trainer, self, "on_rollout_start", prompts)
-        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling, self.begin_rewards)
-        batch = RolloutBatch.pack(prompts, completions)
+        completed, completions = self._engine.exchange(
+            prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
+        )
+        batch = RolloutBatch.pack(completed, completions)
         fire(self.trainer, self, "on_rollout_end", batch)
         return batch
 
@@ -278,7 +299,7 @@ class RLModule(PolicyModule):
         """Set ``old_logprobs`` and ``ref_logprobs``, where they are needed, and ``advantages``."""
         limit = self.plan.max_tokens_per_microbatch
         evaluate = partial(self.evaluate_logprobs, batch, temperature=self.sampling.temperature, max_tokens=limit)
-        if self.plan.optimizer_steps > 1:
+        if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
             assert self.reference is not None
@@ -303,6 +324,7 @@ class RLModule(PolicyModule):
         means = RunningMeans()
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
+            self._update_progress = (number - 1) / len(minibatches)
             self.accumulate_gradients(batch.select(minibatch), means)
             norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
             means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
@@ -340,9 +362,10 @@ class RLModule(PolicyModule):
         """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""
         logprobs, entropy = self.compute_logprobs(batch)
         if batch.old_logprobs is None:
-            batch.old_logprobs = logprobs.detach()
+            ages = self.weight_version - batch.weight_versions
+            batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
         loss, metrics = self.policy_loss(logprobs, batch)
-        if self.rollout_correction is not None:
+        if isinstance(self.rollout_correction, RolloutCorrection):
             weights, corrected = self.rollout_correction.weigh(
                 batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
             )

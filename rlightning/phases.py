@@ -18,7 +18,8 @@ class PhaseTimer(RLCallback):
     ``on_rollout_start`` to ``on_update_end``. When it is over, :meth:`on_step_timed` is called.
 
     A phase that comes twice in a step (a refill of the batch) counts with both times. Weight sync inside a rollout
-    is counted as sync, not as generation. The clock is the process's own: the device is not synchronised for it.
+    or at the end of an update is counted as sync alone. The clock is the process's own: the device is not synchronised
+    for it.
 
     Attributes:
         step_seconds: of the last step.
@@ -88,10 +89,10 @@ class PhaseTimer(RLCallback):
         self._begin("sync")
 
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """End of sending weights; a rollout around it does not count these seconds."""
+        """End of sending weights; a rollout or an update around it does not count these seconds."""
         seconds = self._end("sync")
-        if "generate" in self._begun:
-            self._begun["generate"] += seconds
+        for phase in self._begun:
+            self._begun[phase] += seconds
 
     def _open_step(self) -> None:
         self._opened = perf_counter()

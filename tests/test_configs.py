@@ -127,3 +127,24 @@ def test_gsm8k_runs_sharded_over_two_ranks(tmp_path: Path) -> None:
     # each engine samples from the weights that were gathered for it; the trainer computes in bfloat16
     assert all(float(row["policy/rollout_gap_max"]) < 0.1 for row in rows if row["reward/mean"])
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt" / "meta.pt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+def test_gsm8k_runs_asynchronously(tmp_path: Path) -> None:
+    rows = fit(
+        "grpo_gsm8k_async.yaml",
+        tmp_path,
+        *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
+        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
+        *("--data.train", str(GSM8K / "train.jsonl")),
+        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
+        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu", "--trainer.max_steps", "4"),
+        *("--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run"),
+    )
+    assert [int(row["step"]) for row in rows if row["val/gsm8k/pass@1"]] == [0, 2, 4]
+    trained = [row for row in rows if row["reward/mean"]]
+    assert [int(row["step"]) for row in trained] == [1, 2, 3, 4]
+    assert all(float(row["async/age_max"]) <= 2 for row in trained)
+    assert float(trained[-1]["async/running"]) + float(trained[-1]["async/finished"]) == 8  # two steps' worth
+    assert undocumented({name for row in rows for name, value in row.items() if value}) == []

@@ -130,6 +130,18 @@ def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder:
     assert not torch.allclose(seen[1][0], seen[1][1], atol=1e-4)  # the second update is off its rollout's policy
 
 
+def test_an_approximated_proximal_policy_is_the_samplers_where_that_is_not_behind(
+    model_folder: str, tmp_path: Path
+) -> None:
+    def trained(proximal_policy: Any) -> dict[str, Tensor]:
+        module = GRPO(model_folder, rewards=REWARDS, proximal_policy=proximal_policy, updates_per_rollout=2, **SMALL)
+        return train(module, tmp_path, 2)
+
+    recomputed, approximated = trained("recomputed"), trained("approximated")
+    for name, weight in recomputed.items():
+        torch.testing.assert_close(approximated[name], weight, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
     class Watched(GRPO):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
-from rlightning.rollout import OnCompleted, Sampling
+from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
@@ -100,7 +100,7 @@ async def share_of_ones(completion: str) -> float:
     return completion.count("1") / max(len(completion), 1)
 
 
-class ActorGenerator:
+class ActorGenerator(Generator):
     """Samples from the module's own actor; what it samples depends on weights, prompt and weight version alone."""
 
     def __init__(self, module: RLModule) -> None:

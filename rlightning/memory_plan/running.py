@@ -104,10 +104,11 @@ def find_rollout(trainer: Any) -> Any:
 def arguments_of(rollout: Any) -> dict[str, Any]:
     """The arguments that a ``VLLMRollout`` was made with, as far as an engine's memory is concerned."""
     return {
-        "engine": rollout.engine_args,
-        "dtype": rollout.dtype,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "sleep": rollout.sleep,
-        "bucket_bytes": rollout.bucket_bytes,
+        "engine": rollout.options.arguments,
+        "dtype": rollout.options.dtype,
+        "placement": rollout.options.placement,
+        "gpu_memory_utilization": rollout.options.memory_share,
+        "sleep": rollout.options.sleep,
+        "bucket_bytes": rollout.options.bucket_bytes,
         "max_new_tokens": rollout.sampling.max_new_tokens,
     }

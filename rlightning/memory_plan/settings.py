@@ -15,6 +15,7 @@ from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.optimization import check_trainer
+from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
@@ -171,9 +172,12 @@ def find_rollout(config: Any) -> dict[str, Any] | None:
     return listed if listed is not None else arguments(config["rollout"]) or None
 
 
-def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine:
-    """The engine as ``VLLMRollout`` would start it on a GPU."""
-    given = {"gpu_memory_utilization": rollout["gpu_memory_utilization"]} | dict(rollout.get("engine") or {})
+def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine | None:
+    """The engine as ``VLLMRollout`` would start it on a rank's GPU; None if it has one of its own."""
+    if rollout.get("placement") == "standalone":
+        return None
+    share = rollout["gpu_memory_utilization"] or MEMORY_SHARE["colocated"]
+    given = {"gpu_memory_utilization": share} | dict(rollout.get("engine") or {})
     size = int(given.get("tensor_parallel_size") or 1)
     if ranks % size:
         raise ConfigError(

@@ -23,6 +23,7 @@ from rlightning.objectives.policy import (
     soft_gate_loss,
     token_log_ratio,
 )
+from rlightning.objectives.proximal import approximate_proximal
 from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "KLEstimator",
     "RolloutCorrection",
     "aggregate",
+    "approximate_proximal",
     "capped_weight_loss",
     "clipped_loss",
     "estimate_kl",

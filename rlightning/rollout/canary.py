@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlightning.errors import EngineError
-from rlightning.rollout.vllm_engine import VLLMConfig
+from rlightning.rollout.engine_link import VLLMConfig
 
 CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
 CANARY_TOKENS = 32

@@ -50,8 +50,15 @@ OnCompleted = Callable[[Prompt, list[Completion]], None]
 """Called with a prompt and all of its completions while others are still generated, once or, for some, not at all."""
 
 
+TakePrompts = Callable[[int], list[Prompt]]
+"""Gives as many further prompts of the training set."""
+
+
 class Generator(Protocol):
-    """Completes prompts; what an RLModule asks of the callback that owns the engine."""
+    """Completes prompts; what an RLModule asks of the callback that owns the engine. Subclass it."""
+
+    max_staleness: int = 0
+    """How many updates old the tokens that :meth:`exchange` gives may be."""
 
     def generate(
         self,
@@ -61,6 +68,26 @@ class Generator(Protocol):
         on_completed: OnCompleted | None = None,
     ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
+        raise NotImplementedError
+
+    def exchange(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+        take_prompts: TakePrompts | None = None,
+    ) -> tuple[list[Prompt], list[list[Completion]]]:
+        """Hand in prompts to train on and get as many completed ones: these, or earlier ones where some are in flight.
+
+        Args:
+            prompts: of this rank.
+            num_samples: completions of each.
+            sampling: how.
+            on_completed: called as of :meth:`generate`.
+            take_prompts: gives further ones to be in flight.
+        """
+        return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
 
 
 class RolloutEngine(Generator, Protocol):

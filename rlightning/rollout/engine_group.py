@@ -11,21 +11,25 @@ With an engine a rank, which is the usual case, each group is one rank, and noth
 of the weights.
 """
 
-import os
+import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlightning.distributed.barrier import barrier
-from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
-from rlightning.errors import ConfigError
-from rlightning.rollout.vllm_engine import EngineDiedError, VLLMConfig, VLLMEngine
+from rlightning.distributed.collectives import any_rank, exchange, gather_objects, global_rank, world_size
+from rlightning.errors import ConfigError, EngineError
+from rlightning.rollout.devices import lent_devices
+from rlightning.rollout.engine import OnCompleted, Sampling
+from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
 
 Request = tuple[Prompt, int]
 """A prompt with the number of its random stream."""
@@ -46,11 +50,27 @@ class EngineGroup:
     def __init__(self, config: VLLMConfig, *, num_ranks: int = 1) -> None:
         first = global_rank() // num_ranks * num_ranks
         self.ranks = range(first, first + num_ranks)
-        self.config = replace(config, visible_devices=_visible_devices(config.device, self.ranks))
+        self.config = replace(config, visible_devices=lent_devices(config.device, self.ranks))
         self.engine = VLLMEngine(self.config) if global_rank() == first else None
         self._bucket: WeightBucket | None = None
         self._handles: list[bytes] = []
         self._death: EngineDiedError | None = None
+        self._has_restarted = False
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the engine gives its device's memory back while it is not needed."""
+        return self.config.can_sleep
+
+    @property
+    def engines(self) -> list[VLLMEngine]:
+        """The one of this rank, if it has one."""
+        return [] if self.engine is None else [self.engine]
+
+    @property
+    def fresh(self) -> list[VLLMEngine]:
+        """Those that a sync has to do with."""
+        return self.engines
 
     def start(self) -> None:
         """Start the engine's process; returns before it is up."""
@@ -99,6 +119,53 @@ class EngineGroup:
             raise self._death
         if self.engine is not None and self.is_stale(weight_version):
             self.engine.finish_loading(weight_version)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        send_weights: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Complete this rank's requests, in their order; an engine that dies is started again, once a step.
+
+        Args:
+            requests: prompts, each with the number of its random stream.
+            num_samples: completions of each.
+            sampling: how.
+            on_completed: see :class:`~rlightning.rollout.engine.Generator`.
+            send_weights: brings the current ones to all engines that need them; a collective.
+        """
+        work = self.take_in(requests)
+        done: dict[int, list[Completion]] = {}
+        while any_rank(len(done) < len(work), name="completions are there"):
+            send_weights()
+            todo = [i for i in range(len(work)) if i not in done]
+            if self.engine is None or not todo:
+                continue
+            try:
+                asked = [work[i][1] for i in todo]
+                for position, completions in self.engine.generate_as_finished(asked, num_samples, sampling):
+                    done[todo[position]] = completions
+                    rank, (prompt, _) = work[todo[position]]
+                    if on_completed is not None and rank == global_rank():
+                        on_completed(prompt, completions)
+            except EngineDiedError as error:
+                self.restart(error)
+        return self.hand_back([(work[i][0], done[i]) for i in range(len(work))])
+
+    def restart(self, error: EngineDiedError) -> None:
+        """Start this rank's engine again; whoever asks for completions next sends it the weights."""
+        if self._has_restarted or self.engine is None:
+            raise EngineError(f"The engine died twice in one step. {error}") from error
+        self._has_restarted = True
+        log.warning("The engine is restarted, once in this step: %s", str(error).splitlines()[0])
+        self.engine.start()
+
+    def forgive(self) -> None:
+        """Let the engine die once more."""
+        self._has_restarted = False
 
     def take_in(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
         """The requests of all ranks of the group, each with its rank, to the one that has the engine; else none."""
@@ -159,22 +226,6 @@ def check_group_size(size: int) -> None:
         raise ConfigError(f"{rule}, but there are {world_size()} ranks. Set trainer.devices to a multiple of {size}.")
     if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
         raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
-
-
-def _visible_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
-    """What CUDA calls the devices of the ranks, whatever each of these sees of them."""
-    if own.type != "cuda":
-        return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    index = own.index or 0
-    name = visible.split(",")[index] if visible else str(index)
-    names = [name] if len(ranks) == 1 else gather_objects(name, name="devices")[ranks.start : ranks.stop]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"Ranks {ranks.start} to {ranks.stop - 1} are to share an engine, but their devices all go by the name of "
-            f"{names[0]}. Let each rank see all devices of its host (SLURM: --gpus-per-node, not --gpus-per-task)."
-        )
-    return tuple(names)
 
 
 def _attempt(call: Callable[..., None], *arguments: Any) -> EngineDiedError | None:

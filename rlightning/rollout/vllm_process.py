@@ -1,9 +1,10 @@
 """The engine process: ``python -m rlightning.rollout.vllm_process FD`` serves one trainer over the socket FD.
 
-Messages are pickled tuples. The trainer sends ``(request_id, method, arguments)``; the process answers ``(request_id,
-"ok", result)`` or ``(request_id, "error", traceback)``, in any order, and ``(None, "alive", None)`` every few seconds
-while something is asked of it and the workers answer. It ends, with all that it started, when the trainer's end of the
-socket closes or the trainer is gone, however that came about.
+Messages are pickled tuples. The trainer sends ``(request_id, method, arguments)``, where the method is one of
+:class:`~rlightning.rollout.vllm_server.VLLMServer` or ``cancel``. The process answers each once, in any order, with
+``(request_id, "ok", result)``, ``(request_id, "error", traceback)`` or ``(request_id, "cancelled", None)``; and while
+something is asked of it and the workers answer, it says ``(None, "alive", None)`` every few seconds. It ends, with all
+that it started, when the trainer's end of the socket closes or the trainer is gone, however that came about.
 """
 
 import asyncio
@@ -18,104 +19,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlightning.rollout.detokenize import can_decode, decode_completions
+from rlightning.rollout.engine_hello import make_hello
 from rlightning.rollout.process_group import end_own_group
+from rlightning.rollout.vllm_server import VLLMServer, start_engine
 
-RESET_TRIES = 5
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 2.0
 """Between two looks whether the trainer is there."""
-
-
-class VLLMServer:
-    """One AsyncLLM, and the methods that a trainer may call on it."""
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self.engine = engine
-        self._num_requests = 0
-
-    async def generate(self, token_ids: list[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
-        """Sample completions of one prompt: for each, its text, tokens, log-probabilities and reason to finish."""
-        tokenizer = self.engine.get_tokenizer()
-        decodes_itself = bool(sampling.get("stop")) or not can_decode(tokenizer)
-        params = SamplingParams(
-            **sampling,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=decodes_itself,
-        )
-        completions = (await self._run(token_ids, params)).outputs
-        if decodes_itself:
-            texts = [one.text for one in completions]
-        else:
-            sampled, reasons = [one.token_ids for one in completions], [one.finish_reason for one in completions]
-            texts = decode_completions(tokenizer, token_ids, sampled, reasons)
-        return [
-            {
-                "text": text,
-                "token_ids": np.asarray(one.token_ids, np.int64),
-                # logprobs=0: one entry a position, the sampled token's
-                "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
-                "finish_reason": one.finish_reason,
-            }
-            for text, one in zip(texts, completions, strict=True)
-        ]
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of each token given those before it; 0 for the first."""
-        params = SamplingParams(
-            max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
-        )
-        output = await self._run(token_ids, params)
-        entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        return [0.0, *(entry[token].logprob for token, entry in entries)]
-
-    async def open_bucket(self, handles: list[bytes]) -> None:
-        """Let each worker open the memory that weights come in on its device."""
-        await self.engine.collective_rpc("rl_open_bucket", args=(handles,))
-
-    async def load_chunk(self, index: int) -> list[str]:
-        """Load what is in the bucket; after the last chunk, the parameters that were not set."""
-        missing = await self.engine.collective_rpc("rl_load_chunk", args=(index,))
-        return sorted({name for names in missing for name in names})
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of prompts: they belong to the weights that computed them.
-
-        Returns:
-            False if requests still hold some.
-        """
-        for _ in range(RESET_TRIES):
-            if await self.engine.reset_prefix_cache():
-                return True
-            await asyncio.sleep(0.02)  # a step that was scheduled ahead may still run
-        return False
-
-    async def sleep(self) -> None:
-        """Free the weights' and the KV cache's memory."""
-        await self.engine.sleep(level=2)
-
-    async def wake(self, tag: str) -> None:
-        """Take memory again, for "weights" or for "kv_cache"."""
-        await self.engine.wake_up(tags=[tag])
-
-    async def ping(self) -> None:
-        """Return once every worker has answered."""
-        await self.engine.collective_rpc("rl_ping")
-
-    async def _run(self, token_ids: list[int], params: SamplingParams) -> Any:
-        self._num_requests += 1
-        prompt: Any = {"prompt_token_ids": token_ids}
-        # FINAL_ONLY: there is one output.
-        (output,) = [output async for output in self.engine.generate(prompt, params, str(self._num_requests))]
-        return output
 
 
 class Mailbox:
@@ -148,40 +61,78 @@ class Mailbox:
             self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
+class Calls:
+    """What the trainer has asked and has not been answered yet.
+
+    Args:
+        server: answers.
+        mailbox: takes the answers.
+    """
+
+    def __init__(self, server: VLLMServer, mailbox: Mailbox) -> None:
+        self.server, self.mailbox = server, mailbox
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what ended the engine."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def begin(self, request_id: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Have it answered, sooner or later."""
+        task = asyncio.create_task(self._answer(request_id, method, arguments))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+
+    async def cancel(self, request_ids: list[int]) -> None:
+        """End these calls of ``generate``, unless they have been answered; returns when nothing of them is left."""
+        tasks = {request_id: task for request_id in request_ids if (task := self._tasks.pop(request_id, None))}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for request_id, task in tasks.items():
+            if task.cancelled():
+                self.mailbox.send(request_id, "cancelled", None)
+
+    async def _answer(self, request_id: int, method: str, arguments: tuple[Any, ...]) -> None:
+        call = self.cancel if method == "cancel" else getattr(self.server, method)
+        try:
+            self.mailbox.send(request_id, "ok", await call(*arguments))
+        except EngineDeadError as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+        except Exception:  # the trainer's process is where it is raised again
+            self.mailbox.send(request_id, "error", traceback.format_exc())
+
+
 async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
     """Start the engine that the first message describes, then answer requests until it fails."""
     _, _, engine_args = await inbox.get()
-    server = VLLMServer(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args)))
+    server = VLLMServer(start_engine(engine_args))
     config = server.engine.vllm_config
-    mailbox.send(
-        None, "ready", {"dtype": str(config.model_config.dtype), "max_model_len": config.model_config.max_model_len}
+    hello = make_hello(
+        config.model_config.hf_config,
+        pid=os.getpid(),
+        device=current_platform.device_type,
+        dtype=str(config.model_config.dtype),
+        max_model_len=config.model_config.max_model_len,
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
     )
-    pending: set[asyncio.Task[None]] = set()
-    failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def answer(request_id: int, method: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            mailbox.send(request_id, "ok", await getattr(server, method)(*arguments))
-        except EngineDeadError as error:
-            if not failure.done():
-                failure.set_exception(error)
-        except Exception:  # the trainer's process is where it is raised again
-            mailbox.send(request_id, "error", traceback.format_exc())
+    mailbox.send(None, "ready", hello)
+    calls = Calls(server, mailbox)
 
     async def heartbeat() -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            if pending:
+            if calls:
                 await server.ping()
                 mailbox.send(None, "alive", None)
 
     async def requests() -> None:
         while True:
-            task = asyncio.create_task(answer(*await inbox.get()))
-            pending.add(task)
-            task.add_done_callback(pending.discard)
+            calls.begin(*await inbox.get())
 
-    await asyncio.gather(heartbeat(), requests(), failure)
+    await asyncio.gather(heartbeat(), requests(), calls.failure)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
-from rlightning.rollout.weights import Slot, open_bucket
+from rlightning.rollout.weights import ReceivingEnd, open_end
 
 PR_SET_PDEATHSIG = 1
 
@@ -28,39 +28,45 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
     rank: int
-    _rl_bucket: tuple[list[list[Slot]], torch.dtype, torch.Tensor]
+    _rl_end: ReceivingEnd | None = None
     _rl_loaded: set[str]
 
     def rl_open_bucket(self, handles: list[bytes]) -> None:
-        """Open the memory that weights will come in, on this worker's device."""
-        self._rl_bucket = open_bucket(handles[self.rank], torch.device(self.device))
+        """Open this worker's end of the way that weights will come; an end that it had before is left."""
+        if self._rl_end is not None:
+            self._rl_end.close()
+            self._rl_end = None
+        self._rl_end = open_end(handles[self.rank], torch.device(self.device))
 
     def rl_load_chunk(self, index: int) -> list[str]:
-        """Load the chunk that is in the bucket now.
+        """Wait for a chunk, and load it.
 
         Returns:
             After the last chunk, the model's parameters that no chunk of this sync has set; else nothing.
         """
-        chunks, dtype, bucket = self._rl_bucket
+        assert self._rl_end is not None, "rl_open_bucket comes first"
         if index == 0:
             self._rl_loaded = set()
         model = self.model_runner.model
-        sent: list[Slot] = []
+        received = self._rl_end.receive(index)
+        latest: tuple[str, tuple[int, ...]] = ("", ())
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for slot in chunks[index]:
-                sent.append(slot)
-                yield slot.name, slot.view(bucket, dtype)
+            nonlocal latest
+            for name, tensor in received:
+                latest = (name, tuple(tensor.shape))
+                yield name, tensor
 
         try:
             self._rl_loaded |= set(model.load_weights(weights()) or ())
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+            name, shape = latest
             raise ValueError(
-                f"the actor's {sent[-1].name} {sent[-1].shape} does not fit the engine's model: "
+                f"the actor's {name} {shape} does not fit the engine's model: "
                 f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
             ) from error
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
-        if index < len(chunks) - 1:
+        if index < self._rl_end.num_chunks - 1:
             return []
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
 

@@ -12,7 +12,7 @@ from tiny import save_model
 
 from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
-from rlightning.rollout import OnCompleted, Sampling
+from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt
 
 
@@ -22,7 +22,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
-class ActorGenerator:
+class ActorGenerator(Generator):
     """Samples from the module's own actor: an engine without an engine's process."""
 
     def __init__(self, module: RLModule) -> None:

@@ -214,7 +214,7 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
 def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_folder: str) -> None:
     module = algorithm(model_folder)
     assert {name: getattr(module, name) for name in defaults} == defaults
-    assert module.rollout_correction is None
+    assert module.rollout_correction == "auto"
 
 
 @pytest.mark.parametrize(

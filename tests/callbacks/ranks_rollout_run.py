@@ -1,4 +1,7 @@
-"""One rank of a run with real engines; writes what it saw to ``rank<n>.json``. Arguments: folder, ranks an engine."""
+"""One rank of a run with real engines; writes what it saw to ``rank<n>.json``.
+
+Arguments: folder, ranks an engine; and "standalone" for two engines that belong to no rank's device.
+"""
 
 import json
 import os
@@ -23,10 +26,10 @@ class Witness(RLCallback):
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         engine = module.generator.engine
-        if engine is not None and engine._process is not None:
-            self.engines.add(engine._process.pid)
+        if engine is not None and engine.process is not None:
+            self.engines.add(engine.process.pid)
             if trainer.global_rank == self.victim and trainer.global_step == 1:
-                os.kill(find_core(engine._process.pid), signal.SIGKILL)
+                os.kill(find_core(engine.process.pid), signal.SIGKILL)
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
         versions = set(batch.weight_versions[batch.completion_mask].tolist())
@@ -40,20 +43,22 @@ class Witness(RLCallback):
         self.steps[-1] |= {name: float(trainer.callback_metrics[name]) for name in names}
         engine = module.generator.engine
         if engine is not None:
-            self.engines.add(engine._process.pid)
+            self.engines.add(engine.process.pid)
 
 
-def main(folder: Path, ranks_per_engine: int) -> None:
+def main(folder: Path, ranks_per_engine: int, placement: Any = "colocated") -> None:
     engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
-    rollout = make_rollout(engine=engine, verify_every=1)
-    witness = Witness(victim=1 if ranks_per_engine == 1 else 0)
+    elsewhere = {"placement": placement, "num_engines": 2, "max_staleness": 1} if placement == "standalone" else {}
+    rollout = make_rollout(engine=engine, verify_every=1, **elsewhere)
+    witness = Witness(victim=1 if ranks_per_engine == 1 and not elsewhere else 0)
     strategy = FSDP(tensor_parallel_size=ranks_per_engine)
     trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2)
     module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)
     trainer.fit(module, make_data(folder))
-    result = {"steps": witness.steps, "num_engines": len(witness.engines)}
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    result = {"steps": witness.steps, "num_engines": len(witness.engines), "in_flight": in_flight}
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

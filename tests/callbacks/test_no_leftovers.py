@@ -227,6 +227,6 @@ rollout.engine.wait_until_ready()
 child = os.fork()
 if child == 0:
     time.sleep(600)
-print(json.dumps([rollout.engine._process.pid, child]), flush=True)
+print(json.dumps([rollout.engine.process.pid, child]), flush=True)
 time.sleep(600)
 """

@@ -12,9 +12,9 @@ SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(folder: Path, ranks_per_engine: int) -> list[dict[str, Any]]:
+def run(folder: Path, ranks_per_engine: int, *placement: str) -> list[dict[str, Any]]:
     save_model(folder / "model", num_key_value_heads=2)  # one a tensor-parallel rank
-    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine))
+    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine), *placement)
     try:
         for process in ranks:
             _, errors = process.communicate(timeout=280)
@@ -56,3 +56,17 @@ def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back
     assert (first["num_engines"], second["num_engines"]) == (2, 0)
     for one, other in zip(first["steps"], second["steps"], strict=True):
         assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]
+
+
+def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 1, "standalone")
+    assert second["num_engines"] == 0  # they belong to rank 0, which saw one of them come back
+    seen: list[int] = []
+    for number, (one, other) in enumerate(zip(first["steps"], second["steps"], strict=True)):
+        assert len(one["sampled"]) == len(other["sampled"]) == 6
+        seen += one["sampled"][::3] + other["sampled"][::3]
+        assert all(number - 1 <= version <= number for version in one["versions"] + other["versions"])
+        assert one["reward/mean"] == other["reward/mean"]
+    assert len(first["in_flight"]) == 4
+    # Sixteen prompts: in three steps and in flight each comes once.
+    assert sorted(seen + first["in_flight"]) == list(range(16))

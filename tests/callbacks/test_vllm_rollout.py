@@ -58,8 +58,8 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
     def noted(engine: VLLMEngine) -> None:
         start(engine)
-        assert engine._process is not None
-        sessions.append(engine._process.pid)
+        assert engine.process is not None
+        sessions.append(engine.process.pid)
 
     def noted_begin(runner: RewardRunner, prompts: list[Prompt], completions: list[Completion]) -> None:
         begin(runner, prompts, completions)

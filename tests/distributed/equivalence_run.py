@@ -31,7 +31,7 @@ from rlightning.algorithms import GRPO
 from rlightning.distributed.fsdp import FSDP
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
-from rlightning.rollout import OnCompleted, Sampling
+from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 ACCUMULATED, WHOLE = 23, 4096
@@ -39,7 +39,7 @@ ACCUMULATED, WHOLE = 23, 4096
 LR = 1e-3
 
 
-class RandomGenerator:
+class RandomGenerator(Generator):
     """Completions that depend on prompt and step alone, so that all runs train on the same."""
 
     def __init__(self, module: RLModule) -> None:

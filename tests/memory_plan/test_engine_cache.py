@@ -83,9 +83,10 @@ def test_the_plan_is_about_the_engine_that_fit_starts(
     config = load_config(folder)
     module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
     rollout = VLLMRollout(max_new_tokens=24, engine=engine)
-    started = rollout._configure(GPU, module, 16, tmp_path).engine_args
+    (started,) = (one.engine_args for one in rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path))
     section = {"engine": engine, "gpu_memory_utilization": 0.45, "sleep": True, "bucket_bytes": 1 << 30}
     planned = plan_rollout(section, batch, 1, 16)
+    assert planned is not None
     assert started["max_num_seqs"] == planned.max_sequences == engine.get("max_num_seqs", 40)
     assert started["max_num_batched_tokens"] == planned.max_batched_tokens == 2048
     assert started["cudagraph_capture_sizes"][-1] == planned.max_sequences

@@ -11,7 +11,8 @@ from tiny import VOCABULARY
 from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
-from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -30,9 +31,8 @@ def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
     return tiny.save_model(folder, seed, **sizes | config)
 
 
-@contextmanager
-def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> Iterator[VLLMEngine]:
-    """A small engine on the CPU."""
+def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> VLLMConfig:
+    """Of a small engine on the CPU."""
     engine_args = {
         "model": model_folder,
         "load_format": "dummy",
@@ -45,15 +45,19 @@ def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 2
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
     }
-    engine = VLLMEngine(
-        VLLMConfig(
-            engine_args=engine_args,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            log_file=log_file,
-            bucket_bytes=bucket_bytes,
-        )
+    return VLLMConfig(
+        engine_args=engine_args,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        log_file=log_file,
+        bucket_bytes=bucket_bytes,
     )
+
+
+@contextmanager
+def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> Iterator[VLLMEngine]:
+    """A small engine on the CPU."""
+    engine = VLLMEngine(engine_config(model_folder, log_file, bucket_bytes))
     engine.start()
     try:
         yield engine

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlightning.algorithms import SFT
 from rlightning.callbacks import SaveHF
 from rlightning.data import PromptDataModule
-from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.vllm_engine import VLLMEngine
 
 TEXT = "12+34=46"
 

@@ -2,7 +2,7 @@ import pytest
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import _vllm_sampling
+from rlightning.rollout.vllm_engine import vllm_sampling
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_what_cannot_be_sampled_is_refused(wrong: dict[str, float], rule: str) -
 
 def test_seeds_of_samples_never_meet() -> None:
     # vLLM gives sample i of a prompt the seed + i.
-    starts = [_vllm_sampling(Sampling(seed=100), 4, stream)["seed"] for stream in range(3)]
+    starts = [vllm_sampling(Sampling(seed=100), 4, stream)["seed"] for stream in range(3)]
     assert starts == [100, 104, 108]
-    assert _vllm_sampling(Sampling(), 4, 2)["seed"] is None
-    assert 0 <= _vllm_sampling(Sampling(seed=1 << 62), 8, 1 << 62)["seed"] < 1 << 63
+    assert vllm_sampling(Sampling(), 4, 2)["seed"] is None
+    assert 0 <= vllm_sampling(Sampling(seed=1 << 62), 8, 1 << 62)["seed"] < 1 << 63

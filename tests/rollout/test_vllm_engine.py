@@ -12,7 +12,9 @@ from tiny import VOCABULARY
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import VLLMConfig, VLLMEngine
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_process import engine_environment
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -177,14 +179,11 @@ def test_keys_and_values_of_old_weights_are_forgotten(
 
 def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) -> None:
     engine.generate(PROMPTS[:1], 1, GREEDY)
-    unfinished = {"n": 8, "max_tokens": 240, "ignore_eos": True}
-    engine._num_requests += 1
-    engine._send(engine._num_requests, "generate", (PROMPTS[0].token_ids, unfinished))
+    unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
     with pytest.raises(EngineError, match="still busy with requests"):
         send(engine, actor.weights(), 1)
     assert engine.weight_version is None
-    while engine._receive(60, "gave no sign of life")[1] == "alive":
-        pass
+    assert len(unfinished.result(60)) == 8
     send(engine, actor.weights(), 1)
     assert engine.generate(PROMPTS, 1, GREEDY)
 
@@ -255,7 +254,7 @@ def test_tied_weights_travel_once(tmp_path: Path) -> None:
 def test_what_is_compiled_outlives_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
-    first, second = (VLLMEngine(config)._environment(str(tmp_path / name)) for name in ("first", "second"))
+    first, second = (engine_environment(config, str(tmp_path / name)) for name in ("first", "second"))
     folders = {name for name in first if first[name] != second[name]}
     assert folders == {"TMPDIR", "VLLM_RPC_BASE_PATH"}  # of sockets; neither is part of a cache's key
     assert not first["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "first"))
@@ -266,6 +265,6 @@ def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "stays")
     config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
-    environment = VLLMEngine(config)._environment(str(tmp_path))
+    environment = engine_environment(config, str(tmp_path))
     assert not any(name.startswith(("TORCHELASTIC", "MASTER", "ROLE", "GROUP")) for name in environment)
     assert "RANK" not in environment and environment["RANKING"] == "stays"

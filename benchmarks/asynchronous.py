@@ -1,0 +1,99 @@
+"""Trainer and engines on different GPUs, at several staleness, against the colocated run on the same GPUs.
+
+    python benchmarks/asynchronous.py --gpus 2 4
+    python benchmarks/asynchronous.py --gpus 4 --staleness 0 2 --cache recompute
+
+Half of the GPUs train and half generate, one engine each; the colocated run trains and generates on all in turn.
+The same prompts, random rewards, no reference model. Completions end at random, after a third of --max-new-tokens in
+the mean, so that ranks and steps wait for the longest ones unless something else is to be done.
+
+Writes --out/table.md and table.csv, a line a run: medians of the steps after the warm-up. "x colocated" is tokens
+trained a second over those of the colocated run on as many GPUs; "trainer waits" and "engines idle" are shares of the
+time; "swap" is how long generation stands still for new weights; "expired" are prompts that grew too old, a step.
+"""
+
+from statistics import mean, median
+from typing import Any
+
+from launch import Job, Run, benchmark_parser, finish, grpo_config, prepare, run_jobs
+from weak_scaling import rare_tokens
+
+COLOCATED = "colocated"
+
+
+def summarise(run: Run, warm_up: int, colocated: dict[int, float]) -> dict[str, Any]:
+    """One line.
+
+    Args:
+        run: of any placement.
+        warm_up: steps left out.
+        colocated: tokens/s of the colocated runs, by GPUs; it is added to.
+    """
+    steps = run.metrics()[warm_up:]
+    num_gpus, placement = run.job.num_devices, run.job.name.partition("_gpus_")[2]
+    seconds = sum(row["time/step"] for row in steps)
+    rate = sum(row["throughput/tokens_per_second"] * row["time/step"] for row in steps) / seconds
+    if placement == COLOCATED:
+        colocated[num_gpus] = rate
+    swaps = [1000 * row["async/swap_pause"] for row in steps if "async/swap_pause" in row]
+    return {
+        "GPUs": num_gpus,
+        "run": placement.replace("_", " "),
+        "step, s": median(row["time/step"] for row in steps),
+        "tokens/s": rate,
+        "x colocated": rate / colocated[num_gpus] if num_gpus in colocated else None,
+        "trainer waits": sum(row.get("async/trainer_waited", 0.0) for row in steps) / seconds,
+        "engines idle": sum(row.get("async/engines_idle", 0.0) for row in steps) / seconds,
+        "age": mean(row.get("async/age_mean", 0.0) for row in steps),
+        "expired": mean(row.get("async/expired", 0.0) for row in steps),
+        "swap, ms": median(swaps) if swaps else None,
+        "longest swap": max(swaps, default=None),
+        "steps": len(steps),
+    }
+
+
+def main() -> None:
+    """Run each placement on each number of GPUs, one after the other, and compare."""
+    parser = benchmark_parser(__doc__ or "", "asynchronous", steps=12)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs (2)")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="of the runs (0 1 2 4)")
+    parser.add_argument("--cache", choices=["keep", "recompute"], default="keep", help="cache_after_sync (keep)")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps that do not count (4)")
+    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
+    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="the longest completion (1024)")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
+    arguments = parser.parse_args()
+    if arguments.steps <= arguments.warm_up:
+        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    if any(number < 2 or number % 2 for number in arguments.gpus):
+        parser.error(f"--gpus {arguments.gpus}: half of them train, so each number must be even")
+    prepare(arguments)
+    rollout: dict[str, Any] = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "verify_every": 1000,
+        "stop_token_ids": rare_tokens(arguments.model, arguments.max_new_tokens // 3),
+    }
+    jobs = []
+    for num_gpus in arguments.gpus:
+        elsewhere = {"placement": "standalone", "num_engines": num_gpus // 2, "cache_after_sync": arguments.cache}
+        placements = {COLOCATED: (num_gpus, rollout)} | {
+            f"standalone_{k}": (num_gpus // 2, rollout | elsewhere | {"max_staleness": k}) for k in arguments.staleness
+        }
+        for name, (num_ranks, section) in placements.items():
+            config = grpo_config(
+                arguments,
+                prompts_per_step=arguments.prompts,
+                samples_per_prompt=arguments.samples,
+                num_devices=num_ranks,
+                model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "kl_coef": 0.0},
+                rollout=section,
+            )
+            jobs.append(Job(f"{num_gpus}_gpus_{name}", config, num_gpus))
+    colocated: dict[int, float] = {}
+    runs = run_jobs(jobs, arguments)
+    finish(arguments, [summarise(run.require_success(), arguments.warm_up, colocated) for run in runs])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL or on the CPU by gloo."""
+
+import pickle
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import EngineError
+from rlightning.rollout.transfer_group import Place, TransferReceiver, TransferSender
+from rlightning.rollout.weights import Shapes, Slot, Weights, gather_chunks, plan_chunks
+
+
+class BroadcastBucket:
+    """The trainer's end (a :class:`~rlightning.rollout.weights.SendingEnd`), on the rank that owns the engines.
+
+    After a failure, new :meth:`handles` can be given to the engines that are left.
+
+    Args:
+        shapes: see :data:`~rlightning.rollout.weights.Shapes`.
+        dtype: the engines'.
+        device: where the bucket lies: a CUDA device if the engines are on others, or the CPU if they are on CPUs.
+        bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`. Each worker has a bucket of this size, too.
+        host: this machine's address as the engines reach it. The port where they meet is open on that address alone,
+            but to everybody there: use that of a private network.
+        timeout: seconds that connecting may take, and that sending a chunk may take.
+        destination: this rank, if weights are sharded and the other ranks, which have no bucket, give their shards by
+            :class:`~rlightning.rollout.weights.ShardGiver`.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_bytes: int,
+        *,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        destination: int | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.host = host
+        self.timeout = timeout
+        self.destination = destination
+        self.chunks, num_bytes = plan_chunks(shapes, dtype, bucket_bytes)
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._sender: TransferSender | None = None
+
+    def handles(self, num_workers: int) -> list[bytes]:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.handles`."""
+        self._leave("The trainer connects anew.")
+        self._sender = TransferSender(num_workers, self.device, host=self.host, timeout=self.timeout)
+        contents = (self.chunks, self.dtype, self._bytes.numel())
+        return [pickle.dumps((BroadcastEnd, *contents, place)) for place in self._sender.places]
+
+    def connect(self) -> None:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.connect`."""
+        assert self._sender is not None, "handles() comes first"
+        try:
+            self._sender.connect()
+        except (OSError, RuntimeError) as error:
+            self._sender.leave(str(error))
+            raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
+
+    def fill(self, weights: Weights) -> Iterator[int]:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.fill`."""
+        yield from gather_chunks(
+            self.chunks,
+            lambda slot: slot.view(self._bytes, self.dtype),
+            weights,
+            device=self.device,
+            destination=self.destination,
+        )
+
+    def send(self, index: int) -> None:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.send`. The bucket is free when this returns."""
+        assert self._sender is not None, "handles() and connect() come first"
+        try:
+            self._sender.broadcast(_used(self._bytes, self.chunks[index], self.dtype))
+        except (OSError, RuntimeError) as error:
+            self._sender.leave(str(error))
+            raise EngineError(f"The engines' workers did not take chunk {index} of the weights: {error}.") from error
+
+    def interrupt(self, reason: str) -> None:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.interrupt`."""
+        sender = self._sender
+        if sender is not None:
+            sender.interrupt(reason)
+
+    def close(self) -> None:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.close`."""
+        self._leave("The trainer has closed.")
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def _leave(self, reason: str) -> None:
+        if self._sender is not None:
+            self._sender.leave(reason)
+            self._sender = None
+
+
+class BroadcastEnd:
+    """The :class:`~rlightning.rollout.weights.ReceivingEnd` of a :class:`BroadcastBucket`.
+
+    Args:
+        device: the worker's.
+        chunks, dtype, num_bytes: of the sender's bucket.
+        place: among the workers.
+    """
+
+    def __init__(
+        self, device: torch.device, chunks: list[list[Slot]], dtype: torch.dtype, num_bytes: int, place: Place
+    ) -> None:
+        self.chunks, self.dtype = chunks, dtype
+        try:
+            self._receiver = TransferReceiver(place, device)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"No weights from {place.host}, port {place.port}: {error}.") from error
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_chunks(self) -> int:
+        """See :class:`~rlightning.rollout.weights.ReceivingEnd`."""
+        return len(self.chunks)
+
+    def receive(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`~rlightning.rollout.weights.ReceivingEnd.receive`."""
+        try:
+            self._receiver.broadcast(_used(self._bytes, self.chunks[index], self.dtype))
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise EngineError(f"Chunk {index} of the weights did not come: {error}.") from error
+        return ((slot.name, slot.view(self._bytes, self.dtype)) for slot in self.chunks[index])
+
+    def close(self) -> None:
+        """See :meth:`~rlightning.rollout.weights.ReceivingEnd.close`."""
+        self._receiver.leave()
+
+
+def _used(bucket: Tensor, chunk: list[Slot], dtype: torch.dtype) -> Tensor:
+    """The part of the bucket that the chunk fills."""
+    return bucket[: chunk[-1].end(dtype)]

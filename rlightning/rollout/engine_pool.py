@@ -1,0 +1,255 @@
+"""Several engines as one: requests go to the least loaded, and those of one that dies to the others.
+
+An engine takes part when it holds the current weights. One that dies is started again and takes part once it has been
+sent them; one that dies a second time before :meth:`EnginePool.forgive` stays away.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlightning.errors import EngineError
+from rlightning.rollout.engine import Sampling
+from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.vllm_engine import VLLMEngine, make_completion, vllm_sampling
+from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+Answer = Future[list[Completion]]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt to complete.
+
+    Attributes:
+        arguments: of the engine process's ``generate``.
+        num_samples: how many completions; what an engine's load is counted in.
+        conversation: requests of one stay with one engine, whose cache holds what was said before.
+        answer: what the asker waits for, whichever engine it comes from.
+    """
+
+    arguments: tuple[Any, ...]
+    num_samples: int
+    conversation: Hashable | None = None
+    answer: Answer = field(default_factory=Future)
+
+
+class Member:
+    """An engine of the pool, and what it is at work on."""
+
+    def __init__(self, number: int, config: VLLMConfig) -> None:
+        self.number = number
+        self.engine = VLLMEngine(config)
+        self.work: dict[Future[Any], Request] = {}
+        self.has_died = self.is_gone = False
+        self._idle_since: float | None = None
+        self._idle_seconds = 0.0
+
+    @property
+    def load(self) -> int:
+        """Completions that it is to write."""
+        return sum(request.num_samples for request in self.work.values())
+
+    @property
+    def is_up(self) -> bool:
+        """Whether weights could be sent to it now."""
+        process = self.engine.process
+        return process is not None and self.engine.is_alive and process.ready.done()
+
+    def mark_idle(self) -> None:
+        """Count the seconds in which it has weights and no work."""
+        is_idle = not self.work and self.engine.weight_version is not None
+        now = time.monotonic()
+        if self._idle_since is not None:
+            self._idle_seconds += now - self._idle_since
+        self._idle_since = now if is_idle else None
+
+    def take_idle_seconds(self) -> float:
+        """Those since the last call."""
+        self.mark_idle()
+        seconds, self._idle_seconds = self._idle_seconds, 0.0
+        return seconds
+
+
+class EnginePool:
+    """Engines in processes of their own; any thread may ask, and the engines' own threads hand work on.
+
+    Args:
+        configs: of the engines, one each.
+        on_change: called, in any thread, when an engine has come up or died.
+    """
+
+    def __init__(self, configs: Sequence[VLLMConfig], on_change: Callable[[], None]) -> None:
+        self.members = [Member(number, config) for number, config in enumerate(configs)]
+        self._on_change = on_change
+        self._backlog: deque[Request] = deque()
+        self._homes: dict[Hashable, Member] = {}
+        self._lock = threading.RLock()
+        self._failure: EngineError | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start all engines; returns before they are up."""
+        for member in self.members:
+            self._start(member)
+
+    def submit(
+        self, prompt: Prompt, stream: int, num_samples: int, sampling: Sampling, conversation: Hashable | None = None
+    ) -> Answer:
+        """Have a prompt completed by whichever engine has the least to do, or by its conversation's.
+
+        Args:
+            prompt: what to complete.
+            stream: number of its random stream.
+            num_samples: completions.
+            sampling: how.
+            conversation: what it is a turn of.
+
+        Returns:
+            The completions, or the error that ended all engines.
+        """
+        arguments = (prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
+        request = Request(arguments, num_samples, conversation)
+        self._dispatch(request)
+        return request.answer
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """End requests that nobody waits for any more."""
+        unwanted = set(answers)
+        with self._lock:
+            self._backlog = deque(request for request in self._backlog if request.answer not in unwanted)
+            for member in self.members:
+                asked = [inner for inner, request in member.work.items() if request.answer in unwanted]
+                for inner in asked:
+                    del member.work[inner]
+                if asked and member.engine.process is not None:
+                    member.engine.process.cancel(asked)
+                member.mark_idle()
+
+    def stale_members(self, weight_version: int) -> list[Member]:
+        """Engines that are up and hold other weights."""
+        return [m for m in self._living() if m.is_up and m.engine.weight_version != weight_version]
+
+    def serving_members(self, weight_version: int) -> list[Member]:
+        """Engines that hold these weights."""
+        return [m for m in self._living() if m.engine.weight_version == weight_version]
+
+    def has_joiners(self) -> bool:
+        """Whether an engine is up that holds no weights."""
+        return any(member.is_up and member.engine.weight_version is None for member in self._living())
+
+    def wait_for_one(self) -> None:
+        """Block until an engine is up.
+
+        Raises:
+            EngineError: all are gone for good.
+        """
+        while not any(member.is_up for member in self._living()):
+            self.check()
+            coming = [m.engine.process.ready for m in self._living() if m.engine.is_alive and m.engine.process]
+            wait(coming, timeout=0.1, return_when=FIRST_COMPLETED)
+
+    def check(self) -> None:
+        """Raise the error that ended all engines, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def resume(self) -> None:
+        """Hand on what waits, now that engines have weights."""
+        with self._lock:
+            waiting, self._backlog = self._backlog, deque()
+        for request in waiting:
+            self._dispatch(request)
+
+    def forgive(self) -> None:
+        """Let each engine die once more."""
+        for member in self.members:
+            member.has_died = False
+
+    def take_idle_seconds(self) -> float:
+        """In which engines that hold weights had nothing to do, since the last call; their mean."""
+        with self._lock:
+            return sum(member.take_idle_seconds() for member in self.members) / len(self.members)
+
+    def close(self) -> None:
+        """End all engines. May be called twice."""
+        self._is_closed = True
+        for member in self.members:
+            member.engine.close()
+
+    def _living(self) -> list[Member]:
+        return [member for member in self.members if not member.is_gone]
+
+    def _start(self, member: Member) -> None:
+        member.engine.start()
+        process = member.engine.process
+        assert process is not None
+        process.ready.add_done_callback(lambda _: self._on_change())
+        process.ended.add_done_callback(lambda ended: self._bury(member, ended.result()))
+
+    def _dispatch(self, request: Request) -> None:
+        with self._lock:
+            if self._failure is not None:
+                request.answer.set_exception(self._failure)
+                return
+            serving = [m for m in self._living() if m.engine.weight_version is not None]
+            home = self._homes.get(request.conversation) if request.conversation is not None else None
+            if home not in serving:
+                home = min(serving, key=lambda member: member.load, default=None)
+            if home is None:
+                self._backlog.append(request)
+                return
+            if request.conversation is not None:
+                self._homes[request.conversation] = home
+            inner = home.engine.submit("generate", *request.arguments)
+            home.work[inner] = request
+            home.mark_idle()
+        inner.add_done_callback(lambda done: self._pass_on(home, done))
+
+    def _pass_on(self, member: Member, inner: "Future[Any]") -> None:
+        """An engine has answered, refused or died."""
+        with self._lock:
+            request = member.work.pop(inner, None)
+            member.mark_idle()
+        if request is None:  # nobody waits for it any more
+            return
+        error = inner.exception()
+        if isinstance(error, EngineDiedError) and not self._is_closed:
+            self._dispatch(request)
+        elif error is not None:
+            request.answer.set_exception(error)
+        else:
+            request.answer.set_result([make_completion(output) for output in inner.result()])
+
+    def _bury(self, member: Member, error: EngineError) -> None:
+        """Start a dead engine again, once; its requests have been handed on."""
+        if self._is_closed:
+            return
+        reason = str(error).splitlines()[0]
+        with self._lock:
+            self._homes = {key: home for key, home in self._homes.items() if home is not member}
+            may_return = isinstance(error, EngineDiedError) and not member.has_died
+            member.has_died = True
+            if may_return:
+                again = "connected to again" if member.engine.config.url else "restarted"
+                log.warning("Engine %d is %s: %s", member.number, again, reason)
+                self._start(member)
+            else:
+                member.is_gone = True
+                log.warning("Engine %d stays away: %s", member.number, reason)
+                if not self._living():
+                    self._give_up(error)
+        self._on_change()
+
+    def _give_up(self, error: EngineError) -> None:
+        self._failure = EngineError(f"No engine is left of {len(self.members)}. The last one: {error}")
+        waiting, self._backlog = self._backlog, deque()
+        for request in waiting:
+            request.answer.set_exception(self._failure)

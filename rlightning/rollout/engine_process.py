@@ -1,0 +1,119 @@
+"""An engine in a child process of the trainer's."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import rlightning
+from rlightning.errors import EngineError
+from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
+from rlightning.rollout.process_group import end_group
+
+LOG_LINES = 25
+"""Lines of the engine's log that an error ends with."""
+EXIT_SECONDS = 1.0
+"""How long an engine that has closed its socket may take to exit, for its exit status."""
+LAUNCHER_VARIABLES = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
+)
+"""A launcher's rendezvous is the trainer's; vLLM would join it."""
+
+
+class EngineProcess(EngineLink):
+    """Starts ``rlightning.rollout.vllm_process`` and talks to it. Returns before the engine is up."""
+
+    def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config, on_alive)
+        config.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._ours, theirs = Pipe()
+        limit_waiting(self._ours, config.hang_timeout)
+        self._scratch = _make_scratch()
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno()), self._scratch]
+        with config.log_file.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C stays with the trainer, and one signal to the group ends all of it
+                env=engine_environment(config, self._scratch),
+            )
+        theirs.close()
+        self._send((0, "start", config.engine_args))
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, which is that of its group too."""
+        return self._process.pid
+
+    def log_tail(self) -> str:
+        """The last lines of the engine's log."""
+        if not self.config.log_file.exists():
+            return ""
+        with self.config.log_file.open("rb") as file:
+            file.seek(max(self.config.log_file.stat().st_size - 16384, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
+    def _open(self) -> Connection:
+        return self._ours
+
+    def _end(self, how: str) -> EngineError:
+        status = None
+        if not self._is_closing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(EXIT_SECONDS if how == "died" else 0)
+        end_group(self._process.pid)
+        self._process.poll()  # so that no zombie stays
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._is_closing:
+            return EngineDiedError("The engine has been closed.")
+        code = f" (exit status {status})" if status is not None else ""
+        log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
+        # One that gives up by itself while it starts would do so again.
+        if not self.ready.done() and status is not None and status > 0:
+            return EngineError(f"The engine could not start{code}. {log_tail}")
+        return EngineDiedError(f"The engine {how}{code}. {log_tail}")
+
+
+def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
+    """Variables of the engine's process; ``scratch`` is a folder of its own."""
+    environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
+    package = str(Path(rlightning.__file__).parent.parent)
+    paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore:resource_tracker",  # it has to clean up: see process_group
+        "VLLM_NO_USAGE_STATS": "1",
+        # for vLLM's sockets and rendezvous files, which it leaves behind
+        "VLLM_RPC_BASE_PATH": scratch,
+        "TMPDIR": scratch,
+    }
+    # worth keeping, and by default in TMPDIR
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
+    if config.device.type == "cuda":
+        if config.visible_devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.visible_devices)
+    else:
+        # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+        # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment | config.environment
+
+
+def _make_scratch() -> str:
+    """A folder for an engine's sockets; a socket's whole path has 108 bytes, its name here up to 45."""
+    folder = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="rlightning-engine-", dir=folder if len(folder) < 36 else "/tmp")

@@ -1,0 +1,376 @@
+"""Engines on devices of their own, for all ranks together; they generate while the actor is updated.
+
+::
+
+    ranks                 0        1        2        3
+    engines               pool                                      one or many, whatever the number of ranks
+    bucket of weights     0                                         the others give their shards of the weights
+    prompts               own  ->  0  <---  own  <-  own            completions go back the same way
+
+Rank 0 decides what happens next, and the others follow. What is handed in is in flight until it is consumed, and
+``max_staleness`` bounds the age of what is consumed (:mod:`rlightning.rollout.in_flight`).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.rollout.broadcast_bucket import BroadcastBucket
+from rlightning.rollout.engine import OnCompleted, Sampling
+from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.engine_pool import Answer, EnginePool
+from rlightning.rollout.engine_wire import own_address
+from rlightning.rollout.folder_bucket import FolderBucket
+from rlightning.rollout.in_flight import Group, InFlight, ages
+from rlightning.rollout.pace import Pace
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weight_swap import Weights, WeightSwap
+from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket
+from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Request = tuple[Prompt, int]
+"""A prompt with the number of its random stream."""
+OWNER = 0
+"""The rank that owns the engines."""
+TRANSFER_SECONDS = 60.0
+"""That connecting, or sending a chunk of weights, may take."""
+LOOK_SECONDS = 1.0
+"""Between two looks, in case that nothing has been heard."""
+
+
+class Consumed(NamedTuple):
+    """What a rank gets for the prompts that it handed in.
+
+    Attributes:
+        prompts: as many, of any rank and any time.
+        completions: of each.
+        metrics: of what all ranks got.
+    """
+
+    prompts: list[Prompt]
+    completions: list[list[Completion]]
+    metrics: dict[str, float]
+
+
+class Arrivals(Generic[T]):
+    """Answers in the order in which they come in.
+
+    Args:
+        on_arrival: called with each, in any thread.
+    """
+
+    def __init__(self, on_arrival: Callable[[], None]) -> None:
+        self._on_arrival = on_arrival
+        self._asked: dict[Answer, T] = {}
+        self._came: SimpleQueue[Answer] = SimpleQueue()
+
+    def expect(self, asker: T, answer: Answer) -> None:
+        """Wait for ``answer`` on behalf of ``asker``."""
+        self._asked[answer] = asker
+
+        def note(answer: Answer) -> None:
+            self._came.put(answer)
+            self._on_arrival()
+
+        answer.add_done_callback(note)
+
+    def forget(self, askers: Sequence[T]) -> list[Answer]:
+        """Wait no more for these; the answers that they will not get."""
+        unwanted = [answer for answer, asker in self._asked.items() if asker in askers]
+        for answer in unwanted:
+            del self._asked[answer]
+        return unwanted
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __iter__(self) -> Iterator[tuple[T, list[Completion]]]:
+        """Those that have come in since the last time."""
+        while True:
+            try:
+                answer = self._came.get_nowait()
+            except Empty:
+                return
+            if answer in self._asked:
+                yield self._asked.pop(answer), answer.result()
+
+
+class StandaloneEngines:
+    """The engines of a run, on devices of their own. All ranks make one, and call it alike.
+
+    Args:
+        configs: of the engines.
+        in_flight: what has been handed in before, and will be.
+        keeps_cache: see :class:`~rlightning.rollout.weight_swap.WeightSwap`.
+    """
+
+    can_sleep = False
+
+    def __init__(
+        self,
+        configs: Sequence[VLLMConfig],
+        in_flight: InFlight,
+        *,
+        keeps_cache: bool = True,
+    ) -> None:
+        self.config, self._configs = configs[0], configs
+        self.in_flight = in_flight
+        self._keeps_cache = keeps_cache
+        self._changed = threading.Event()
+        self._pool = EnginePool(configs, self._changed.set) if global_rank() == OWNER else None
+        self._swap: WeightSwap | ShardGiver | None = None
+        self._arrivals: Arrivals[Group] = Arrivals(self._changed.set)
+        self._pace = Pace(in_flight.max_staleness, len(configs))
+        self._waited_seconds = 0.0
+
+    # Their life
+
+    @property
+    def engines(self) -> list[VLLMEngine]:
+        """Those that this rank owns."""
+        return [] if self._pool is None else [member.engine for member in self._pool.members]
+
+    @property
+    def fresh(self) -> list[VLLMEngine]:
+        """Those of them that were given weights last."""
+        return self._swap.fresh if isinstance(self._swap, WeightSwap) else []
+
+    def start(self) -> None:
+        """Start the engines; returns before they are up."""
+        if self._pool is not None:
+            self._pool.start()
+
+    def sleep(self) -> None:
+        """They share no device with an actor: there is nothing to give back."""
+
+    def forgive(self) -> None:
+        """Let each engine die once more."""
+        if self._pool is not None:
+            self._pool.forgive()
+
+    def restart(self, error: EngineDiedError) -> None:
+        """The pool has done so."""
+
+    def close(self) -> None:
+        """End the engines; what is in flight stays known. May be called twice."""
+        if self._pool is not None:
+            self._pool.close()
+        if isinstance(self._swap, WeightSwap):
+            self._swap.close()
+        self._swap = None
+
+    # Weights
+
+    def is_stale(self, weight_version: int) -> bool:
+        """Whether an engine of this rank's is up and holds other weights; waits for the first that comes up.
+
+        Raises:
+            EngineError: no engine is left.
+        """
+        if self._pool is None:
+            return False
+        if not self._pool.serving_members(weight_version):
+            self._pool.wait_for_one()
+        self._pool.check()
+        return bool(self._pool.stale_members(weight_version))
+
+    def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
+        """Bring the actor's weights into each engine that is up and stale; sharded ones come from all ranks.
+
+        Args:
+            weights: gives names and tensors, whole or sharded, anew with each call.
+            weight_version: of the weights.
+        """
+        if self._swap is None:
+            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+            if self._pool is None:
+                self._swap = ShardGiver(shapes, self.config.dtype, self.config.bucket_bytes, destination=OWNER)
+            else:
+                self._swap = WeightSwap(self._pool, sending_end(shapes, self._configs), keeps_cache=self._keeps_cache)
+        if isinstance(self._swap, WeightSwap):
+            self._swap.load(weights(), weight_version)
+        else:
+            for _ in self._swap.fill(weights()):
+                pass
+
+    def finish_loading(self, weight_version: int) -> None:
+        """Let the engines go on."""
+        if isinstance(self._swap, WeightSwap):
+            self._swap.finish(weight_version)
+
+    # Completions
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        send_weights: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Complete this rank's requests, in their order, beside whatever is in flight.
+
+        Args:
+            requests: prompts, each with the number of its random stream.
+            num_samples: completions of each.
+            sampling: how.
+            on_completed: see :class:`~rlightning.rollout.engine.Generator`; of the owner's prompts.
+            send_weights: brings the current ones to all engines that need them; a collective.
+        """
+        send_weights()
+        received = exchange({OWNER: list(requests)}, name="prompts")
+        work = [(rank, request) for rank, handed in received.items() for request in handed]
+        arrivals: Arrivals[int] = Arrivals(self._changed.set)
+        done: dict[int, list[Completion]] = {}
+        if self._pool is not None:
+            for i, (_, (prompt, stream)) in enumerate(work):
+                arrivals.expect(i, self._pool.submit(prompt, stream, num_samples, sampling))
+
+        def is_done() -> bool:
+            for i, completions in arrivals:
+                done[i] = completions
+                rank, (prompt, _) = work[i]
+                if on_completed is not None and rank == OWNER:
+                    on_completed(prompt, completions)
+            return len(done) == len(work)
+
+        self._wait(is_done, send_weights)
+        parcels = {rank: [done[i] for i, (owner, _) in enumerate(work) if owner == rank] for rank in received}
+        return next(iter(exchange(parcels, name="completions").values()))
+
+    def consume(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        send_weights: Callable[[], None],
+        *,
+        num_groups: int,
+        room: int,
+        weight_version: int,
+    ) -> Consumed:
+        """Hand in requests, and get completed ones as soon as there are enough, perhaps earlier ones.
+
+        Args:
+            requests: of this rank.
+            num_samples: as of :meth:`generate`.
+            sampling: as of :meth:`generate`.
+            on_completed: called for each that is going to be consumed, if there is one rank.
+            send_weights: as of :meth:`generate`.
+            num_groups: how many this rank wants, at most as many as it has handed in ever.
+            room: how many of all ranks' may be under way or complete; the others wait.
+            weight_version: of the weights that they will update: none of their tokens is older than
+                ``weight_version - max_staleness``.
+        """
+        send_weights()
+        received = exchange({OWNER: (list(requests), num_groups)}, name="prompts")
+        num_wanted = sum(int(number) for _, number in received.values())
+        flight = self.in_flight
+        if self._pool is not None:
+            self._pool.cancel(self._arrivals.forget(flight.expire(weight_version)))
+            flight.admit(request for handed, _ in received.values() for request in handed)
+            for group in flight.waiting[: room - flight.num_begun]:
+                group.begun = weight_version
+                self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
+        num_told = 0
+
+        def is_done() -> bool:
+            nonlocal num_told
+            for group, completions in self._arrivals:
+                flight.finish(group, completions)
+            if on_completed is not None and world_size() == 1:
+                for group in flight.finished[num_told:num_wanted]:
+                    on_completed(group.prompt, group.completions or [])
+                    num_told += 1
+            return flight.num_finished >= num_wanted
+
+        before = self._waited_seconds
+        self._wait(is_done, send_weights)
+        parcels = {}
+        if self._pool is not None:
+            waited, idle = self._waited_seconds - before, self._pool.take_idle_seconds()
+            sentence = self._pace.add(waited, idle)
+            if sentence is not None:
+                log.info(sentence)
+            num_expired = flight.num_expired
+            taken = flight.take(num_wanted)
+            if flight.max_staleness == 0:
+                self._pool.cancel(self._arrivals.forget(flight.stop()))
+            metrics = {
+                **age_metrics(taken, weight_version, flight.max_staleness),
+                "async/expired": float(num_expired),
+                "async/trainer_waited": waited,
+                "async/engines_idle": idle,
+                "async/swap_pause": self._swap.pause_seconds if isinstance(self._swap, WeightSwap) else 0.0,
+                "async/running": float(len(flight) - flight.num_finished),
+                "async/finished": float(flight.num_finished),
+            }
+            for rank, (_, number) in received.items():
+                own, taken = taken[:number], taken[number:]
+                pairs = [(group.prompt, group.completions or []) for group in own]
+                parcels[rank] = Consumed([p for p, _ in pairs], [c for _, c in pairs], metrics)
+        consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
+        return consumed
+
+    def _wait(self, is_done: Callable[[], bool], send_weights: Callable[[], None]) -> None:
+        """Until the owner has what is asked for; an engine that comes up meanwhile is sent the weights."""
+        while gather_objects(self._next(is_done), name="engines")[OWNER] == "weights":
+            send_weights()
+
+    def _next(self, is_done: Callable[[], bool]) -> Literal["done", "weights"]:
+        if self._pool is None:
+            return "done"  # the owner decides
+        began = time.monotonic()
+        try:
+            while True:
+                self._changed.clear()
+                self._pool.check()
+                if is_done():
+                    return "done"
+                if self._pool.has_joiners():
+                    return "weights"
+                self._changed.wait(LOOK_SECONDS)
+        finally:
+            self._waited_seconds += time.monotonic() - began
+
+
+def sending_end(shapes: Shapes, configs: Sequence[VLLMConfig]) -> SendingEnd:
+    """The way of the weights from this rank to the engines.
+
+    Args:
+        shapes: see :data:`~rlightning.rollout.weights.Shapes`.
+        configs: of the engines.
+    """
+    config = configs[0]
+    bucket = (shapes, config.dtype, config.device, config.bucket_bytes)
+    destination = OWNER if world_size() > 1 else None
+    # A worker that receives answers nothing else, and must not count as hanging.
+    timeout = min(TRANSFER_SECONDS, config.hang_timeout / 2)
+    if config.weight_folder is not None:
+        config.weight_folder.mkdir(parents=True, exist_ok=True)
+        return FolderBucket(*bucket, folder=config.weight_folder, timeout=timeout, destination=destination)
+    urls = [config.url for config in configs if config.url]
+    if config.device.type == "cpu" and not urls:
+        return WeightBucket(*bucket, destination=destination)
+    return BroadcastBucket(*bucket, host=own_address(urls), timeout=timeout, destination=destination)
+
+
+def age_metrics(groups: Sequence[Group], weight_version: int, max_staleness: int) -> dict[str, float]:
+    """How old the tokens of what is consumed are, in updates: their mean, the oldest, and the share of each age."""
+    age = ages(groups, weight_version)
+    shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
+    return {
+        "async/age_mean": float(age.mean()) if len(age) else 0.0,
+        "async/age_max": float(age.max()) if len(age) else 0.0,
+        **{f"async/age_{years}": float(share) for years, share in enumerate(shares)},
+    }

@@ -1,0 +1,238 @@
+"""Engines on devices of their own, under the real Trainer: on-policy, running ahead, killed, stopped, resumed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from lightning.pytorch.callbacks import ModelCheckpoint
+from metrics_table import undocumented
+
+from rlightning.callbacks import VLLMRollout
+from rlightning.data import ValidationSet
+from rlightning.data.stream import PromptStream
+from rlightning.errors import ConfigError, EngineError
+from rlightning.hooks import RLCallback
+from rlightning.types import RolloutBatch
+
+PER_STEP = 4
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def versions(batch: RolloutBatch) -> list[int]:
+    """Of the weights that sampled its tokens."""
+    return sorted(set(batch.weight_versions[batch.completion_mask].tolist()))
+
+
+def consumed(batches: list[RolloutBatch]) -> list[int]:
+    """The prompts that were trained on, once a group."""
+    return [prompt.index for batch in batches for prompt in batch.prompts[::2]]
+
+
+def drawn(trainer: Any, count: int) -> list[int]:
+    """The first prompts of the training set, in its order."""
+    stream = trainer.datamodule.stream
+    again = PromptStream(stream.prompts, shuffle=stream.shuffle, seed=stream.seed)
+    return [prompt.index for prompt in again.take(count)]
+
+
+class Strikes(RLCallback):
+    """Kills or stops an engine in the updates of chosen steps; waits in others until all engines are up again."""
+
+    def __init__(self, strikes: dict[int, tuple[int, signal.Signals]], waits: tuple[int, ...] = ()) -> None:
+        self.strikes, self.waits = strikes, waits
+        self.sessions: list[int] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        engines = module.generator._engines.engines
+        self.sessions += [engine.process.pid for engine in engines]
+        if module.weight_version in self.strikes:
+            number, how = self.strikes[module.weight_version]
+            os.kill(engines[number].process.pid, how)
+        if module.weight_version in self.waits:
+            for engine in engines:
+                engine.wait_until_ready()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_staleness_every_token_is_of_the_weights_that_it_updates(model_folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rollout = make_rollout(placement="standalone", num_engines=2)
+    sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
+    trainer = make_trainer(tmp_path, 4, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
+    trainer.fit(make_module(model_folder), make_data(tmp_path, validation={"sums": sums}))
+    assert [versions(batch) for batch in witness.batches] == [[0], [1], [2], [3]]
+    assert consumed(witness.batches) == drawn(trainer, 4 * PER_STEP)
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    assert [step for step, _ in witness.validations] == [0, 2, 4]
+    assert {"engine_sleep", "engine_wake"}.isdisjoint(witness.events)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_slowest_of_more_prompts_wait_for_the_next_step(model_folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    # One prompt at a time: the last of five is not complete, nor begun, when four are.
+    rollout = make_rollout(placement="standalone", oversample=0.25, max_new_tokens=64, engine={"max_num_seqs": 2})
+    trainer = make_trainer(tmp_path, 4, rollout, witness)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert [versions(batch) for batch in witness.batches] == [[0], [1], [2], [3]]
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert len(in_flight) == 1
+    assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, 4 * PER_STEP + 1))
+
+
+class Sleeper(RLCallback):
+    """Puts the engines to sleep where they sleep if they are colocated."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        rollout = module.generator
+        for engine in rollout._engines.engines:
+            held = engine.weight_version
+            rollout._engines.sleep()
+            engine.sleep()
+            assert engine.weight_version == held
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("cache_after_sync", ["keep", "recompute"])
+def test_tokens_are_at_most_as_old_as_allowed(cache_after_sync: Any, model_folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rollout = make_rollout(
+        placement="standalone", max_staleness=2, max_new_tokens=48, cache_after_sync=cache_after_sync
+    )
+    sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
+    trainer = make_trainer(tmp_path, 8, rollout, Sleeper(), witness, val_check_interval=4, check_val_every_n_epoch=None)
+    module = make_module(model_folder, lr=1e-3)
+    trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
+    for version, batch in enumerate(witness.batches):
+        assert batch.num_sequences == 2 * PER_STEP
+        assert version - 2 <= min(versions(batch)) and max(versions(batch)) <= version
+    ages = [step["async/age_max"] for step in witness.steps]
+    assert ages[0] == 0 and 1 <= max(ages) <= 2
+    # What was handed in has been consumed or is in flight, each once.
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert len(in_flight) == 2 * PER_STEP
+    assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, 10 * PER_STEP))
+    # Sent with each update, also to what was under way; and the loss is weighed by how old tokens are.
+    assert [event for event in witness.events if event.startswith("sync")] == [f"sync {v}" for v in range(9)]
+    assert all("policy/correction_weight" in step for step in witness.steps)
+    assert [step for step, _ in witness.validations] == [0, 4, 8]
+    assert undocumented(list(witness.steps[-1])) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    witness = Witness()
+    strikes = Strikes({1: (0, signal.SIGKILL), 3: (1, signal.SIGSTOP)}, waits=(2, 5))
+    rollout = make_rollout(placement="standalone", num_engines=2, max_staleness=1, hang_timeout=6.0)
+    trainer = make_trainer(tmp_path, 7, rollout, strikes, witness)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert trainer.global_step == 7
+    assert caplog.text.count("Engine 0 is restarted: The engine died") == 1
+    assert caplog.text.count("Engine 1 is restarted: The engine gave no sign of life for 6 s") == 1
+    for version, batch in enumerate(witness.batches):
+        assert batch.num_sequences == 2 * PER_STEP and min(versions(batch)) >= version - 1
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, 8 * PER_STEP))
+    # Each came back, was verified, and was sent what the other one had.
+    assert len(set(strikes.sessions)) == 4
+    assert not any(in_session(session) for session in set(strikes.sessions))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_any_engine_left_the_run_ends(model_folder: str, tmp_path: Path) -> None:
+    rollout = make_rollout(placement="standalone", num_engines=2, engine={"max_num_seqs": -1})
+    trainer = make_trainer(tmp_path, 1, rollout)
+    with pytest.raises(
+        EngineError, match=r"(?s)^No engine is left of 2\. The last one: .*could not start.*max_num_seqs"
+    ):
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+
+
+class InterruptionError(Exception):
+    """Ends a run in the middle of a step."""
+
+
+class Interrupts(RLCallback):
+    """Raises in the update of one step."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        if module.weight_version == self.version:
+            raise InterruptionError
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_resumed_run_loses_no_prompt_and_repeats_none(model_folder: str, tmp_path: Path) -> None:
+    batches = []
+    for name, callback in (("first", Interrupts(3)), ("second", None)):
+        witness = Witness()
+        rollout = make_rollout(placement="standalone", max_staleness=1)
+        checkpoint = ModelCheckpoint(tmp_path / name, save_last=True, every_n_train_steps=1)
+        extra = [] if callback is None else [callback]
+        trainer = make_trainer(tmp_path, 6, rollout, witness, checkpoint, *extra, enable_checkpointing=True)
+        module = make_module(model_folder)
+        if callback is not None:
+            with pytest.raises(InterruptionError):
+                trainer.fit(module, make_data(tmp_path))
+            batches += witness.batches[:3]  # the fourth was not done
+        else:
+            trainer.fit(module, make_data(tmp_path), ckpt_path=tmp_path / "first" / "last.ckpt")
+            batches += witness.batches
+    assert len(batches) == 6
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert sorted(consumed(batches) + in_flight) == sorted(drawn(trainer, 7 * PER_STEP))
+    for version, batch in enumerate(batches):
+        assert min(versions(batch)) >= version - 1
+
+
+def test_the_engines_process_knows_no_actor() -> None:
+    program = (
+        "import sys, rlightning.rollout.vllm_process, rlightning.rollout.vllm_worker\n"
+        "print(*(name for name in sys.modules if name.split('.')[0] in ('rlightning', 'lightning')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = done.stdout.split()
+    assert "rlightning.rollout.vllm_process" in imported
+    actors = (
+        "rlightning.module",
+        "rlightning.policy_module",
+        "rlightning.models",
+        "rlightning.optimizers",
+        "lightning",
+    )
+    assert not [name for name in imported for actor in actors if f"{name}.".startswith(f"{actor}.")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_staleness": 1}, r"rollout\.max_staleness=1 needs placement: standalone\. Colocated engines sleep"),
+        ({"max_staleness": -1, "placement": "standalone"}, r"rollout\.max_staleness=-1 must be at least 0"),
+        ({"oversample": 0.5}, r"rollout\.oversample=0\.5 needs placement: standalone"),
+        ({"num_engines": 2}, r"rollout\.num_engines=2 needs placement: standalone\."),
+        ({"num_engines": 0, "placement": "standalone"}, r"rollout\.num_engines=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VLLMRollout(**arguments)

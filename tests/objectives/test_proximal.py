@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from rlightning.objectives import approximate_proximal
+
+NOW = torch.tensor([-1.0, -2.0, -4.0])
+SAMPLER = torch.tensor([-3.0, -1.0, -2.0])
+AGES = torch.tensor([0, 1, 3])
+
+
+def test_before_the_first_step_it_is_the_policy_now() -> None:
+    now = NOW.clone().requires_grad_()
+    proximal = approximate_proximal(now, SAMPLER, AGES, 0.0)
+    assert torch.equal(proximal, NOW) and not proximal.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    # Shares of the way from sampler to now: 0, 1 / 1.5, 3 / 3.5; and 0, 1 / 1.25, 3 / 3.25.
+    [(0.5, [-3.0, -1 - 1 / 1.5, -2 - 2 * 3 / 3.5]), (0.25, [-3.0, -1 - 1 / 1.25, -2 - 2 * 3 / 3.25])],
+)
+def test_later_it_lies_between_sampler_and_now_by_their_versions(progress: float, expected: list[float]) -> None:
+    proximal = approximate_proximal(NOW, SAMPLER, AGES, progress)
+    assert proximal.tolist() == pytest.approx(expected)
+
+
+def test_prompts_do_not_matter() -> None:
+    # Their version is -1, which may be ahead of nothing.
+    assert approximate_proximal(NOW[:1], SAMPLER[:1], torch.tensor([-2]), 0.5).isfinite().all()

@@ -1,0 +1,72 @@
+"""A program: pauses an engine in the midst of many requests, and fails if tokens come in after the pause."""
+
+import asyncio
+import sys
+from typing import Any
+
+import numpy as np
+
+from rlightning.rollout.vllm_server import VLLMServer, start_engine
+
+NUM_PAUSES = 8
+MAX_TOKENS = 240
+NUM_PROMPTS, NUM_SAMPLES = 12, 16
+"""More samples at a time than vLLM takes in without a break, by default (128)."""
+
+
+async def pause_often(model_folder: str) -> None:
+    """Compare what is counted when a pause has begun with what is there a while later, and with what comes out."""
+    engine = start_engine(
+        {
+            "model": model_folder,
+            "load_format": "dummy",
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 256,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 28,
+            "distributed_executor_backend": "uni",
+        }
+    )
+    server = VLLMServer(engine)
+    await server.adopt(0, False)
+    await engine.pause_generation(mode="keep", clear_cache=False)  # so that all begin together
+    sampling = {"n": NUM_SAMPLES, "temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    calls = [asyncio.create_task(server.generate([1, 2, 3, 1 + index], sampling)) for index in range(NUM_PROMPTS)]
+    while len(counted(server)) < NUM_PROMPTS * NUM_SAMPLES:
+        await asyncio.sleep(0.01)
+    await engine.resume_generation()
+    while not any(counted(server).values()):
+        await asyncio.sleep(0)
+    boundaries = []
+    for version in range(1, NUM_PAUSES + 1):
+        await server.pause()
+        boundaries.append(counted(server))
+        await asyncio.sleep(0.1)
+        assert counted(server) == boundaries[-1], "tokens came in after the pause"
+        await server.adopt(version, keeps_cache=version % 2 == 0)
+        await asyncio.sleep(0.02)
+    assert len(boundaries[0]) == NUM_PROMPTS * NUM_SAMPLES
+    answers = await asyncio.gather(*calls)
+    for request, samples in enumerate(answers):
+        for index, sample in enumerate(samples):
+            check(sample, [boundary.get((str(request + 1), index)) for boundary in boundaries])
+    assert not counted(server)
+
+
+def counted(server: VLLMServer) -> dict[tuple[str, int], int]:
+    """Tokens so far, by request and sample."""
+    return {(request, index): count for request, index, count in server._count_tokens()}
+
+
+def check(sample: dict[str, Any], boundaries: list[int | None]) -> None:
+    """Each token of the last version that was adopted before it."""
+    expected = np.zeros(MAX_TOKENS, np.int32)
+    for version, boundary in enumerate(boundaries, start=1):
+        if boundary is not None:  # else it was at its end before
+            expected[boundary:] = version
+    np.testing.assert_array_equal(sample["weight_versions"], expected)
+
+
+if __name__ == "__main__":
+    asyncio.run(pause_often(sys.argv[1]))

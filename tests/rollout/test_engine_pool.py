@@ -1,0 +1,116 @@
+"""Several engines as one: the least loaded is asked, a conversation stays where it is, and death moves both."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_models import Actor, engine_config, make_prompt, save_model, send
+
+from rlightning.errors import EngineError
+from rlightning.rollout import Sampling
+from rlightning.rollout.engine_pool import Answer, EnginePool, Member
+
+LONG = Sampling(max_new_tokens=200, stop_token_ids=())
+SHORT = Sampling(max_new_tokens=4)
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> Actor:
+    return Actor(save_model(tmp_path / "model"))
+
+
+@pytest.fixture
+def pool(actor: Actor, tmp_path: Path) -> Iterator[EnginePool]:
+    """Two engines that hold the actor's weights."""
+    configs = [engine_config(str(tmp_path / "model"), tmp_path / f"engine.{number}.log") for number in range(2)]
+    pool = EnginePool(configs, lambda: None)
+    pool.start()
+    try:
+        load(pool, actor)
+        yield pool
+    finally:
+        pool.close()
+
+
+def load(pool: EnginePool, actor: Actor) -> None:
+    """Send the weights to all engines, once they are up."""
+    for member in pool.members:
+        member.engine.wait_until_ready()
+        if member.engine.weight_version is None:
+            send(member.engine, actor.weights(), 0)
+    pool.resume()
+
+
+def hold(*members: Member) -> None:
+    """Have engines sample nothing until :func:`go_on`, so that what they have to do can be counted."""
+    for member in members:
+        member.engine.submit("pause").result()
+
+
+def go_on(*members: Member) -> None:
+    for member in members:
+        assert member.engine.submit("adopt", 0, True).result()
+
+
+def loads(pool: EnginePool) -> list[int]:
+    return [member.load for member in pool.members]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool, actor: Actor) -> None:
+    hold(*pool.members)
+    first = pool.submit(make_prompt("1+1="), 0, 6, LONG, conversation="first")
+    assert loads(pool) == [6, 0]
+    others = [pool.submit(make_prompt("2+1="), stream, 2, LONG) for stream in range(4)]
+    assert loads(pool) == [8, 6]  # 0 + 2 + 2 + 2 there; at 6 and 6 the first of them
+    turn = pool.submit(make_prompt("1+1=2 "), 0, 1, SHORT, conversation="first")
+    assert loads(pool) == [9, 6]
+    pool.cancel(others)
+    assert loads(pool) == [7, 0]
+    go_on(*pool.members)
+    assert [len(answer.result(60)) for answer in (first, turn)] == [6, 1]
+
+    # The engine of the conversation dies: the other one takes over what was asked, and the conversation.
+    hold(pool.members[0])
+    asked = [pool.submit(make_prompt("3+4="), 0, 2, LONG, conversation="first") for _ in range(3)]
+    assert loads(pool) == [6, 0]
+    victim = pool.members[0].engine
+    assert victim.process is not None
+    os.kill(victim.process.pid, signal.SIGKILL)
+    assert [len(answer.result(60)) for answer in asked] == [2, 2, 2]
+    assert victim.weight_version is None
+    pool.submit(make_prompt("3+4="), 0, 1, SHORT, conversation="first").result(60)
+
+    # It comes back, and is asked again once it has weights.
+    load(pool, actor)
+    hold(*pool.members)
+    both = [pool.submit(make_prompt("5"), stream, 1, LONG) for stream in range(2)]
+    assert loads(pool) == [1, 1]
+    go_on(*pool.members)
+    assert all(answer.result(60) for answer in both)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool) -> None:
+    for member in pool.members:
+        member.has_died = True  # once already
+    hold(*pool.members)
+    changed = threading.Event()
+    asked: list[Answer] = [pool.submit(make_prompt("1+1="), stream, 2, LONG) for stream in range(4)]
+    asked[-1].add_done_callback(lambda _: changed.set())
+    for member in pool.members:
+        assert member.engine.process is not None
+        os.kill(member.engine.process.pid, signal.SIGKILL)
+    assert changed.wait(30)
+    for answer in asked:
+        with pytest.raises(EngineError, match=r"^No engine is left of 2\. The last one: The engine died"):
+            answer.result(30)
+    with pytest.raises(EngineError, match="No engine is left"):
+        pool.check()
+    with pytest.raises(EngineError, match="No engine is left"):
+        pool.submit(make_prompt("1"), 0, 1, SHORT).result(1)

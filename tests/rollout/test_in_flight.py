@@ -1,0 +1,160 @@
+"""What is in flight: the bound on the age of tokens holds whatever the order in which completions end."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlightning.rollout.in_flight import Group, InFlight, ages
+from rlightning.types import Completion, Prompt
+
+
+def completion(*versions: int) -> Completion:
+    count = len(versions)
+    return Completion("", np.arange(count), np.full(count, -0.5, np.float32), np.asarray(versions, np.int32), "stop")
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, str(index), [index], {"answer": str(index)})
+
+
+def indices(groups: list[Group]) -> list[int]:
+    return [group.prompt.index for group in groups]
+
+
+def admit(flight: InFlight, *numbers: int) -> list[Group]:
+    flight.admit((prompt(number), number) for number in numbers)
+    return flight.waiting
+
+
+def test_the_first_that_end_are_taken_in_the_order_of_admission() -> None:
+    flight = InFlight(1)
+    groups = admit(flight, 0, 1, 2, 3)
+    for place in (3, 1, 2):
+        flight.finish(groups[place], [completion(0)])
+    assert indices(flight.take(2)) == [1, 3]
+    assert (len(flight), flight.num_finished) == (2, 1)
+
+
+def test_what_is_too_old_begins_again() -> None:
+    flight = InFlight(1)
+    finished, running, fresh, waiting = admit(flight, 0, 1, 2, 3)
+    finished.begun = running.begun = 0
+    fresh.begun = 1
+    flight.finish(finished, [completion(2, 2), completion(0, 1, 2)])  # its oldest token decides
+    assert flight.expire(1) == []
+    assert flight.expire(2) == [running]  # the only one that somebody still works on
+    assert indices(flight.waiting) == [0, 1, 3]
+    assert (flight.num_finished, flight.num_expired) == (0, 2)
+    assert fresh.begun == 1 and waiting.begun is None
+
+
+def test_a_completion_without_tokens_has_no_age() -> None:
+    flight = InFlight(0)
+    (group,) = admit(flight, 0)
+    flight.finish(group, [completion()])
+    assert flight.expire(7) == []
+    assert ages(flight.take(1), 7).tolist() == []
+
+
+def test_ages_are_counted_in_updates() -> None:
+    flight = InFlight(3)
+    (group,) = admit(flight, 0)
+    flight.finish(group, [completion(2, 3, 5), completion(5)])
+    assert ages([group], 5).tolist() == [3, 2, 0, 0]
+
+
+def test_a_checkpoint_holds_what_is_in_flight() -> None:
+    flight = InFlight(1)
+    first, second = admit(flight, 4, 5)
+    first.begun = second.begun = 0
+    flight.finish(second, [completion(0, 1)])
+    resumed = InFlight(1)
+    resumed.load_state_dict(flight.state_dict())
+    assert indices(resumed.waiting) == [4]  # it begins again
+    (taken,) = resumed.take(1)
+    assert taken.prompt == prompt(5) and taken.stream == 5
+    assert taken.completions is not None
+    one = taken.completions[0]
+    assert one.weight_versions.tolist() == [0, 1] and one.weight_versions.dtype == np.int32
+    assert one.token_ids.dtype == np.int64 and one.logprobs.tolist() == [-0.5, -0.5]
+
+
+def test_an_unfinished_step_is_repeated_from_its_start() -> None:
+    flight = InFlight(1)
+    (first,) = admit(flight, 0)
+    flight.begin_step()
+    first.begun = 0
+    flight.finish(first, [completion(0)])
+    admit(flight, 1)  # the step's own prompt, which the data module will give again
+    assert indices(flight.take(1)) == [0]
+    resumed = InFlight(1)
+    resumed.load_state_dict(flight.state_dict())
+    assert (len(resumed), resumed.num_finished) == (1, 1)
+    flight.end_step()
+    resumed.load_state_dict(flight.state_dict())
+    assert indices(resumed.waiting) == [1]
+
+
+class Engines:
+    """Stand-ins that sample a token a turn for each group at work, from the weights of that time."""
+
+    def __init__(self) -> None:
+        self.work: dict[Group, list[int]] = {}
+
+    def run(self, speeds: list[int], version: int, flight: InFlight) -> None:
+        """One turn: as many tokens for each group as its speed says; a group ends with its fourth token."""
+        for (group, tokens), speed in zip(list(self.work.items()), speeds, strict=False):
+            tokens += [version] * speed
+            if len(tokens) >= 4:
+                flight.finish(group, [completion(*tokens[:4])])
+                del self.work[group]
+
+
+@settings(deadline=None)
+@given(max_staleness=st.integers(0, 4), data=st.data())
+def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: int, data: Any) -> None:
+    per_step, flight, engines = 3, InFlight(max_staleness), Engines()
+    consumed: list[int] = []
+    handed_in = 0
+    speeds = st.lists(st.sampled_from([0, 0, 1, 2, 4]), min_size=20, max_size=20)
+    for version in range(6):
+        for group in flight.expire(version):
+            del engines.work[group]
+        new = per_step + max(max_staleness * per_step - len(flight), 0)
+        admit(flight, *range(handed_in, handed_in + new))
+        handed_in += new
+        for group in flight.waiting:
+            group.begun = version
+            engines.work[group] = []
+        while flight.num_finished < per_step:
+            engines.run([speed + 1 for speed in data.draw(speeds)], version, flight)
+        taken = flight.take(per_step)
+        age = ages(taken, version)
+        assert age.min() >= 0 and age.max() <= max_staleness
+        consumed += indices(taken)
+        for _ in range(data.draw(st.integers(0, 2))):  # generation goes on during the update
+            engines.run(data.draw(speeds), version, flight)
+    in_flight = {group.prompt.index for group in [*flight.finished, *engines.work]}
+    assert len(consumed) == len(set(consumed))
+    assert set(consumed) | in_flight == set(range(handed_in)) and not set(consumed) & in_flight
+    assert len(flight) == max_staleness * per_step
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_straggler_never_holds_up_the_others(max_staleness: int) -> None:
+    flight, engines = InFlight(max_staleness), Engines()
+    num_begun = 0
+    for version in range(8):
+        for group in flight.expire(version):
+            del engines.work[group]
+        admit(flight, *([0, 1] if version == 0 else [version + 1]))
+        for group in flight.waiting:
+            group.begun = version
+            engines.work[group] = []
+            num_begun += group.prompt.index == 0
+        engines.run([0 if group.prompt.index == 0 else 4 for group in engines.work], version, flight)
+        assert indices(flight.take(1)) == [version + 1]
+    assert num_begun == -(-8 // (max_staleness + 1))  # it begins again whenever it has grown too old

@@ -1,0 +1,292 @@
+"""New weights for an engine that is in the midst of sampling: every token knows which weights it is from."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import Actor, make_prompt, running_engine, save_model
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from rlightning.errors import EngineError
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_process import engine_environment
+from rlightning.rollout.process_group import end_group
+from rlightning.rollout.token_versions import TokenVersions
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weights import WeightBucket
+from rlightning.types import Completion, Prompt
+
+PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
+LONG_PROMPT = make_prompt("12+3=15 " * 25)
+"""It fills a block of the prefix cache, of 128 tokens."""
+MAX_TOKENS = 240
+NUM_SWAPS = 4
+
+
+class Policy:
+    """Weights of several versions, and what transformers makes of them."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.actor = Actor(folder)
+        self.weights: list[dict[str, torch.Tensor]] = []
+        for version in range(NUM_SWAPS + 1):
+            if version:
+                self.actor.perturb(version)
+            self.weights.append({name: weight.detach().clone() for name, weight in self.actor.weights()})
+        self.plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def logprobs(self, prompt: Prompt, sample: dict[str, Any], version: int) -> NDArray[np.float32]:
+        """[C], as if all were of one version."""
+        self.actor.model.load_state_dict(self.weights[version], strict=False)
+        completion = Completion("", sample["token_ids"], sample["logprobs"], sample["weight_versions"], "length")
+        return self.actor.logprobs(prompt, completion, temperature=1.0).numpy()
+
+    @torch.no_grad()
+    def cached_logprobs(self, prompt: Prompt, sample: dict[str, Any]) -> NDArray[np.float32]:
+        """[C], each under the weights of its version, with keys and values that are computed once."""
+        tokens = [*prompt.token_ids, *sample["token_ids"].tolist()]
+        cache, num_cached = DynamicCache(), 0
+        expected = []
+        for version, num_sampled in spans(sample["weight_versions"]):
+            self.plain.load_state_dict(self.weights[version], strict=False)
+            # The last of a version's tokens has been sampled, and read by nobody yet.
+            end = max(num_cached + 1, len(prompt.token_ids)) - 1 + num_sampled
+            logits = self.plain(torch.tensor([tokens[num_cached:end]]), past_key_values=cache).logits[0, -num_sampled:]
+            sampled = torch.tensor(tokens[end - num_sampled + 1 : end + 1])
+            expected.append(logits.log_softmax(-1).gather(1, sampled[:, None])[:, 0])
+            num_cached = end
+        return torch.cat(expected).numpy()
+
+
+def spans(versions: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Version and number of tokens of each run of equal versions."""
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(int(versions[start]), end - start) for start, end in pairwise(cuts)]
+
+
+@dataclass
+class Trainer:
+    """What a trainer asks of an engine."""
+
+    engine: VLLMEngine
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        shapes = [(name, tuple(weight.shape)) for name, weight in self.policy.weights[0].items()]
+        self.bucket = WeightBucket(shapes, torch.float32, torch.device("cpu"), 50_000)
+        self.ask("open_bucket", [self.bucket.handle()])
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The engine's answer."""
+        return self.engine.submit(method, *arguments).result(timeout=120)
+
+    def load(self, version: int) -> None:
+        """Send weights."""
+        missing: list[str] = []
+        for index in self.bucket.fill(self.policy.weights[version].items()):
+            missing = self.ask("load_chunk", index)
+        assert not missing
+
+    def swap(self, version: int, keeps_cache: bool) -> None:
+        """Send weights to a busy engine."""
+        self.ask("pause")
+        self.load(version)
+        assert self.ask("adopt", version, keeps_cache)
+
+    def generate(self, prompt: Prompt, num_samples: int = 1, max_tokens: int = MAX_TOKENS) -> "Future[Any]":
+        """Begin to sample completions that end at ``max_tokens``, whatever they say."""
+        sampling = {"n": num_samples, "temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True}
+        return self.engine.submit("generate", prompt.token_ids, sampling)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512))
+
+
+@pytest.fixture(scope="module")
+def running(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    with running_engine(policy.folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
+        yield Trainer(engine, policy)
+
+
+@pytest.fixture
+def trainer(running: Trainer) -> Trainer:
+    """An idle engine with the weights of version 0."""
+    running.load(0)
+    assert running.ask("adopt", 0, False), "requests of another test are left"
+    return running
+
+
+def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prompt, dict[str, Any]]]:
+    """Send new weights several times while the engine samples, more at once than it can run."""
+    counts = (1, 5, 8)
+    begun = [(prompt, trainer.generate(prompt, num_samples)) for prompt in PROMPTS[:2] for num_samples in counts]
+    first = trainer.generate(PROMPTS[0], max_tokens=8)
+    begun += [(prompt, trainer.generate(prompt, num_samples)) for prompt in 2 * PROMPTS for num_samples in counts]
+    first.result(timeout=120)  # those before it have some tokens, too
+    for version in range(1, NUM_SWAPS + 1):
+        trainer.swap(version, keeps_cache)
+        time.sleep(0.1)  # for some more tokens
+    samples = [(prompt, sample) for prompt, answer in begun for sample in answer.result(timeout=120)]
+    for _, sample in samples:
+        assert len(sample["token_ids"]) == len(sample["weight_versions"]) == MAX_TOKENS
+        assert sample["weight_versions"].dtype == np.int32
+        assert (np.diff(sample["weight_versions"]) >= 0).all()
+    versions = [[version for version, _ in spans(sample["weight_versions"])] for _, sample in samples]
+    assert sum(len(own) > 1 for own in versions) > 4
+    assert {0, 1} <= {version for own in versions for version in own}
+    return samples
+
+
+def test_versions_without_a_change() -> None:
+    versions = TokenVersions()
+    versions.adopt(3, [])
+    versions.begin("a", 2)
+    assert [one.tolist() for one in versions.end("a", [2, 0])] == [[3, 3], []]
+
+
+def test_versions_change_where_each_sample_was() -> None:
+    versions = TokenVersions()
+    versions.adopt(0, [])
+    versions.begin("a", 3)
+    versions.adopt(1, [("a", 0, 2), ("a", 1, 0), ("unknown", 0, 5)])  # the third sample is at its end
+    versions.begin("b", 1)
+    versions.adopt(2, [("a", 0, 2), ("a", 1, 3), ("b", 0, 1)])
+    assert [one.tolist() for one in versions.end("a", [4, 4, 2])] == [[0, 0, 2, 2], [1, 1, 1, 2], [0, 0]]
+    assert [one.tolist() for one in versions.end("b", [2])] == [[1, 2]]
+    assert versions.end("a", []) == []
+
+
+def test_nothing_is_sampled_from_random_weights(policy: Policy, tmp_path: Path) -> None:
+    with running_engine(policy.folder, tmp_path / "engine.log") as engine:
+        trainer = Trainer(engine, policy)
+        with pytest.raises(EngineError, match="not adopted any weights yet"):
+            trainer.generate(PROMPTS[0]).result(timeout=120)
+        trainer.swap(2, keeps_cache=False)
+        (sample,) = trainer.generate(PROMPTS[0]).result(timeout=120)
+        assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
+
+
+def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy: Policy) -> None:
+    wrong = []
+    for prompt, sample in sample_through_swaps(trainer, keeps_cache=False):
+        for version, _ in spans(sample["weight_versions"]):
+            mine = sample["weight_versions"] == version
+            expected = policy.logprobs(prompt, sample, version)
+            np.testing.assert_allclose(sample["logprobs"][mine], expected[mine], atol=1e-4)
+            beside = mine ^ (np.roll(mine, 1) | np.roll(mine, -1))  # one too many or too few would have been seen
+            wrong += np.abs(sample["logprobs"] - expected)[beside & ~mine].tolist()
+    assert np.median(wrong) > 0.01
+
+
+def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer: Trainer, policy: Policy) -> None:
+    differences = []
+    for prompt, sample in sample_through_swaps(trainer, keeps_cache=True):
+        np.testing.assert_allclose(sample["logprobs"], policy.cached_logprobs(prompt, sample), atol=1e-4)
+        last = sample["weight_versions"][-1]
+        if last != sample["weight_versions"][0]:
+            differences.append(abs(policy.logprobs(prompt, sample, last)[-1] - sample["logprobs"][-1]))
+    assert np.median(differences) > 0.001  # old keys and values are another thing than new ones
+
+
+@pytest.mark.slow
+def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tmp_path: Path) -> None:
+    config = VLLMConfig(
+        engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
+    )
+    program = Path(__file__).with_name("pausing_server.py")
+    with config.log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(program), policy.folder],
+            env=engine_environment(config, str(tmp_path)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(timeout=240) == 0, config.log_file.read_text()[-4000:]
+    finally:
+        end_group(process.pid)
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
+    (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
+    running = trainer.generate(PROMPTS[0], 4)
+    trainer.ask("pause")
+    trainer.ask("pause")
+    waiting = [trainer.generate(LONG_PROMPT, num_samples, max_tokens=16) for num_samples in (1, 3)]
+    trainer.load(1)
+    trainer.ask("ping")
+    assert not any(answer.done() for answer in [*waiting, running])
+    assert trainer.ask("adopt", 1, keeps_cache)
+    later = trainer.generate(LONG_PROMPT, max_tokens=16)
+    samples = [sample for answer in [*waiting, later] for sample in answer.result(timeout=120)]
+    for sample, version in [(before, 0), *((sample, 1) for sample in samples)]:
+        assert spans(sample["weight_versions"]) == [(version, 16)]
+        expected = policy.logprobs(LONG_PROMPT, sample, version)
+        np.testing.assert_allclose(sample["logprobs"], expected, atol=1e-4)
+    running.result(timeout=120)
+
+
+def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
+    tokens = LONG_PROMPT.token_ids
+    before = trainer.ask("score", tokens)
+    trainer.ask("pause")
+    answer = trainer.engine.submit("score", tokens)
+    trainer.load(1)
+    assert trainer.ask("adopt", 1, True)
+    assert np.abs(np.subtract(before, answer.result(timeout=120))).max() > 0.01
+    again = trainer.ask("score", tokens)
+    np.testing.assert_allclose(answer.result(), again, atol=1e-5)
+
+
+def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
+    answer = trainer.generate(PROMPTS[0], 32)
+    assert not trainer.ask("adopt", 1, False)
+    assert not trainer.ask("adopt", 1, True)
+    samples = answer.result(timeout=120)
+    assert all(spans(sample["weight_versions"]) == [(0, MAX_TOKENS)] for sample in samples)
+    assert trainer.ask("adopt", 1, False)
+
+
+def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
+    """Have these calls ended, and wait until they are."""
+    process = trainer.engine.process
+    assert process is not None
+    process.cancel(list(answers))
+    for answer in answers:
+        with pytest.raises(EngineError, match="cancelled"):
+            answer.result(timeout=120)
+
+
+def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
+    doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (1, 8)]
+    others = [trainer.generate(PROMPTS[1], num_samples) for num_samples in (1, 8)]
+    cancel(trainer, *doomed)
+    assert [len(answer.result(timeout=120)) for answer in others] == [1, 8]
+    trainer.ask("cancel", [10**9])  # answered long ago, as far as it knows
+    assert trainer.ask("adopt", 1, False)  # nothing is left
+
+
+def test_requests_can_be_cancelled_during_a_pause(trainer: Trainer) -> None:
+    other, begun = trainer.generate(PROMPTS[1], 2), trainer.generate(PROMPTS[0], 8)
+    trainer.ask("pause")
+    held = trainer.generate(PROMPTS[0], 8)
+    cancel(trainer, begun, held)
+    trainer.load(1)
+    assert trainer.ask("adopt", 1, False)
+    assert {len(sample["weight_versions"]) for sample in other.result(timeout=120)} == {MAX_TOKENS}
+    assert trainer.ask("adopt", 2, False)

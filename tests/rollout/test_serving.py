@@ -1,0 +1,411 @@
+"""Engines that `rlightning serve` has started: real servers on loopback, and trainers that come by URL."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_project import environment, rlightning
+from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+
+from rlightning.errors import ConfigError, EngineError
+from rlightning.hooks import RLCallback
+from rlightning.rollout import Sampling
+from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
+from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.engine_wire import TOKEN, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.served_engine import ServedEngine
+from rlightning.rollout.vllm_engine import vllm_sampling
+
+PATIENCE_SECONDS = 120.0
+RUN_YAML = """\
+model:
+  class_path: GRPO
+  init_args: {model: model, rewards: [own_rewards.ones], prompts_per_step: 4, samples_per_prompt: 2, lr: 0.03}
+data: {train: sums.jsonl, max_prompt_tokens: 16}
+rollout:
+  placement: standalone
+  max_new_tokens: 64
+  engine: {kv_cache_memory_bytes: 268435456}
+trainer: {accelerator: cpu, max_steps: 4, enable_model_summary: false}
+"""
+OWN_REWARDS = """\
+async def ones(completion: str) -> float:
+    return completion.count("1") / max(len(completion), 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    save_model(folder / "model")
+    (folder / "run.yaml").write_text(RUN_YAML)
+    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    (folder / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(8)))
+    return folder
+
+
+class Server:
+    """`rlightning serve` in a session of its own; ready when this returns."""
+
+    def __init__(self, project: Path, token: str = "", port: int = 0) -> None:
+        command = [str(Path(sys.executable).with_name("rlightning")), "serve", "--config", "run.yaml"]
+        self._errors = (project / "serve.err").open("a+")
+        self._errors.seek(0, os.SEEK_END)
+        self._start = self._errors.tell()
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            cwd=project,
+            env=environment() | ({TOKEN: token} if token else {}),
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"listens at (tcp://127\.0\.0\.1:(\d+))", line)
+        assert found, (line, self.errors())
+        self.url, self.port = found[1], int(found[2])
+
+    def errors(self) -> str:
+        self._errors.flush()
+        return Path(self._errors.name).read_text()[self._start :]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; its exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(PATIENCE_SECONDS)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.interrupt()
+        self.process.communicate()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def served(project: Path, token: str = "", port: int = 0) -> Iterator[Server]:
+    server = Server(project, token, port)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server(project: Path) -> Iterator[Server]:
+    with served(project) as server:
+        yield server
+
+
+def make_config(project: Path, url: str, **kwargs: Any) -> VLLMConfig:
+    """As a trainer of the project's run has it."""
+    arguments: dict[str, Any] = {
+        "engine_args": {"model": str(project / "model"), "max_model_len": 80},
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "log_file": project / "unused.log",
+        "url": url,
+        "start_timeout": PATIENCE_SECONDS,
+    }
+    return VLLMConfig(**arguments | kwargs)
+
+
+@contextlib.contextmanager
+def connected(config: VLLMConfig) -> Iterator[ServedEngine]:
+    link = ServedEngine(config)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def fit(project: Path, folder: Path, urls: list[str], *callbacks: Any, max_steps: int = 4, **kwargs: Any) -> Witness:
+    """A run whose engines are at ``urls``, verified with every sync."""
+    witness = Witness()
+    arguments = {"placement": "standalone", "max_staleness": 1, "max_new_tokens": 64, "hang_timeout": 20.0}
+    rollout = make_rollout(engines=urls, **arguments | kwargs)
+    trainer = make_trainer(folder, max_steps, rollout, witness, *callbacks)
+    trainer.fit(make_module(str(project / "model")), make_data(folder))
+    assert trainer.global_step == max_steps
+    return witness
+
+
+class At(RLCallback):
+    """Does something once, in the update of a step."""
+
+    def __init__(self, version: int, strike: Callable[[Any], None]) -> None:
+        self.version, self.strike = version, strike
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        if module.weight_version == self.version:
+            self.strike(module.generator.engine)
+
+
+# Who is there
+
+
+def test_the_url_of_an_engine() -> None:
+    assert parse_url("tcp://10.0.0.7:8100") == ("10.0.0.7", 8100)
+    assert parse_url("tcp://[::1]:8100/") == ("::1", 8100)
+    for wrong in ("10.0.0.7:8100", "http://10.0.0.7:8100", "tcp://10.0.0.7", "tcp://host:port", "tcp://host:81000"):
+        with pytest.raises(ConfigError, match=re.escape(f"'{wrong}' is no address of an engine")):
+            parse_url(wrong)
+
+
+def test_engines_by_url_are_standalone_and_different_ones() -> None:
+    url = "tcp://127.0.0.1:8100"
+    assert EngineOptions(placement="standalone", engines=(url,)).engines == (url,)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"engines": (url,)}, "needs placement: standalone"),
+        ({"engines": (url, url), "placement": "standalone"}, "names one twice"),
+        (
+            {"engines": (url,), "num_engines": 2, "placement": "standalone"},
+            r"num_engines=2 is not the number of .* 1\.",
+        ),
+        ({"engines": ("here",), "placement": "standalone"}, "'here' is no address"),
+        ({"weight_folder": Path("w")}, "weight_folder=w needs placement: standalone"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            EngineOptions(**arguments)
+
+
+def test_other_hosts_are_talked_to_with_a_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{TOKEN}"):
+        options.check()
+    monkeypatch.setenv(TOKEN, "secret")
+    options.check()
+
+
+def test_the_address_that_engines_reach_the_trainer_at() -> None:
+    assert own_address([]) == "127.0.0.1"
+    assert own_address(["tcp://127.0.0.1:8100"]) == "127.0.0.1"
+    assert own_address(["tcp://no-such-host.invalid:8100", "tcp://127.0.0.1:8100"]) == "127.0.0.1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes a second user")
+@pytest.mark.parametrize("user", [0, 65534])
+def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.seteuid(user)
+        try:
+            end = socket.socket()
+        finally:
+            os.seteuid(0)
+        with end:
+            end.connect(listener.getsockname())
+            connection = make_connection(listener.accept()[0])
+            if user == 0:
+                let_in(connection, None)
+            else:
+                with pytest.raises(AuthenticationError, match="of the same user"):
+                    let_in(connection, None)
+            connection.close()
+
+
+@pytest.mark.parametrize("is_listening", [True, False], ids=["a port that answers nothing", "nobody listens"])
+def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_listening: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not is_listening:
+            listener.close()
+        config = make_config(project, f"tcp://127.0.0.1:{port}", start_timeout=3.0)
+        message = rf"tcp://127\.0\.0\.1:{port} could not be reached for 3 s: .*serve"
+        with connected(config) as link, pytest.raises(EngineError, match=message):
+            link.ready.result(PATIENCE_SECONDS)
+
+
+def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = ServedEngine(make_config(project, f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
+        answer = link.submit("ping")
+        link.close()
+        with pytest.raises(EngineDiedError, match="has been closed"):
+            answer.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.slow
+def test_the_command_refuses_what_it_cannot_do(project: Path) -> None:
+    wrong = {
+        ("--host", "0.0.0.0"): rf"--host=0\.0\.0\.0 is no loopback address.*{TOKEN}",
+        ("--port", "many"): "--port many must be a number from 0 to 65535",
+        ("--port",): "--port: its value is missing",
+        ("--config", "run.yaml", "--prot", "1"): "prot: there is no such key",
+        ("--config", "run.yaml", "--rollout.engine.max_num_sqs", "1"): "max_num_sqs",
+    }
+    for options, message in wrong.items():
+        done = rlightning(project, "serve", *options)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert re.fullmatch(rf"error: .*{message}.*\n", done.stderr), done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        done = rlightning(project, "serve", "--config", "run.yaml", "--port", port)
+    assert done.returncode == 2 and "nobody can listen there" in done.stderr
+    assert rlightning(project, "serve", "--help").stdout.startswith("usage: rlightning serve")
+
+
+# One trainer after the other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_folder", [False, True], ids=["broadcast", "folder"])
+def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder: bool) -> None:
+    folder = tmp_path / "weights" if has_folder else None
+    witness = fit(project, tmp_path, [server.url], weight_folder=folder and str(folder))
+    assert [event for event in witness.events if "sync" in event] == [f"sync {version}" for version in range(5)]
+    for step, batch in enumerate(witness.batches):
+        assert batch.num_sequences == 8
+        versions = batch.weight_versions[batch.completion_mask].unique().tolist()
+        assert versions and set(versions) <= {step - 1, step}
+    assert folder is None or list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, server: Server) -> None:
+    config = make_config(project, server.url)
+    sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0) | {"ignore_eos": True}
+    with connected(config) as first:
+        assert first.submit("adopt", 0, False).result(PATIENCE_SECONDS)
+        with pytest.raises(RequestRefusedError, match="refused a request:\nTraceback"):
+            first.submit("generate", [1], {"no such": "parameter"}).result(PATIENCE_SECONDS)
+        answers = [first.submit("generate", [1, 2, 3], sampling) for _ in range(200)]
+        answers[0].result(PATIENCE_SECONDS)
+        first.cancel(answers[100:])
+        with pytest.raises(EngineError, match="was cancelled"):
+            answers[199].result(PATIENCE_SECONDS)
+        first.submit("pause").result(PATIENCE_SECONDS)
+        hasty = make_config(project, server.url, start_timeout=2.0)
+        message = "could not be reached for 2 s: it serves another trainer"
+        with connected(hasty) as second, pytest.raises(EngineError, match=message):
+            second.ready.result(PATIENCE_SECONDS)
+    assert not wait(answers, PATIENCE_SECONDS).not_done
+    assert isinstance(answers[99].exception(), EngineDiedError)
+    with connected(config) as third:
+        assert third.submit("adopt", 1, False).result(PATIENCE_SECONDS)  # it was paused
+        assert third.submit("adopt", 2, False).result(PATIENCE_SECONDS)  # which is refused while requests run
+        [sample] = third.submit("generate", [1, 2, 3], sampling | {"n": 1}).result(PATIENCE_SECONDS)
+        assert sample["weight_versions"].tolist() == [2] * 60
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> None:
+    other = save_model(project / "deeper", num_hidden_layers=3)
+    config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
+    with connected(config) as link:
+        with pytest.raises(EngineError, match="num_hidden_layers 2, not 3; max_model_len 80, not 81 or more") as caught:
+            link.ready.result(PATIENCE_SECONDS)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_nothing_is_unpickled_from_who_does_not_know_the_token(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(project, token="the secret") as server:
+        config = make_config(project, server.url)
+        for token, message in ((None, "asks for a token"), ("a guess", "another token")):
+            monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
+            with connected(config) as link, pytest.raises(EngineError, match=message):
+                link.ready.result(PATIENCE_SECONDS)
+        mark = tmp_path / "was here"
+        with socket.create_connection(("127.0.0.1", server.port)) as end:
+            intruder = make_connection(end)
+            intruder.recv_bytes()
+            intruder.send_bytes(pickle.dumps(_Touch(mark)))
+            with pytest.raises((EOFError, OSError)):
+                while True:
+                    intruder.recv_bytes()
+            intruder.close()
+        monkeypatch.setenv(TOKEN, "the secret")
+        with connected(config) as link:
+            link.submit("ping").result(PATIENCE_SECONDS)
+            pid = link.pid
+        assert not mark.exists()
+        assert server.interrupt() == 130
+        assert server.errors().splitlines()[-1] == "interrupted"
+        assert in_session(pid) == in_session(server.process.pid) == []
+
+
+class _Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+# Deaths
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_one_of_two_servers_is_killed(
+    project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(project) as other:
+        pids = []
+
+        def kill(_: Any) -> None:
+            other.process.kill()
+            other.process.wait()
+
+        def note(engine: Any) -> None:
+            pids.append(engine.process.pid)
+
+        witness = fit(
+            project, tmp_path, [other.url, server.url], At(1, note), At(2, kill), max_steps=6, start_timeout=60.0
+        )
+        assert len(witness.steps) == 6
+    assert f"Engine 0 is connected to again: The engine at {other.url} closed the connection" in caplog.text
+    end = time.monotonic() + PATIENCE_SECONDS
+    while in_session(pids[0]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert in_session(pids[0]) == []  # the engine does not outlive its server
+
+
+@pytest.mark.slow
+def test_a_served_engine_that_dies_is_started_again_by_its_server(
+    project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = []
+
+    def kill(engine: Any) -> None:
+        killed.append(engine.process.pid)
+        os.kill(killed[0], signal.SIGKILL)
+
+    witness = fit(project, tmp_path, [server.url], At(1, kill))
+    assert len(witness.steps) == 4
+    assert f"is connected to again: {server.url}: The engine died (exit status -9)" in caplog.text
+    assert in_session(killed[0]) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_noticed_and_may_come_back(
+    project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(_: Any) -> None:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        threading.Timer(12.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
+
+    witness = fit(project, tmp_path, [server.url], At(1, stop), hang_timeout=6.0)
+    assert len(witness.steps) == 4
+    assert "gave no sign of life for 6 s" in caplog.text
