@@ -7,6 +7,9 @@ come again for each refill, the weights being there already; those of the engine
     on_reward_start  on_reward_end
     on_update_start  on_update_end
 
+Where engines go on generating during updates (``rollout.max_staleness``), weights are sent by ``VLLMRollout``'s own
+``on_update_end``, ahead of the other callbacks', and again in a rollout to an engine that has come up meanwhile.
+
 ``VLLMRollout`` stands first among the callbacks and has its engine sleep within its own ``on_rollout_end``: all others
 get ``on_engine_sleep`` before theirs.
 
