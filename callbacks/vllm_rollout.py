@@ -155,6 +155,8 @@ class VLLMRollout(RLCallback, Generator):
         if not needs_engine or self._engines is not None:
             return
         self._trainer, self._module = trainer, module
+        if stage == "fit":
+            self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
         max_prompt_tokens = self._check(trainer, module, stage)
         module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)

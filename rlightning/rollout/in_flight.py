@@ -131,6 +131,11 @@ class InFlight:
         self.num_expired = 0
         return sorted(taken, key=lambda group: group.number)
 
+    def clear(self) -> None:
+        """Forget everything: another run begins."""
+        self._groups, self._finished, self._at_step_start = [], [], None
+        self._num_admitted = self.num_expired = 0
+
     # Checkpoints
 
     def begin_step(self) -> None:
@@ -148,7 +153,7 @@ class InFlight:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: what was finished is, and everything else begins again."""
-        self._groups, self._finished, self._num_admitted = [], [], 0
+        self.clear()
         for packed in state["groups"]:
             self.admit([(Prompt(**packed["prompt"]), packed["stream"])])
             if packed["completions"] is not None:

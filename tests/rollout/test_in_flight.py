@@ -98,6 +98,16 @@ def test_an_unfinished_step_is_repeated_from_its_start() -> None:
     assert indices(resumed.waiting) == [1]
 
 
+def test_nothing_of_a_run_before_is_left() -> None:
+    flight = InFlight(1)
+    first, second = admit(flight, 0, 1)
+    first.begun = second.begun = 0
+    flight.finish(first, [completion(0)])
+    flight.begin_step()
+    flight.clear()
+    assert (len(flight), flight.num_finished, flight.state_dict()) == (0, 0, {"groups": []})
+
+
 class Engines:
     """Stand-ins that sample a token a turn for each group at work, from the weights of that time."""
 
