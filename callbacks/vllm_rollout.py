@@ -383,7 +383,10 @@ class VLLMRollout(RLCallback, Generator):
         engines.finish_loading(version)
         if expected is not None:
             for engine in engines.fresh:
-                self._verify(engine, canary, expected)
+                try:
+                    self._verify(engine, canary, expected)
+                except EngineDiedError as error:
+                    engines.restart(error)
         self._num_syncs += 1
         fire(self._trainer, module, "on_weight_sync_end", version)
 

@@ -118,6 +118,7 @@ class RLModule(PolicyModule):
         self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
         self.rollout_correction = rollout_correction
+        self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
         self.validate_first = validate_first
         self._update_progress = 0.0
@@ -167,13 +168,14 @@ class RLModule(PolicyModule):
 
     def _choose_correction(self, max_staleness: int) -> None:
         """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
-        if self.rollout_correction == "auto" and max_staleness > 0:
-            self.rollout_correction = RolloutCorrection()
+        if self.rollout_correction == "auto":
+            self.active_correction = RolloutCorrection() if max_staleness > 0 else None
+        if self.rollout_correction == "auto" and self.active_correction is not None:
             log.info(
                 "Completions may be %d updates old: each token's loss is weighed by the ratio of its probabilities now "
                 "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
                 max_staleness,
-                self.rollout_correction.bounds[1],
+                self.active_correction.bounds[1],
             )
 
     def configure_model(self) -> None:
@@ -365,8 +367,8 @@ class RLModule(PolicyModule):
             ages = self.weight_version - batch.weight_versions
             batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
         loss, metrics = self.policy_loss(logprobs, batch)
-        if isinstance(self.rollout_correction, RolloutCorrection):
-            weights, corrected = self.rollout_correction.weigh(
+        if self.active_correction is not None:
+            weights, corrected = self.active_correction.weigh(
                 batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
             )
             loss, metrics = loss * weights, metrics | corrected

@@ -198,10 +198,12 @@ class EngineLink(ABC):
                 self._connection = connection
                 for data in self._unsent:
                     connection.send_bytes(data)
-            while (complaint := self._overdue()) is None and not self._is_closing:
+            while not self._is_closing:
                 if connection.poll(min(LOOK_SECONDS, self._timeout)):
                     self._hear(*connection.recv())
-            how = complaint or how
+                elif (complaint := self._overdue()) is not None:
+                    how = complaint
+                    break
         except EngineError as refusal:
             error = refusal
         except (EOFError, OSError):

@@ -8,20 +8,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
-from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.vllm_engine import VLLMEngine, make_completion, vllm_sampling
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
 Answer = Future[list[Completion]]
+
+LOOK_SECONDS = 0.1
+"""Between two looks for an engine that is up."""
+LATE_SECONDS = 30.0
+"""That the others get to come up too, when a run begins."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +53,7 @@ class Member:
         self.number = number
         self.engine = VLLMEngine(config)
         self.work: dict[Future[Any], Request] = {}
+        self.num_coming = 0  # completions of requests that are just being sent
         self.has_died = self.is_gone = False
         self._idle_since: float | None = None
         self._idle_seconds = 0.0
@@ -55,7 +61,7 @@ class Member:
     @property
     def load(self) -> int:
         """Completions that it is to write."""
-        return sum(request.num_samples for request in self.work.values())
+        return self.num_coming + sum(request.num_samples for request in self.work.values())
 
     @property
     def is_up(self) -> bool:
@@ -93,7 +99,7 @@ class EnginePool:
         self._homes: dict[Hashable, Member] = {}
         self._lock = threading.RLock()
         self._failure: EngineError | None = None
-        self._is_closed = False
+        self._is_closed = self._has_served = False
 
     def start(self) -> None:
         """Start all engines; returns before they are up."""
@@ -133,9 +139,18 @@ class EnginePool:
                     member.engine.process.cancel(asked)
                 member.mark_idle()
 
-    def stale_members(self, weight_version: int) -> list[Member]:
-        """Engines that are up and hold other weights."""
-        return [m for m in self._living() if m.is_up and m.engine.weight_version != weight_version]
+    def stale_links(self, weight_version: int) -> dict[Member, EngineLink]:
+        """Engines that are up and hold other weights, each with its process of now."""
+        links = {member: member.engine.process for member in self._living() if member.is_up}
+        return {m: link for m, link in links.items() if link and m.engine.weight_version != weight_version}
+
+    def note_weights(self, links: Mapping[Member, EngineLink], weight_version: int | None) -> list[Member]:
+        """Note what the engines hold whose processes are still these; those engines."""
+        with self._lock:
+            held = [member for member, link in links.items() if member.engine.process is link]
+            for member in held:
+                member.engine.weight_version = weight_version
+        return held
 
     def serving_members(self, weight_version: int) -> list[Member]:
         """Engines that hold these weights."""
@@ -154,7 +169,13 @@ class EnginePool:
         while not any(member.is_up for member in self._living()):
             self.check()
             coming = [m.engine.process.ready for m in self._living() if m.engine.is_alive and m.engine.process]
-            wait(coming, timeout=0.1, return_when=FIRST_COMPLETED)
+            if coming:
+                wait(coming, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+            else:
+                time.sleep(LOOK_SECONDS)
+        if not self._has_served:  # the first would get everything that is asked
+            starting = [m.engine.process.ready for m in self._living() if m.engine.process]
+            wait(starting, timeout=LATE_SECONDS)
 
     def check(self) -> None:
         """Raise the error that ended all engines, if there is one."""
@@ -164,6 +185,7 @@ class EnginePool:
     def resume(self) -> None:
         """Hand on what waits, now that engines have weights."""
         with self._lock:
+            self._has_served = True
             waiting, self._backlog = self._backlog, deque()
         for request in waiting:
             self._dispatch(request)
@@ -180,7 +202,8 @@ class EnginePool:
 
     def close(self) -> None:
         """End all engines. May be called twice."""
-        self._is_closed = True
+        with self._lock:  # nobody starts one after this
+            self._is_closed = True
         for member in self.members:
             member.engine.close()
 
@@ -208,7 +231,11 @@ class EnginePool:
                 return
             if request.conversation is not None:
                 self._homes[request.conversation] = home
-            inner = home.engine.submit("generate", *request.arguments)
+            home.num_coming += request.num_samples
+        # Not under the lock: an engine that reads nothing would keep all others from being asked, and heard.
+        inner = home.engine.submit("generate", *request.arguments)
+        with self._lock:
+            home.num_coming -= request.num_samples
             home.work[inner] = request
             home.mark_idle()
         inner.add_done_callback(lambda done: self._pass_on(home, done))
@@ -230,18 +257,21 @@ class EnginePool:
 
     def _bury(self, member: Member, error: EngineError) -> None:
         """Start a dead engine again, once; its requests have been handed on."""
-        if self._is_closed:
-            return
         reason = str(error).splitlines()[0]
         with self._lock:
+            if self._is_closed:
+                return
             self._homes = {key: home for key, home in self._homes.items() if home is not member}
             may_return = isinstance(error, EngineDiedError) and not member.has_died
             member.has_died = True
             if may_return:
                 again = "connected to again" if member.engine.config.url else "restarted"
                 log.warning("Engine %d is %s: %s", member.number, again, reason)
-                self._start(member)
-            else:
+                try:
+                    self._start(member)
+                except OSError as failure:  # this thread has nobody to raise it to
+                    may_return, reason = False, f"it cannot be started: {failure}"
+            if not may_return:
                 member.is_gone = True
                 log.warning("Engine %d stays away: %s", member.number, reason)
                 if not self._living():

@@ -43,6 +43,8 @@ OWNER = 0
 """The rank that owns the engines."""
 TRANSFER_SECONDS = 60.0
 """That connecting, or sending a chunk of weights, may take."""
+MEET_SECONDS = 60.0
+"""After which the other ranks are met, whose barrier would otherwise take the owner for lost."""
 LOOK_SECONDS = 1.0
 """Between two looks, in case that nothing has been heard."""
 
@@ -181,7 +183,7 @@ class StandaloneEngines:
         if not self._pool.serving_members(weight_version):
             self._pool.wait_for_one()
         self._pool.check()
-        return bool(self._pool.stale_members(weight_version))
+        return bool(self._pool.stale_links(weight_version))
 
     def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
         """Bring the actor's weights into each engine that is up and stale; sharded ones come from all ranks.
@@ -277,9 +279,11 @@ class StandaloneEngines:
         num_wanted = sum(int(number) for _, number in received.values())
         flight = self.in_flight
         if self._pool is not None:
+            for group, completions in self._arrivals:
+                flight.finish(group, completions)
             self._pool.cancel(self._arrivals.forget(flight.expire(weight_version)))
             flight.admit(request for handed, _ in received.values() for request in handed)
-            for group in flight.waiting[: room - flight.num_begun]:
+            for group in flight.waiting[: max(max(room, num_wanted) - flight.num_begun, 0)]:
                 group.begun = weight_version
                 self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
         num_told = 0
@@ -324,10 +328,11 @@ class StandaloneEngines:
 
     def _wait(self, is_done: Callable[[], bool], send_weights: Callable[[], None]) -> None:
         """Until the owner has what is asked for; an engine that comes up meanwhile is sent the weights."""
-        while gather_objects(self._next(is_done), name="engines")[OWNER] == "weights":
-            send_weights()
+        while (step := gather_objects(self._next(is_done), name="engines")[OWNER]) != "done":
+            if step == "weights":
+                send_weights()
 
-    def _next(self, is_done: Callable[[], bool]) -> Literal["done", "weights"]:
+    def _next(self, is_done: Callable[[], bool]) -> Literal["done", "weights", "waiting"]:
         if self._pool is None:
             return "done"  # the owner decides
         began = time.monotonic()
@@ -339,6 +344,8 @@ class StandaloneEngines:
                     return "done"
                 if self._pool.has_joiners():
                     return "weights"
+                if time.monotonic() - began > MEET_SECONDS:
+                    return "waiting"
                 self._changed.wait(LOOK_SECONDS)
         finally:
             self._waited_seconds += time.monotonic() - began

@@ -41,8 +41,9 @@ class WeightSwap:
         self.pause_seconds = 0.0
         self._opened: list[EngineLink] = []
         self._are_connected = False
-        self._loading: list[Member] = []
+        self._loading: dict[Member, EngineLink] = {}
         self._is_whole = True
+        self._has_paused = False
         self._paused_at = 0.0
 
     def load(self, weights: Weights, weight_version: int) -> None:
@@ -51,7 +52,8 @@ class WeightSwap:
         Raises:
             EngineError: if a weight does not fit, or a parameter of the engine's model was set by none of them.
         """
-        self._loading = self.pool.stale_members(weight_version)
+        self._loading = self.pool.stale_links(weight_version)
+        self._has_paused = any(member.engine.weight_version is not None for member in self._loading)
         self._is_whole = True
         self._is_whole = self._connect() and self._is_whole
         missing: list[str] = []
@@ -63,7 +65,9 @@ class WeightSwap:
             if self._is_whole:
                 answers = self._ask("load_chunk", index)
                 self._is_whole = self._hand_over(functools.partial(self.end.send, index), answers)
-                missing = next(iter(self._results(answers)), []) if self._is_whole else []
+                missing = sorted({name for names in self._results(answers) for name in names})
+        if not self._is_whole:
+            return
         check_complete(missing)
 
     def finish(self, weight_version: int) -> None:
@@ -71,12 +75,12 @@ class WeightSwap:
         is_whole = self._is_whole  # whoever dies now has got all of them
         if is_whole:
             self._results(self._ask("adopt", weight_version, self.keeps_cache))
-            self.pause_seconds = time.monotonic() - self._paused_at
+            if self._has_paused:
+                self.pause_seconds = time.monotonic() - self._paused_at
         else:
             self._are_connected = False
-        for member in self._loading:
-            member.engine.weight_version = weight_version if is_whole else None
-        self.fresh = [member.engine for member in self._loading] if is_whole else []
+        held = self.pool.note_weights(self._loading, weight_version if is_whole else None)
+        self.fresh = [member.engine for member in held] if is_whole else []
         self.pool.resume()
 
     def close(self) -> None:
@@ -85,25 +89,30 @@ class WeightSwap:
 
     def _connect(self) -> bool:
         """Have the engines open their ends, unless they are the ones that have; False if one of them died of it."""
-        processes = [member.engine.process for member in self._loading if member.engine.process is not None]
-        if self._are_connected and processes == self._opened:
+        links = list(self._loading.values())
+        if self._are_connected and links == self._opened:
             return True
-        for process in self._opened:
-            if process.death is not None:
-                process.ended.result()  # what it interrupts is the connection of before, not the next
-        self._opened = processes
-        size = int(self._loading[0].engine.config.engine_args.get("tensor_parallel_size") or 1) if processes else 1
-        handles = self.end.handles(len(self._loading) * size)
+        for link in self._opened:
+            if link.death is not None:
+                link.ended.result()  # what it interrupts is the connection of before, not the next
+        self._opened = links
+        size = int(links[0].config.engine_args.get("tensor_parallel_size") or 1) if links else 1
+        handles = self.end.handles(len(links) * size)
         answers = {
-            member: member.engine.submit("open_bucket", handles[number * size : (number + 1) * size])
-            for number, member in enumerate(self._loading)
+            member: link.submit("open_bucket", handles[number * size : (number + 1) * size])
+            for number, (member, link) in enumerate(self._loading.items())
         }
-        for process in processes:
-            process.ended.add_done_callback(lambda ended: self.end.interrupt(str(ended.result()).splitlines()[0]))
+        for link in links:
+            link.ended.add_done_callback(functools.partial(self._interrupt, link))
         self._are_connected = self._hand_over(self.end.connect, answers)
         if self._are_connected:
             self._results(answers)
         return self._are_connected
+
+    def _interrupt(self, link: EngineLink, ended: "Future[EngineError]") -> None:
+        """An engine has died: nobody waits for it, if it is connected."""
+        if link in self._opened:
+            self.end.interrupt(str(ended.result()).splitlines()[0])
 
     def _hand_over(self, send: Callable[[], None], answers: Answers) -> bool:
         """Do the sender's part of what the engines have been asked for; False if one of them died of it."""
@@ -114,12 +123,14 @@ class WeightSwap:
             dead = [member for member, answer in answers.items() if isinstance(answer.exception(), EngineDiedError)]
             if not dead:
                 raise
-            self._loading = [member for member in self._loading if member not in dead]
+            for member in dead:
+                del self._loading[member]
             return False
         return True
 
     def _ask(self, method: str, *arguments: Any) -> Answers:
-        return {member: member.engine.submit(method, *arguments) for member in self._loading}
+        # Not the member's engine, which may have been started again meanwhile.
+        return {member: link.submit(method, *arguments) for member, link in self._loading.items()}
 
     def _results(self, answers: Answers) -> list[Any]:
         """What the engines answer; those that die are left out from here on, and the others are sent nothing more."""
@@ -128,6 +139,6 @@ class WeightSwap:
             try:
                 results.append(answer.result())
             except EngineDiedError:
-                self._loading.remove(member)
+                self._loading.pop(member, None)
                 self._is_whole = False
         return results

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rlightning.data import ValidationSet
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback
+from rlightning.rollout.weights import WeightBucket
 from rlightning.types import RolloutBatch
 
 PER_STEP = 4
@@ -236,3 +239,39 @@ def test_the_engines_process_knows_no_actor() -> None:
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VLLMRollout(**arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("moment", ["between two chunks", "after the last"])
+def test_an_engine_that_dies_in_the_middle_of_a_swap_is_left_to_the_pool(
+    moment: str, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = make_rollout(placement="standalone", num_engines=2, max_staleness=1, bucket_bytes=1 << 14)
+    fill, num_swaps = WeightBucket.fill, 0
+
+    def kill() -> None:
+        engine = rollout._engines.engines[0]  # type: ignore[union-attr]
+        process = engine.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        while engine.process is process:  # until another has been started in its place
+            time.sleep(0.01)
+
+    def fatal(bucket: WeightBucket, weights: Any) -> Iterator[int]:
+        nonlocal num_swaps
+        num_swaps += 1
+        for index in fill(bucket, weights):
+            if num_swaps == 2 and index == 1 and moment == "between two chunks":
+                kill()
+            yield index
+        if num_swaps == 2 and moment == "after the last":
+            kill()
+
+    monkeypatch.setattr(WeightBucket, "fill", fatal)
+    witness = Witness()
+    trainer = make_trainer(tmp_path, 4, rollout, Strikes({}, waits=(2,)), witness)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert trainer.global_step == 4
+    for version, batch in enumerate(witness.batches):
+        assert min(versions(batch)) >= version - 1
