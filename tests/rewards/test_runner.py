@@ -125,7 +125,9 @@ def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunne
 def test_a_failure_costs_its_sample_only(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str, message: str
 ) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), "sample_rewards.length")
+    # What is not about time must not fail because the machine is slow.
+    timeout = 1.0 if "timeout=1 s" in message else 60.0
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=timeout), "sample_rewards.length")
     completions = ["fine"] * 5 + [deed] + ["true"] * 34
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
