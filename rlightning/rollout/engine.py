@@ -46,6 +46,8 @@ class Sampling:
         check_rules(rules)
 
 
+Request = tuple[Prompt, int]
+"""A prompt with the number of its random stream."""
 OnCompleted = Callable[[Prompt, list[Completion]], None]
 """Called with a prompt and all of its completions while others are still generated, once or, for some, not at all."""
 

@@ -13,27 +13,21 @@ of the weights.
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import any_rank, exchange, gather_objects, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.devices import lent_devices
-from rlightning.rollout.engine import OnCompleted, Sampling
+from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket
-from rlightning.types import Completion, Prompt
+from rlightning.rollout.weights import WeightBucket, Weights
+from rlightning.types import Completion
 
 log = logging.getLogger(__name__)
-
-Request = tuple[Prompt, int]
-"""A prompt with the number of its random stream."""
-Weights = Iterable[tuple[str, Tensor]]
 
 
 class EngineGroup:

@@ -1,6 +1,6 @@
 """What an engine says of itself when it is up, and whether that is what a trainer needs."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlightning.errors import EngineError
@@ -12,7 +12,7 @@ DIMENSIONS = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 def make_hello(model_config: Any, **facts: Any) -> dict[str, Any]:
     """Versions, the model's Hugging Face configuration and further ``facts``."""
-    return {"rlightning": version("rlightning"), **_describe_model(model_config), **facts}
+    return {"rlightning": _own_version(), **_describe_model(model_config), **facts}
 
 
 def check_hello(config: VLLMConfig, model_config: Any, hello: dict[str, Any]) -> None:
@@ -44,3 +44,11 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     text = model_config.get_text_config()
     sizes = {name: getattr(text, name, None) for name in DIMENSIONS}
     return {"architectures": list(model_config.architectures or ()), **sizes}
+
+
+def _own_version() -> str:
+    """Of the installed package; a source tree that is only on the path has none."""
+    try:
+        return version("rlightning")
+    except PackageNotFoundError:
+        return "not installed"

@@ -22,7 +22,7 @@ import numpy as np
 
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.engine import OnCompleted, Sampling
+from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
@@ -30,15 +30,13 @@ from rlightning.rollout.folder_bucket import FolderBucket
 from rlightning.rollout.in_flight import Group, InFlight, ages
 from rlightning.rollout.pace import Pace
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weight_swap import Weights, WeightSwap
-from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket
+from rlightning.rollout.weight_swap import WeightSwap
+from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Request = tuple[Prompt, int]
-"""A prompt with the number of its random stream."""
 OWNER = 0
 """The rank that owns the engines."""
 TRANSFER_SECONDS = 60.0

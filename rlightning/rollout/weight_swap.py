@@ -2,19 +2,16 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
-
-from torch import Tensor
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink
 from rlightning.rollout.engine_pool import EnginePool, Member
 from rlightning.rollout.vllm_engine import VLLMEngine, check_complete
-from rlightning.rollout.weights import SendingEnd
+from rlightning.rollout.weights import SendingEnd, Weights
 
-Weights = Iterable[tuple[str, Tensor]]
 Answers = dict[Member, Future[Any]]
 
 
