@@ -11,7 +11,7 @@ the attention kernel's result [T, H, D], log-sum-exps [H, T]):
 ================================  ==========================================  ==================================
                                   weights and activations in bfloat16 (FSDP)  autocast over float32 weights
 ================================  ==========================================  ==================================
-two norms and their results       2 (4E + 2E + 2E)                            2 (4E + 4E), the input float32
+two norms and their results       2 (4E + 2E + 2E)                            2 (4E + 2E)
 what the linear layers cast       none                                        3 * 2E and 2 * 2E
 queries', keys' norms             6HD + 6KD                                   6HD + 6KD
 attention                         4HD + 4KD + 4H                              4HD + 4KD + 4H
@@ -43,6 +43,7 @@ from rlightning.errors import ConfigError
 from rlightning.memory_plan.compiled import bytes_kept_by_compiled
 from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
 from rlightning.models.layers import checkpoint_layers, decoder_layers
+from rlightning.models.policy import narrow_residuals
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
@@ -217,10 +218,12 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[st
     """The model with the given layers, and inside, all tensors without memory."""
     config = shrink(config, layer_types, decoder.tensor_parallel_size)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
+            narrow_residuals(model)
             yield model.train()
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         # Where code asks for a value, or for an operator that is not for a CPU; torch's partitioner has asserts, too.

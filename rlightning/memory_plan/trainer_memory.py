@@ -174,7 +174,7 @@ class TrainerMemory:
 
     @property
     def _state_itemsize(self) -> int:
-        """Bytes of a number in the residual stream, and in the output layer's gradient."""
+        """Bytes of a number in the gradient of the output layer."""
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     @property

@@ -9,8 +9,8 @@ three numbers among its own logits, and then they are merged.
 Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,8 +27,9 @@ from rlightning.models.layers import compiler_obstacle
 CHUNK_BYTES = 1 << 30
 """Of a chunk's logits, in the dtype of the matrix product: 3,533 tokens of 151,936 bfloat16 logits.
 
-It is all that a compiled chunk takes: what the kernels compute in float32 between reading the logits and writing a few
-numbers a token, or a gradient in their place, stays in registers. Uncompiled, some float32 copies come on top.
+It is all that a chunk takes on a GPU: what the kernels (logit_kernels.py) compute in float32 between reading the logits
+and writing a few numbers a token, or a gradient in their place, stays in registers. Elsewhere float32 copies come on
+top.
 """
 
 
@@ -87,8 +88,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
-            summarize = _kernel(summarize_logits, logits)
-            found[:, own] = torch.stack(summarize(logits, _cut(targets, own), settings.temperature, settings.softcap))
+            summarize = _kernels(logits).summarize_logits
+            found[:, own] = torch.stack(summarize(logits, targets[own], settings.temperature, settings.softcap))
         normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.settings = settings
@@ -118,13 +119,13 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
     grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
     weight = weight.to(hidden.dtype)
     for own, logits in _chunks(hidden, weight):
-        _kernel(differentiate_logits, logits)(
+        _kernels(logits).differentiate_logits(
             logits,
-            _cut(targets, own),
-            _cut(normalizer, own),
-            _cut(entropy, own),
-            _cut(grad_logprobs, own),
-            _cut(grad_entropy, own) if settings.needs_entropy_grad else None,
+            targets[own],
+            normalizer[own],
+            entropy[own],
+            grad_logprobs[own],
+            grad_entropy[own] if settings.needs_entropy_grad else None,
             settings.temperature,
             settings.softcap,
         )
@@ -145,16 +146,6 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start, end in pairwise(num_tokens * i // num_chunks for i in range(num_chunks + 1)):
         memory.resize_(end - start, len(weight))  # of its size or one row less: the memory stays
         yield slice(start, end), torch.mm(hidden[start:end], weight.T, out=memory)
-
-
-def _cut(values: Tensor, own: slice) -> Tensor:
-    """Some tokens' values, copied: torch.compile asks what a view is a view of, and compiles anew when that changes.
-
-    Args:
-        values: [M].
-        own: C of them.
-    """
-    return values[own].clone(memory_format=torch.contiguous_format)
 
 
 def scale_logits(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
@@ -272,20 +263,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kernel(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """``function``, compiled where that pays: once, whatever the number of tokens."""
-    if not _is_compiled(logits.device) or len(logits) == 1:  # for a size of 1 torch would compile it once more
-        return function
-    torch._dynamo.mark_static(logits, 1)  # kernels read rows of a known length in wider steps
-    return _compiled(function)
+def _kernels(logits: Tensor) -> Any:
+    """What has :func:`summarize_logits` and :func:`differentiate_logits` for such logits: Triton's, or this module."""
+    if logits.is_cuda and logits.dtype != torch.float64 and compiler_obstacle(logits.device) is None:
+        from rlightning.models import logit_kernels
 
-
-@functools.cache
-def _is_compiled(device: torch.device) -> bool:
-    """On CUDA, whose kernels it saves memory, if there is a compiler."""
-    return device.type == "cuda" and compiler_obstacle(device) is None
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+        return logit_kernels
+    return sys.modules[__name__]

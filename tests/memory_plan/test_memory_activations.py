@@ -34,7 +34,7 @@ def test_activations_of_qwen3_are_those_of_the_formula(is_autocast: bool) -> Non
         dtype=torch.float32 if is_autocast else torch.bfloat16, is_autocast=is_autocast, gradient_checkpointing=False
     )
     kept = measure_activations(SMALL, decoder, tokens, 512).kept
-    layer = (26 if is_autocast else 16) * hidden + 6 * queries + 6 * keys + 8 * inner
+    layer = (22 if is_autocast else 16) * hidden + 6 * queries + 6 * keys + 8 * inner
     layer += 4 * queries + 4 * keys if SHARES_HEADS else 8 * queries
     layer += 4 * heads + 4 * (2 + heads + 8)  # log-sum-exps, and the norms' reciprocals
     copies = 2 * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner) if is_autocast else 0
@@ -155,3 +155,11 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
         for is_checkpointed in (False, True)
     )
     assert kept > 2 * input_kept > 4 * 256 * 32 * 2
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """Lightning makes models with the strategy's device as the default one."""
+    decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False)
+    expected = measure_activations(SMALL, decoder, 256, 128)
+    with torch.device("meta"):
+        assert measure_activations(SMALL, decoder, 256, 128) == expected

@@ -39,12 +39,6 @@ MEASURED = [
     ),
     # The same, of the whole device: "free while generating", with the callback.
     ("0.6B, free while generating", 85.5, lambda: (H200 - total(filling().generate())) / GIB),
-    # docs/architecture.md, "Measured on one H200": the trainer's peak allocation, without a reference model.
-    (
-        "0.6B, with checkpointing",
-        16.35,
-        lambda: allocated(plan_of(replace(COLOCATED, reference=None, gradient_checkpointing=True), H200).update()),
-    ),
     # docs/measurements.md, "Offloading during rollouts", 1.7B: allocated while generating.
     ("1.7B, nothing offloaded", 27.7, lambda: allocated(offloading().generate())),
     ("1.7B, optimizer offloaded", 14.9, lambda: allocated(offloading(offloads_optimizer=True).generate())),

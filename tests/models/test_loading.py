@@ -4,12 +4,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny
+from tiny_models import make_sequences, packed_inputs, save_tiny
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
 
 from rlightning.errors import ConfigError
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, save_policy
+from rlightning.models.layers import decoder_layers
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -132,3 +133,15 @@ def test_max_model_length(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     assert max_model_length(load_config(folder)) == 64
     assert max_model_length(BloomConfig()) > 1_000_000  # ALiBi has no limit
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_layers_add_up_in_the_dtype_of_the_forward(is_autocast: bool, tmp_path: Path) -> None:
+    policy = load_policy(save_tiny("qwen3", tmp_path))
+    seen: list[torch.dtype] = []
+    for layer in decoder_layers(policy):
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        policy(**packed_inputs(make_sequences())).logits.sum().backward()
+    assert seen == [torch.bfloat16 if is_autocast else torch.float32] * len(decoder_layers(policy))
+    assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in policy.parameters())

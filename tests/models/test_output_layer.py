@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlightning.models import output_layer
@@ -223,27 +222,3 @@ def test_parts_of_the_vocabulary_are_merged(parts: list[int]) -> None:
     torch.testing.assert_close(normalizer, logits.logsumexp(-1))
     torch.testing.assert_close(picked - normalizer, table[torch.arange(11), targets])
     torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1))
-
-
-def test_kernels_are_compiled_once_whatever_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA compiles, here without a compiler: one forward, with gradient or not, and a backward a setting."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = functools.cache(functools.partial(torch.compile, dynamic=True, backend=counter))
-    monkeypatch.setattr(output_layer, "_compiled", compiled)
-    monkeypatch.setattr(output_layer, "_is_compiled", lambda device: True)
-    set_chunk(monkeypatch, 7, 4)
-    torch._dynamo.reset()
-    for num_tokens in (5, 7, 8, 1, 0, 2, 50, 49, 15, 100, 30, 8):
-        hidden, weight, targets = make_inputs(num_tokens, torch.float32)
-        with torch.no_grad():
-            chunked_logprobs(hidden, weight, targets, temperature=0.7)
-        for needs_entropy_grad in (False, True):
-            got = chunked_logprobs(hidden, weight, targets, temperature=0.7, needs_entropy_grad=needs_entropy_grad)
-            expected = full_logprobs(hidden, weight, targets, 0.7)
-            gradients, others = (
-                torch.autograd.grad((picked + entropy if needs_entropy_grad else picked).sum(), [hidden, weight])
-                for picked, entropy in (got, expected)
-            )
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(gradients, others, atol=1e-4, rtol=1e-4)
-    assert counter.frame_count == 3

@@ -1,0 +1,20 @@
+"""The Triton kernels without a GPU; test_cuda.py runs them on one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+def test_kernels_agree_with_torch() -> None:
+    pytest.importorskip("triton", reason="Triton comes with the CUDA builds of torch")
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("Triton's interpreter takes arrays of one element for numbers, which NumPy 2.4 does not")
+    root = Path(__file__).parents[2]
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
