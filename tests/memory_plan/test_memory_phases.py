@@ -4,14 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, allocated, plan_of, small
+from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, TWO_PROMPTS, allocated, plan_of, small
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import GIB, read_device_memory
 from rlightning.memory_plan.phases import MemoryPlan, total, transient
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer_memory import TrainerMemory
-from rlightning.memory_plan.work import Engine, Parallelism
+from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import attention
 
 MEASURED = [
@@ -164,6 +164,26 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
     asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "is_checkpointed", "measured"),
+    [
+        (SMALL, 16384, True, 11.7),
+        (SMALL, 18432, False, 35.5),
+        (SMALL, 32768, False, 52.0),
+        (MIDDLE, 32768, False, 93.3),
+    ],
+)
+def test_an_update_under_autocast_is_within_15_percent(
+    config: Any, tokens: int, is_checkpointed: bool, measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of docs/performance.md, "The update", on a GPU without an engine, with torch 2.11."""
+    monkeypatch.setattr(attention, "SHARES_HEADS", False)
+    alone = Work(
+        config=config, batch=TWO_PROMPTS, longest=1152, is_compiled=True, gradient_checkpointing=is_checkpointed
+    )
+    assert allocated(plan_of(alone, H200).update(tokens)) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(("tokens", "measured"), [(16384, 36.0), (32768, 54.0)])

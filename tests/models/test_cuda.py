@@ -131,9 +131,11 @@ def test_logprobs_in_bfloat16_take_one_chunk(softcap: float | None, monkeypatch:
         before = torch.cuda.memory_allocated()
         gradients = torch.autograd.grad((picked + entropy).sum(), [hidden, weight])
         backward = torch.cuda.max_memory_allocated() - before
-    # 40 bytes a token for what is known of it; cuBLAS has 32 MiB of its own, taken in the first round
-    assert forward < 1.02 * chunk + 40 * num_tokens
-    assert backward < 1.02 * chunk + 4 * weight.numel() + 2 * hidden.numel() + 40 * num_tokens
+    # 40 bytes a token for what is known of it, and the allocator counts large blocks in whole 2 MiB; cuBLAS has 32 MiB
+    # of its own, taken in the first round.
+    block = 2 << 20
+    assert forward < chunk + 40 * num_tokens + block
+    assert backward < chunk + 4 * weight.numel() + 2 * hidden.numel() + 40 * num_tokens + 3 * block
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     logits = exact[0] @ exact[1].T
     table = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
