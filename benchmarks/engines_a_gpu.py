@@ -1,0 +1,136 @@
+"""Tokens/s of one or several vLLM engines that share a GPU and the same work, and how busy their processes are.
+
+    python benchmarks/engines_a_gpu.py --engines 1 2 3
+
+An engine samples a token for all of its sequences in a step, and its core, a Python process, has work to do for each of
+them. Where the core takes longer than the GPU, the GPU waits, and two engines with half of the sequences each may
+be faster than one. --sequences prompts of 128 tokens are completed by --max-new-tokens each, with log-probabilities as
+rlightning asks for them; the engines begin together, and the time is that until the last has ended.
+
+Prints one table: the best of --repetitions. "busiest" is the largest share of a core that one of the processes used: at
+some 100% it is what the others wait for.
+"""
+
+import argparse
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from launch import PROMPT_TOKENS, benchmark_parser, finish, prepare, say
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(root: int) -> dict[int, float]:
+    """CPU time so far of a process and of all that it has started, by process id."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+
+    def is_below(pid: int) -> bool:
+        while pid in parents and pid != root:
+            pid = parents[pid]
+        return pid == root
+
+    return {pid: spent for pid, spent in seconds.items() if is_below(pid)}
+
+
+def serve(arguments: argparse.Namespace, share: int, cache_bytes: int, begin: Any, end: Any, offset: int) -> None:
+    """An engine in a process of its own: its part of the work, as often as is asked for."""
+    os.setsid()
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    is_cuda = arguments.device == "cuda"
+    engine = LLM(
+        arguments.model,
+        dtype="bfloat16" if is_cuda else "float32",
+        max_model_len=PROMPT_TOKENS + arguments.max_new_tokens,
+        max_num_seqs=share,
+        kv_cache_memory_bytes=cache_bytes,
+        enforce_eager=not is_cuda,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    params = SamplingParams(
+        max_tokens=arguments.max_new_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompts = [{"prompt_token_ids": [1 + (offset + i) // 8 % 200] * PROMPT_TOKENS} for i in range(share)]
+    engine.generate(prompts[:8], params, use_tqdm=False)
+    for _ in range(arguments.repetitions):
+        begin.wait()
+        engine.generate(prompts, params, use_tqdm=False)
+        end.wait()
+
+
+def measure(arguments: argparse.Namespace, num_engines: int) -> dict[str, Any]:
+    """One line."""
+    context = get_context("spawn")
+    begin, end = context.Barrier(num_engines + 1), context.Barrier(num_engines + 1)
+    share = -(-arguments.sequences // num_engines)
+    cache = int(arguments.cache_gib * 2**30) // num_engines
+    engines = [
+        context.Process(target=serve, args=(arguments, share, cache, begin, end, i * share)) for i in range(num_engines)
+    ]
+    for engine in engines:
+        engine.start()
+    best, busiest = float("inf"), 0.0
+    try:
+        for _ in range(arguments.repetitions):
+            begin.wait(arguments.timeout)
+            started, before = time.perf_counter(), cpu_seconds(os.getpid())
+            end.wait(arguments.timeout)
+            seconds, after = time.perf_counter() - started, cpu_seconds(os.getpid())
+            if seconds < best:
+                best = seconds
+                busiest = max(spent - before.get(pid, 0.0) for pid, spent in after.items()) / seconds
+    finally:
+        for engine in engines:
+            with suppress(ProcessLookupError):
+                os.killpg(engine.pid or 0, signal.SIGKILL)  # with its core
+            engine.join()
+    tokens = num_engines * share * arguments.max_new_tokens
+    return {
+        "engines": num_engines,
+        "sequences": share,
+        "s": best,
+        "tokens/s": tokens / best,
+        "busiest, %": 100 * busiest,
+    }
+
+
+def main() -> None:
+    """Measure each number of engines."""
+    parser = benchmark_parser(__doc__ or "", "engines_a_gpu", steps=0)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="that share the GPU (1 2)")
+    parser.add_argument("--sequences", type=int, default=512, help="of all engines (512)")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of each (1024)")
+    parser.add_argument("--cache-gib", type=float, default=70.0, help="KV cache of all engines (70)")
+    parser.add_argument("--repetitions", type=int, default=2, help="of which the best counts (2)")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds to wait for a start or an end (240)")
+    arguments = parser.parse_args()
+    prepare(arguments)
+    rows = []
+    for num_engines in arguments.engines:
+        rows.append(measure(arguments, num_engines))
+        say(str(rows[-1]))
+    finish(arguments, rows)
+
+
+if __name__ == "__main__":
+    main()
