@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
+    from rlightning.callbacks.remotize_on_head_only import RemotizeOnHeadOnly
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
@@ -24,6 +25,7 @@ __all__ = [
     "JSONLPredictions",
     "OffloadDuringRollout",
     "RLProgressBar",
+    "RemotizeOnHeadOnly",
     "RunReport",
     "SaveHF",
     "Throughput",
@@ -38,6 +40,7 @@ _FILES = {
     "JSONLPredictions": "predictions",
     "OffloadDuringRollout": "offload_during_rollout",
     "RLProgressBar": "progress_bar",
+    "RemotizeOnHeadOnly": "remotize_on_head_only",
     "RunReport": "run_report",
     "SaveHF": "save_hf",
     "Throughput": "throughput",

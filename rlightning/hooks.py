@@ -16,7 +16,7 @@ get ``on_engine_sleep`` before theirs.
 Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
 
@@ -29,7 +29,14 @@ class RLCallback(Callback):
 
     ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's;
     ``module`` is the policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
+
+    Attributes:
+        runs_in: where it runs under a single controller (docs/controller.md): in the controller, which has the loggers
+            and the run's folder, or in each worker, which has a device and the actor. A callback without this attribute
+            runs in the controller.
     """
+
+    runs_in: Literal["controller", "workers"] = "controller"
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: "list[Prompt]") -> None:
         """Called before completions are generated for ``prompts``."""

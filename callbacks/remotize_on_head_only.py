@@ -1,0 +1,129 @@
+"""Of ranks that compute the same, one stores it."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlightning.distributed.tensor_store import set_storing_policy
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+
+log = logging.getLogger(__name__)
+
+TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
+"""What Lightning, rlightning, transformers and torchtitan call the dimension of a mesh that splits layers."""
+
+
+class RemotizeOnHeadOnly(RLCallback):
+    """Only the first rank of each tensor-parallel group, its data-parallel head, stores results; others return None.
+
+    The ranks of such a group compute the same results. Whoever asks for them reads one copy, and so nobody frees the
+    others where that is not done by counting references (docs/rtensor.md).
+
+    It holds from ``setup`` to ``teardown`` or an exception, for all that
+    :func:`~rlightning.distributed.rtensor.remotize` is asked to store. Before and after, in a process without a part in
+    the training (a controller, an engine), and where no layers are split, everything is stored.
+
+    From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` once the ranks are laid out, and in the
+    end ``teardown(loop, module, "fit")``. The layout is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``
+    (Lightning, Fabric), ``loop.accelerator.torch_device_mesh`` (transformers), ``loop.device_mesh``, or the module's.
+    Without one, give ``group_size``.
+
+    Args:
+        mesh_dims: the mesh's dimensions along which results are the same; None is "tensor_parallel" or "tp", if there.
+        group_size: where there is no mesh: so many neighbouring ranks are a group.
+
+    Attributes:
+        is_head: whether this process stores; None before and after, and where there is no group: then it does.
+    """
+
+    runs_in = "workers"
+
+    def __init__(self, *, mesh_dims: Sequence[str] | None = None, group_size: int | None = None) -> None:
+        super().__init__()
+        if group_size is not None and group_size < 1:
+            raise ConfigError(f"group_size={group_size} must be at least 1. Leave it out where there is a mesh.")
+        if group_size is not None and mesh_dims is not None:
+            raise ConfigError(
+                f"mesh_dims={list(mesh_dims)} and group_size={group_size} both say which ranks are a group. Keep one."
+            )
+        self.mesh_dims = mesh_dims
+        self.group_size = group_size
+        self.is_head: bool | None = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Find this rank's place in its group; from now on only heads store."""
+        self.is_head = self._find_place(trainer, module)
+        if self.is_head is False:
+            log.info("results of this rank are not stored: the first rank of its group stores the same")
+        set_storing_policy(self._stores)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Everything is stored again."""
+        self.is_head = None
+        set_storing_policy(None)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """Everything is stored again: an exception is not followed by ``teardown``."""
+        self.teardown(trainer, module, "fit")
+
+    def _stores(self) -> bool:
+        return self.is_head is not False
+
+    def _find_place(self, trainer: Any, module: Any) -> bool | None:
+        """Whether this is the first rank of its group; None where it is in none."""
+        if self.group_size is not None:
+            return _is_first_neighbour(self.group_size)
+        mesh = _find_mesh(trainer, module)
+        if self.mesh_dims is not None:
+            _check_dims(mesh, self.mesh_dims)
+        coordinate = None if mesh is None else mesh.get_coordinate()
+        if mesh is None or coordinate is None:
+            return None
+        dims = self.mesh_dims or TENSOR_PARALLEL_DIMS
+        return not any(place for name, place in zip(_names(mesh), coordinate, strict=False) if name in dims)
+
+
+def _is_first_neighbour(group_size: int) -> bool | None:
+    if not dist.is_initialized():
+        return None
+    if dist.get_world_size() % group_size:
+        raise ConfigError(
+            f"group_size={group_size} does not divide {dist.get_world_size()} ranks. "
+            f"Use a divisor of {dist.get_world_size()}."
+        )
+    return dist.get_rank() % group_size == 0
+
+
+def _find_mesh(trainer: Any, module: Any) -> DeviceMesh | None:
+    places = (
+        (getattr(trainer, "strategy", None), "device_mesh"),
+        (getattr(trainer, "accelerator", None), "torch_device_mesh"),
+        (trainer, "device_mesh"),
+        (module, "device_mesh"),
+    )
+    for owner, name in places:
+        try:
+            mesh = getattr(owner, name, None)
+        except RuntimeError:  # Lightning's strategies, while they have none
+            continue
+        if isinstance(mesh, DeviceMesh):
+            return mesh
+    return None
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
+def _check_dims(mesh: DeviceMesh | None, dims: Sequence[str]) -> None:
+    unknown = [name for name in dims if mesh is None or name not in _names(mesh)]
+    if unknown:
+        there = f"a mesh with {list(_names(mesh))}" if mesh is not None else "no device mesh"
+        raise ConfigError(
+            f"mesh_dims={list(dims)}: '{unknown[0]}' is no dimension, there is {there}. "
+            "Name one of a mesh's, or give group_size."
+        )

@@ -1,0 +1,230 @@
+"""Which ranks store: real ranks under FSDP, every kind of mesh and loop, and what is refused."""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from observed_run import ObservedModule, PlainModule, loader, make_trainer
+from rank_processes import end_ranks, results, start_ranks
+from tiny import save_model
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlightning.callbacks import RemotizeOnHeadOnly
+from rlightning.distributed import tensor_store
+from rlightning.distributed.rtensor import remotize, remotize_own
+from rlightning.distributed.tensor_store import LocalStore, live_entries, stores_results
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback, fire
+
+SCRIPT = Path(__file__).parents[1] / "distributed" / "remotize_run.py"
+INITIALISED = ("failing", "setup", "load", "rollout", "rejected", "update", "validation")
+OTHERWISE = ("before", "early setup", "after failure", "after", "own")
+"""Where there is no training engine yet or any more, and for what a rank alone has."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has stored nothing and has no policy."""
+    monkeypatch.setattr(tensor_store, "_store", LocalStore())
+    monkeypatch.setattr(tensor_store, "_policy", None)
+
+
+# Real ranks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("callback", ["with", "without"])
+@pytest.mark.parametrize(("data_parallel", "tensor_parallel"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_heads_store_and_the_others_do_not(
+    data_parallel: int, tensor_parallel: int, callback: str, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", num_key_value_heads=2)
+    arguments = (str(tmp_path), model, str(tensor_parallel), callback)
+    ranks = start_ranks(SCRIPT, data_parallel * tensor_parallel, *arguments)
+    try:
+        records = results(ranks, timeout=150)
+    finally:
+        end_ranks(ranks)
+    for rank, record in enumerate(records):
+        is_head = rank % tensor_parallel == 0 or callback == "without"
+        assert set(record) >= {*INITIALISED, *OTHERWISE}, rank
+        found = {occasion: tuple(record[occasion]) for occasion in (*INITIALISED, *OTHERWISE)}
+        # (was something stored, entries alive then, entries alive when the handles were gone)
+        expected = {occasion: (is_head, int(is_head), 0) for occasion in INITIALISED}
+        assert found == expected | dict.fromkeys(OTHERWISE, (True, 1, 0)), rank
+
+
+# Every kind of mesh and loop
+
+
+@contextmanager
+def as_rank(rank: int, num_ranks: int = 4) -> Iterator[None]:
+    """Be one rank of several, the others of which are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def heads(make_loop: Any, num_ranks: int = 4, **arguments: Any) -> list[int]:
+    """The ranks that store within a loop."""
+    found = []
+    for rank in range(num_ranks):
+        with as_rank(rank, num_ranks):
+            callback = RemotizeOnHeadOnly(**arguments)
+            loop = make_loop()
+            loop.callbacks = [callback]
+            fire(loop, PlainModule(), "setup", "fit")
+            if stores_results():
+                found.append(rank)
+            assert callback.is_head in (stores_results(), None)
+            fire(loop, PlainModule(), "teardown", "fit")
+            assert stores_results()
+    return found
+
+
+def mesh(**sizes: int) -> DeviceMesh:
+    """A mesh with these dimensions."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "expected"),
+    [
+        ({"data_parallel": 2, "tensor_parallel": 2}, {}, [0, 2]),  # Lightning's ModelParallelStrategy
+        ({"dp_shard": 2, "tp": 2}, {}, [0, 2]),  # torchtitan, accelerate
+        ({"tp": 2, "dp": 2}, {}, [0, 1]),
+        ({"tp": 4}, {}, [0]),
+        ({"dp": 4}, {}, [0, 1, 2, 3]),
+        ({"dp": 2, "cp": 2}, {}, [0, 1, 2, 3]),  # parts of a sequence are not the same
+        ({"replicas": 2, "columns": 2}, {"mesh_dims": ["columns"]}, [0, 2]),
+        ({"x": 2, "y": 2}, {"mesh_dims": ["x", "y"]}, [0]),
+    ],
+)
+def test_the_layout_of_a_mesh(sizes: dict[str, int], arguments: dict[str, Any], expected: list[int]) -> None:
+    assert heads(lambda: SimpleNamespace(device_mesh=mesh(**sizes)), **arguments) == expected
+
+
+class BeforeItsMesh:
+    """A strategy of Lightning's while its processes have not met."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        raise RuntimeError("Accessing the device mesh before processes have initialized is not allowed.")
+
+
+@pytest.mark.parametrize(
+    "make_loop",
+    [
+        lambda: SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh(dp=2, tp=2))),
+        lambda: SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=mesh(dp=2, tp=2))),
+        lambda: SimpleNamespace(strategy=BeforeItsMesh(), device_mesh=mesh(dp=2, tp=2)),
+    ],
+    ids=["strategy", "accelerator", "loop"],
+)
+def test_where_a_mesh_is_found(make_loop: Any) -> None:
+    assert heads(make_loop) == [0, 2]
+
+
+def test_a_modules_mesh() -> None:
+    with as_rank(1):
+        callback = RemotizeOnHeadOnly()
+        callback.setup(SimpleNamespace(), SimpleNamespace(device_mesh=mesh(dp=2, tp=2)), "fit")
+        assert callback.is_head is False and not stores_results()
+
+
+def test_neighbours_without_a_mesh() -> None:
+    assert heads(SimpleNamespace, group_size=2) == [0, 2]
+    assert heads(SimpleNamespace, group_size=4) == [0]
+    assert heads(SimpleNamespace) == [0, 1, 2, 3]
+
+
+def test_a_rank_outside_of_the_mesh_has_no_training_engine() -> None:
+    assert heads(lambda: SimpleNamespace(device_mesh=DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)))) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("loop", [SimpleNamespace(), SimpleNamespace(strategy=BeforeItsMesh())])
+@pytest.mark.parametrize("arguments", [{}, {"group_size": 2}])
+def test_without_ranks_everything_is_stored(loop: Any, arguments: dict[str, Any]) -> None:
+    callback = RemotizeOnHeadOnly(**arguments)
+    callback.setup(loop, PlainModule(), "fit")
+    assert callback.is_head is None and remotize(torch.ones(1)) is not None
+
+
+def test_others_return_none_but_for_what_is_their_own() -> None:
+    with as_rank(3):
+        RemotizeOnHeadOnly(group_size=2).setup(SimpleNamespace(), PlainModule(), "fit")
+        assert remotize({"loss": 1.0}) is None and remotize([torch.ones(1)]) is None and live_entries() == 0
+        own = remotize_own({"x": torch.ones(1)})
+        assert own["x"].owner.rank == 3 and live_entries() == 1
+
+
+# In Lightning's Trainer
+
+
+class Stores(RLCallback):
+    """Notes at each update whether its results are stored."""
+
+    def __init__(self) -> None:
+        self.stored: list[bool] = []
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.stored.append(remotize(batch) is not None)
+
+
+def test_an_exception_ends_it(tmp_path: Path) -> None:
+    watch = Stores()
+    trainer = make_trainer(tmp_path, RemotizeOnHeadOnly(group_size=2), watch)
+    with as_rank(1, 2), pytest.raises(RuntimeError, match="out of luck"):
+        trainer.fit(ObservedModule(fails_at=3), loader())
+    assert watch.stored == [False, False] and stores_results()
+
+
+def test_resume_keeps_nothing(tmp_path: Path) -> None:
+    """Who stores is the process's place among others now, not that of the process that saved."""
+    callback, watch = RemotizeOnHeadOnly(group_size=2), Stores()
+    trainer = make_trainer(tmp_path, callback, watch, max_steps=1)
+    with as_rank(1, 2):
+        trainer.fit(ObservedModule(), loader())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert callback.state_dict() == {} and callback.is_head is None
+    with as_rank(0, 2):
+        again = make_trainer(tmp_path, RemotizeOnHeadOnly(group_size=2), watch, max_steps=2)
+        again.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert watch.stored == [False, True]
+
+
+def test_it_runs_where_the_ranks_are_and_can_be_copied() -> None:
+    assert RemotizeOnHeadOnly.runs_in == "workers"
+    assert copy.deepcopy(RemotizeOnHeadOnly(group_size=2)).group_size == 2
+    assert json.dumps(RemotizeOnHeadOnly().state_dict()) == "{}"
+
+
+# Misuse
+
+
+def test_group_sizes_are_checked() -> None:
+    with pytest.raises(ConfigError, match="group_size=0 must be at least 1"):
+        RemotizeOnHeadOnly(group_size=0)
+    with pytest.raises(ConfigError, match=r"mesh_dims=\['tp'\] and group_size=2 both say"):
+        RemotizeOnHeadOnly(mesh_dims=["tp"], group_size=2)
+    with as_rank(0), pytest.raises(ConfigError, match="group_size=3 does not divide 4 ranks"):
+        RemotizeOnHeadOnly(group_size=3).setup(SimpleNamespace(), PlainModule(), "fit")
+
+
+def test_dimensions_are_checked() -> None:
+    callback = RemotizeOnHeadOnly(mesh_dims=["tq"])
+    with pytest.raises(ConfigError, match="'tq' is no dimension, there is no device mesh"):
+        callback.setup(SimpleNamespace(), PlainModule(), "fit")
+    with as_rank(0), pytest.raises(ConfigError, match=r"'tq' is no dimension, there is a mesh with \['dp', 'tp'\]"):
+        callback.setup(SimpleNamespace(device_mesh=mesh(dp=2, tp=2)), PlainModule(), "fit")
