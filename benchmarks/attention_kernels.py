@@ -79,16 +79,15 @@ def make_inputs(arguments: argparse.Namespace, num_sequences: int) -> tuple[Tens
     return q, k, v, torch.arange(num_sequences + 1, device="cuda", dtype=torch.int32) * arguments.length
 
 
-def time_calls(call: Callable[[], Any], repetitions: int) -> float:
+def time_calls(call: Callable[[], Any], device: torch.device, repetitions: int) -> float:
     """Milliseconds of a call in the mean, the device waited for."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call()
-    begin.record()
+    synchronize(device)
+    begun = time.perf_counter()
     for _ in range(repetitions):
         call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repetitions
+    synchronize(device)
+    return 1000 * (time.perf_counter() - begun) / repetitions
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +119,7 @@ def measure(arguments: argparse.Namespace, name: str, way: Way) -> dict[str, Any
         with torch.no_grad():
             way(q, k, v, bounds, length)
 
-    ahead, whole = (time_calls(call, arguments.repetitions) for call in (forward, both))
+    ahead, whole = (time_calls(call, q.device, arguments.repetitions) for call in (forward, both))
     pairs = count * length * (length + 1) / 2
     operations = 4 * arguments.heads * arguments.head_size * pairs
     return {

@@ -34,6 +34,8 @@ class DeviceSyncBeforeBarrier(RLCallback):
         device: to wait for, such as "cuda:1"; by default the loop's or the module's.
     """
 
+    runs_in = "workers"
+
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
         try:

@@ -33,6 +33,8 @@ class EmptyCacheAfterUpdate(RLCallback):
         last: the metrics of the last emptying at each of the two moments, by name (docs/metrics.md).
     """
 
+    runs_in = "workers"
+
     def __init__(
         self,
         *,

@@ -46,6 +46,8 @@ class OffloadDuringRollout(RLCallback):
     device_type = "cuda"
     """Tensors elsewhere stay as they are."""
 
+    runs_in = "workers"
+
     def __init__(self, *, optimizer: bool = True, gradients: bool = True, parameters: bool = False) -> None:
         super().__init__()
         if not (optimizer or gradients or parameters):

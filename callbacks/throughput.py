@@ -41,6 +41,8 @@ class Throughput(PhaseTimer):
         last: the metrics of the last step, by name.
     """
 
+    runs_in = "workers"
+
     def __init__(self) -> None:
         super().__init__()
         self.last: dict[str, float] = {}

@@ -81,6 +81,8 @@ class VLLMRollout(RLCallback, Generator):
         engine: any further arguments of vLLM's AsyncEngineArgs.
     """
 
+    runs_in = "workers"
+
     def __init__(
         self,
         *,

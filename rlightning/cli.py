@@ -178,6 +178,9 @@ class RLCLI(LightningCLI):
         if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
         config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])
+        if hasattr(config["strategy"], "take_devices"):  # a controller's workers have the devices
+            config["strategy"].take_devices(config["accelerator"], config["devices"], config["num_nodes"])
+            config |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
         try:
             trainer = self._instantiate_trainer(config, [])
         except ConfigError:

@@ -86,12 +86,16 @@ def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, pref
     )
 
 
-def validate_in_fit(trainer: Trainer) -> None:
+def validate_in_fit(trainer: Trainer) -> list[Any]:
     """Run validation as Lightning does between two training batches.
 
     Lightning's own run before training is a sanity check, whose results it throws away.
+
+    Returns:
+        Metrics by name, a dictionary a set.
     """
     with torch.no_grad():
         trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.run()
+        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
+    return list(metrics)

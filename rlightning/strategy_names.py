@@ -16,6 +16,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rlightning.errors import ConfigError, did_you_mean
 
 KEY = "trainer.strategy"
+KEYS = (KEY, f"{KEY}.worker_strategy", f"{KEY}.init_args.worker_strategy")
+"""Where a strategy is named: the second ones are those among a controller's workers."""
 CLASSES = {
     "fsdp2": "rlightning.distributed.fsdp.FSDP",
     "FSDP": "rlightning.distributed.fsdp.FSDP",
@@ -23,20 +25,23 @@ CLASSES = {
     "ddp": "rlightning.distributed.ddp.DDP",
     "DDP": "rlightning.distributed.ddp.DDP",
     "rlightning.distributed.DDP": "rlightning.distributed.ddp.DDP",
+    "ray": "rlightning.distributed.ray_controller.RayController",
+    "RayController": "rlightning.distributed.ray_controller.RayController",
+    "rlightning.distributed.RayController": "rlightning.distributed.ray_controller.RayController",
 }
-CHOICES = ("auto", "ddp", "fsdp2")
+CHOICES = ("auto", "ddp", "fsdp2", "ray")
 
 _load_yaml = get_loader("yaml")
 
 
 def spell_out(value: Any, key: str = "") -> Any:
     """A configuration, or the part of it under ``key``, with the strategy's name replaced by its class."""
-    if key == KEY and isinstance(value, str):
+    if key in KEYS and isinstance(value, str):
         is_path = "." in value and not Path(value).is_file()
         return {"class_path": CLASSES.get(value, value)} if value in CLASSES or is_path else value
-    if key == f"{KEY}.class_path" and isinstance(value, str):
+    if key.removesuffix(".class_path") in KEYS and key.endswith(".class_path") and isinstance(value, str):
         return CLASSES.get(value, value)
-    if isinstance(value, dict) and (not key or KEY.startswith(key)):
+    if isinstance(value, dict) and (not key or any(known.startswith(key) for known in KEYS)):
         return {name: spell_out(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
     return value
 
@@ -71,7 +76,7 @@ def _spell_out_each(options: list[str]) -> Iterator[str]:
     rest = iter(options)
     for option in rest:
         name, equals, text = option.partition("=")
-        if name.removeprefix("--") not in ("trainer", KEY, f"{KEY}.class_path"):
+        if name.removeprefix("--") not in ("trainer", *KEYS, *(f"{key}.class_path" for key in KEYS)):
             yield option
             continue
         if not equals:

@@ -110,9 +110,10 @@ def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
-def test_gsm8k_runs_sharded_over_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["grpo_gsm8k_fsdp.yaml", "grpo_gsm8k_ray.yaml"])
+def test_gsm8k_runs_sharded_over_two_ranks(config: str, tmp_path: Path) -> None:
     rows = fit(
-        "grpo_gsm8k_fsdp.yaml",
+        config,
         tmp_path,
         *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
         *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),

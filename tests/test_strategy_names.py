@@ -87,7 +87,10 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
             "trainer.strategy=fsdp is Lightning's FSDP1, which cannot hold this actor. Use fsdp2",
         ),
         ("--trainer.strategy=fsdp3", "trainer.strategy: there is no strategy 'fsdp3'. Did you mean 'fsdp2'?"),
-        ("--trainer.strategy=zero", "trainer.strategy: there is no strategy 'zero'. Choose from: auto, ddp, fsdp2."),
+        (
+            "--trainer.strategy=zero",
+            "trainer.strategy: there is no strategy 'zero'. Choose from: auto, ddp, fsdp2, ray.",
+        ),
         (
             "--trainer.strategy.tensor_parallel_size=2",
             "trainer.strategy: these keys are of no class yet. Name it before",

@@ -1,0 +1,86 @@
+"""Runs a stage in the controller: without CUDA, and again from the last checkpoint when a worker has died."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch.trainer.trainer as trainer_module
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from rlightning.distributed.checkpoint_io import last_checkpoint
+from rlightning.distributed.orders import WorkerDiedError
+
+if TYPE_CHECKING:
+    from rlightning.distributed.ray_controller import RayController
+
+log = logging.getLogger(__name__)
+
+
+class ControllerLauncher(_Launcher):
+    """Starts no process; the strategy does.
+
+    Args:
+        strategy: of the controller.
+    """
+
+    def __init__(self, strategy: "RayController") -> None:
+        self.strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Also in a notebook."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Run ``function``, Lightning's implementation of a stage."""
+        with without_cuda_rng():
+            for restart in range(1, self.strategy.max_restarts + 1):
+                try:
+                    return function(*args, **kwargs)
+                except WorkerDiedError as error:
+                    path = None if trainer is None else find_last(trainer)
+                    if trainer is None or path is None:
+                        raise
+                    log.warning("%s Restart %d of %d, from %s.", str(error), restart, self.strategy.max_restarts, path)
+                    prepare_again(trainer)
+                    args = with_checkpoint(args, path)
+            return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """There is nobody to send a signal to: workers end with this process."""
+
+
+@contextmanager
+def without_cuda_rng() -> Iterator[None]:
+    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
+    trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]
+
+
+def find_last(trainer: Trainer) -> Path | None:
+    """The last checkpoint of a run that is whole, if its stage is a fit."""
+    if trainer.state.fn != "fit":
+        return None
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    found = [last_checkpoint(Path(folder)) for folder in folders if folder is not None]
+    return max((path for path in found if path is not None), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def prepare_again(trainer: Trainer) -> None:
+    """Undo what a stage that was cut short has begun, for another attempt; callbacks know nothing of it."""
+    trainer._teardown()
+    trainer.training = True
+
+
+def with_checkpoint(args: tuple[Any, ...], path: Path) -> tuple[Any, ...]:
+    """The arguments of Lightning's fit (module, two loaders, data, checkpoint ...) with another checkpoint."""
+    return (*args[:4], str(path), *args[5:])

@@ -1,0 +1,224 @@
+"""The workers of a run on Ray, and the way that orders and what comes of them take."""
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
+from rlightning.distributed.ray_cluster import import_ray
+from rlightning.errors import EngineError
+
+SETTLE_SECONDS = 5.0
+"""How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
+so before the neighbour's death has been noticed."""
+LEAVE_SECONDS = 2.0
+"""How long workers get to say goodbye to each other at the end of a run."""
+
+
+class WorkerGroup:
+    """The workers of a run, one a rank, and the way that orders and what comes of them take.
+
+    Args:
+        num_workers: how many.
+        each: what each takes of the cluster.
+        placement: how they are spread over nodes.
+    """
+
+    def __init__(self, num_workers: int, each: Mapping[str, float], placement: str) -> None:
+        ray = import_ray()
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from rlightning.distributed.ray_worker import Worker
+
+        self.num_workers = num_workers
+        self._numbers = itertools.count()
+        self._supplies = itertools.count()
+        self._runs: dict[Any, int] = {}
+        self._engines: list[Any] = []
+        self._place = placement_group([dict(each)] * num_workers, strategy=placement)
+        actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
+        self.actors: list[Any] = [
+            actor.options(
+                num_cpus=each["CPU"],
+                num_gpus=each.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._place, rank),
+            ).remote(rank, num_workers, sys.path)
+            for rank in range(num_workers)
+        ]
+
+    def start(self, config: Any, stage: str, engines: Sequence[Any] = ()) -> None:
+        """Begin a stage on all workers; returns at once.
+
+        Args:
+            config: of the workers; None on a later stage.
+            stage: the Trainer's method.
+            engines: what must not end before the workers are through, as references of Ray's.
+        """
+        ray = import_ray()
+        # One copy of the configuration in the object store, for all of them.
+        shared = None if config is None else ray.put(config)
+        rendezvous = self._get(self._call(self.actors[0], "rendezvous")) if config is not None else ("", 0)
+        self._engines = list(engines)
+        self._runs = {
+            self._call(actor, "run", shared, rendezvous, stage, group="fit"): rank
+            for rank, actor in enumerate(self.actors)
+        }
+
+    def order(self, orders: Sequence[Order], heed: Callable[[int, Entry], None]) -> list[Any]:
+        """Have each worker obey its order.
+
+        Args:
+            orders: by rank.
+            heed: called with a rank and what its worker notes before it is done.
+
+        Returns:
+            By rank, the answers.
+
+        Raises:
+            WorkerError: a worker raised.
+            WorkerDiedError: a worker's process is gone.
+        """
+        if not self.actors:
+            raise WorkerDiedError("The workers of this run have ended, and take no orders.")
+        number = next(self._numbers)
+        asked = {self._call(actor, "obey", number, order, 0): rank for rank, actor, order in self._each(orders)}
+        seen, answers = [0] * self.num_workers, [None] * self.num_workers
+        for rank, entries in self._entries(asked):
+            seen[rank] += len(entries)
+            for entry in entries:
+                if isinstance(entry, Failed):
+                    self._fail(entry)
+                elif isinstance(entry, Answered):
+                    answers[rank] = entry.result
+                else:
+                    heed(rank, entry)
+            if not entries or not isinstance(entries[-1], Answered):
+                asked[self._call(self.actors[rank], "collect", number, seen[rank])] = rank
+            else:
+                self._call(self.actors[rank], "forget", number)
+        return answers
+
+    def supply(self, shares: Sequence[Any]) -> None:
+        """Give each worker what its step has asked for."""
+        number = next(self._supplies)
+        for _, actor, share in self._each(shares):
+            self._call(actor, "supply", number, share)
+
+    def process_ids(self) -> list[int]:
+        """By rank, of the workers on their hosts."""
+        return list(self._get([self._call(actor, "process_id") for actor in self.actors]))
+
+    def await_end(self) -> None:
+        """Wait until a stage is over on all workers."""
+        self._get(list(self._runs))
+
+    def close(self) -> None:
+        """End the workers; those that are alive say goodbye to each other first."""
+        ray = import_ray()
+        if self.actors and ray.is_initialized():
+            ray.wait(
+                [self._call(actor, "leave") for actor in self.actors],
+                num_returns=len(self.actors),
+                timeout=LEAVE_SECONDS,
+            )
+        self.kill()
+
+    def kill(self) -> None:
+        """End the workers, whatever they are doing."""
+        ray = import_ray()
+        actors, self.actors = self.actors, []
+        if not ray.is_initialized():
+            return
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor)
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            remove_placement_group(self._place)
+
+    def _each(self, shares: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+        assert len(shares) == self.num_workers
+        return zip(range(self.num_workers), self.actors, shares, strict=True)
+
+    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "orders") -> Any:
+        return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+
+    def _get(self, refs: Any) -> Any:
+        ray = import_ray()
+        try:
+            return ray.get(refs)
+        except ray.exceptions.RayActorError as error:
+            raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
+
+    def _entries(self, asked: dict[Any, int]) -> Iterator[tuple[int, list[Entry]]]:
+        """What comes back, as it comes, until nothing is asked any more."""
+        ray = import_ray()
+        while asked:
+            # A run that has ended, well or not, has told so by its orders' records; unless it could not even begin.
+            (ready,), _ = ray.wait([*asked, *self._runs, *self._engines], num_returns=1)
+            if ready in self._engines:
+                self._lose_engine(ready)
+            rank = asked.pop(ready) if ready in asked else self._runs.pop(ready)
+            try:
+                entries = ray.get(ready)
+            except ray.exceptions.RayActorError as error:
+                self._lose(rank, _reason(error))
+            except ray.exceptions.RayTaskError as error:
+                self._fail(Failed(rank, str(error.cause), str(error), is_mistake=False, is_first=True))
+            if entries is not None:
+                yield rank, entries
+
+    def _fail(self, failure: Failed) -> None:
+        """Raise the cause of what one worker reported, and end the others."""
+        if not failure.is_first:
+            failure = self._find_first(failure)
+        self.kill()
+        raise_failure(failure)
+
+    def _find_first(self, failure: Failed) -> Failed:
+        """The failure that was the first of all ranks, or a death; else the one that is known."""
+        ray = import_ray()
+        end = time.monotonic() + SETTLE_SECONDS
+        asked = {self._call(actor, "failure"): rank for rank, actor in enumerate(self.actors)}
+        while asked and (left := end - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)
+            for ref in ready:
+                rank = asked.pop(ref)
+                try:
+                    found: Failed = ray.get(ref)
+                except ray.exceptions.RayActorError as error:
+                    self._lose(rank, _reason(error))
+                if found.is_first:
+                    return found
+        return failure
+
+    def _lose_engine(self, ref: Any) -> None:
+        """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""
+        ray = import_ray()
+        self.kill()
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            raise EngineError(f"engine {self._engines.index(ref)}: {error.cause}") from None
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"engine {self._engines.index(ref)}: its actor died: {_reason(error)}") from None
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self.kill()
+        raise WorkerDiedError(
+            f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
+            "been ended.",
+            [rank],
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says of a death, in one line."""
+    text = " ".join(str(error).split())
+    _, _, detail = text.rpartition("Worker exit detail: ")
+    return detail.partition(" Some common causes")[0][:400]

@@ -1,0 +1,209 @@
+"""A worker: a process of Ray's with a device, a Trainer and the actor, which computes what a controller orders."""
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from rlightning.__main__ import quieten
+from rlightning.distributed.execution_mode import ExecutionMode, resolve_execution_mode
+from rlightning.distributed.failure import active_watch, describe
+from rlightning.distributed.orders import (
+    Call,
+    Entry,
+    Failed,
+    Inbox,
+    Load,
+    Order,
+    Save,
+    StepResult,
+)
+from rlightning.distributed.rtensor import remotize
+from rlightning.distributed.tensor_store import set_store
+from rlightning.distributed.worker_feed import OrderFeed, WorkerData
+from rlightning.distributed.worker_hooks import HookRelay
+from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, make_trainer
+from rlightning.errors import find_mistake
+from rlightning.evaluation import validate_in_fit
+from rlightning.rollout.engine_wire import TOKEN
+
+CONTROLLER = "Ray driver"
+"""What a worker's strategy calls whom it takes orders from."""
+OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
+"""What a checkpoint has of the workers; the rest is the controller's."""
+
+
+class Worker:
+    """One rank; the class behind Ray's actors.
+
+    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
+    """
+
+    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str]) -> None:
+        # The user's classes are found where the controller finds them.
+        sys.path += [path for path in import_paths if path not in sys.path]
+        self.rank, self.num_workers = rank, num_workers
+        self.inbox = Inbox()
+        self.trainer: Trainer | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and a free port of this host."""
+        import ray
+
+        find_address: Any = ray.util.get_node_ip_address
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return find_address(), int(probe.getsockname()[1])
+
+    def process_id(self) -> int:
+        """Of this worker on its host."""
+        return os.getpid()
+
+    def run(self, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
+        """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
+
+        Args:
+            config: None on a later stage of the same run: trainer and module are those of before.
+            rendezvous: rank 0's, for all.
+            stage: the method of the Trainer's.
+        """
+        try:
+            if config is not None:
+                self._prepare(config, rendezvous)
+            assert self.trainer is not None
+            self.trainer.fit_loop.epoch_loop.max_steps = self.max_steps  # for the schedule, until training starts
+            is_measured = stage in ("validate", "test")
+            quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
+            found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
+            self.inbox.answer(as_floats(found) if is_measured else None)
+        except BaseException as error:
+            self.inbox.fail(self._describe(error))
+
+    def obey(self, number: int, order: Order, seen: int) -> list[Entry]:
+        """Accept an order, once, and return what has come of it beyond ``seen`` entries."""
+        self.inbox.submit(number, order)
+        return self.inbox.collect(number, seen)
+
+    def collect(self, number: int, seen: int) -> list[Entry]:
+        """What has come of an order beyond ``seen`` entries."""
+        return self.inbox.collect(number, seen)
+
+    def forget(self, number: int) -> None:
+        """The controller has an order's answer."""
+        self.inbox.forget(number)
+
+    def supply(self, number: int, things: Any) -> None:
+        """What the step has asked for."""
+        self.inbox.supply(number, things)
+
+    def failure(self) -> Failed:
+        """How the run has ended; waits until it has, by an exception."""
+        return self.inbox.await_failure()
+
+    def leave(self) -> None:
+        """Say goodbye to the other ranks: their connections are about to close."""
+        watch = active_watch()
+        if watch is not None:
+            watch.stop()
+
+    # The Trainer
+
+    def _prepare(self, config: WorkerConfig, rendezvous: tuple[str, int]) -> None:
+        quieten()
+        logging.getLogger("rlightning").setLevel(logging.INFO if self.rank == 0 else logging.WARNING)
+        for name in ("lightning.pytorch", "lightning.fabric"):  # which the controller's tells of already
+            logging.getLogger(name).setLevel(logging.WARNING)
+        if config.seed is not None:
+            seed_everything(config.seed, verbose=False)
+        from rlightning.distributed.ray_store import RayStore
+
+        set_store(RayStore())
+        if config.engine_token is not None:
+            os.environ[TOKEN] = config.engine_token
+        self.module, self.max_steps = config.module, config.max_steps
+        self.relay = HookRelay(self.inbox, config.wanted_hooks)
+        self.feed = OrderFeed(
+            self.inbox, obey=self._obey, evaluate=self._evaluate, step_result=self._step_result, end=self._end
+        )
+        self.data = WorkerData(config.data, self.feed)
+        self.trainer = make_trainer(config, RayEnvironment(self.rank, self.num_workers, *rendezvous), self.relay)
+        strategy: Any = self.trainer.strategy
+        strategy.execution_mode, strategy.controller = ExecutionMode.WORKER, CONTROLLER
+        resolve_execution_mode(strategy=strategy)
+        module: Any = self.module
+        if hasattr(module, "validate_first"):
+            module.validate_first = False  # it is for the controller to say when
+
+    def _step_result(self) -> StepResult:
+        assert self.trainer is not None
+        metrics = self.trainer._logger_connector.metrics["callback"]
+        output, self.relay.output = self.relay.output, None
+        return StepResult(as_floats([metrics]), self.trainer.global_step, remotize(output, label="training step"))
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.trainer is not None
+        return as_floats(validate_in_fit(self.trainer))
+
+    def _end(self) -> None:
+        assert self.trainer is not None
+        self.trainer.should_stop = True
+
+    # What is done between two batches
+
+    def _obey(self, order: Load | Save | Call) -> Any:
+        match order:
+            case Load():
+                return self._load(order)
+            case Save():
+                return self._save(order)
+            case Call():
+                found = getattr(self.module, order.method)(*order.arguments, **order.named)
+                return remotize(found, label=order.method)
+
+    def _load(self, order: Load) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        connector = trainer._checkpoint_connector
+        connector.resume_start(order.path, order.weights_only)
+        loaded = connector._loaded_checkpoint
+        rest = {name: value for name, value in loaded.items() if name not in OF_WORKERS}
+        known = {callback.state_key for callback in trainer.callbacks}
+        loaded["callbacks"] = {key: state for key, state in loaded.get("callbacks", {}).items() if key in known}
+        connector.restore_model()
+        connector.restore_callbacks()
+        if trainer.state.fn == "fit":
+            connector.restore_optimizers_and_schedulers()
+            progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+            progress.ready = progress.completed = loaded["global_step"]
+        connector.resume_end()
+        return rest if self.rank == 0 else {}
+
+    def _save(self, order: Save) -> None:
+        assert self.trainer is not None
+        is_whole = "optimizer_states" in order.checkpoint
+        checkpoint = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=not is_whole)
+        callbacks = {**checkpoint.get("callbacks", {}), **order.checkpoint.get("callbacks", {})}
+        checkpoint |= {name: value for name, value in order.checkpoint.items() if name not in OF_WORKERS}
+        if is_whole:
+            checkpoint["callbacks"] = callbacks
+        self.trainer.strategy.save_checkpoint(checkpoint, order.path, order.storage_options)
+
+    def _describe(self, error: BaseException) -> Failed:
+        watch, is_first = active_watch(), True
+        if watch is not None:
+            is_first = watch.is_first(watch.report(error))
+        mistake = find_mistake(error)
+        summary = " ".join(str(mistake).split()) if mistake else describe(error).removeprefix("failed: ")
+        text = "".join(traceback.format_exception(error))
+        return Failed(self.rank, summary, text, is_mistake=mistake is not None, is_first=is_first)
+
+
+def as_floats(outputs: Sequence[Any] | None) -> dict[str, float]:
+    """Metrics of several dictionaries in one, as numbers."""
+    merged = {name: value for part in outputs or () for name, value in part.items()}
+    return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -1,0 +1,178 @@
+"""What a worker's Trainer is fed: loaders whose next batch is the controller's next order to compute on one.
+
+Between two batches a fit is at rest: no collective is under way, all hooks of the step have been fired. This is where
+all other orders are obeyed, in the thread of the fit, on all ranks in the same order::
+
+    Trainer.fit  -->  next(loader)  -->  Save, Load, Call, Evaluate ...  -->  Train(batch)  -->  training_step ...
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from rlightning.distributed.orders import (
+    Call,
+    EndEvaluation,
+    Evaluate,
+    EvaluateBatch,
+    Inbox,
+    Load,
+    Order,
+    PromptsWanted,
+    Save,
+    Train,
+)
+
+ENDLESS = 1 << 30
+"""Batches that a loader claims to have: Lightning fetches one ahead of time from a loader without a length."""
+
+
+class OrderFeed:
+    """The batches of a worker's fit, and what happens between them.
+
+    Args:
+        inbox: of the worker.
+        obey: does what an order says that is for the time between two batches, and returns the answer.
+        evaluate: runs a validation of the fit, which takes its batches from here, and returns the metrics.
+        step_result: what a training step has come to, asked after all of its hooks.
+        end: called at the end of the fit.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        obey: Callable[[Load | Save | Call], Any],
+        evaluate: Callable[[], Any],
+        step_result: Callable[[], Any],
+        end: Callable[[], None],
+    ) -> None:
+        self.inbox = inbox
+        self.num_loaders = 1
+        self.outputs: Any = None
+        """Of the last step of an evaluation."""
+        self._obey, self._evaluate, self._step_result, self._end = obey, evaluate, step_result, end
+        self._is_evaluating = False
+
+    def load_first(self) -> None:
+        """Obey what comes before the first hook of a fit."""
+        while isinstance(self.inbox.peek(), Load):
+            self._serve(self.inbox.take())
+
+    def train_batches(self) -> Iterator[Any]:
+        """This rank's shares of the training batches, until the fit is over."""
+        while True:
+            match order := self.inbox.take():
+                case Train():
+                    yield order.batch
+                    self.inbox.answer(self._step_result())  # the Trainer asks for the next batch
+                case Evaluate():
+                    self.begin_evaluation(order)
+                    metrics = self._evaluate()
+                    self.inbox.answer(metrics)
+                case Load() | Save() | Call():
+                    self._serve(order)
+                case _:
+                    self._end()
+                    return
+
+    def await_evaluation(self) -> int:
+        """Wait for the beginning of a validation, a test, or a prediction; the number of its sets."""
+        while not isinstance(order := self.inbox.take(), Evaluate):
+            self._serve(order)
+        self.begin_evaluation(order)
+        return self.num_loaders
+
+    def begin_evaluation(self, order: Evaluate) -> None:
+        """From here on batches are those of an evaluation."""
+        self.num_loaders, self._is_evaluating = order.num_loaders, True
+        self.inbox.answer(None)
+
+    def evaluation_batches(self, loader: int) -> Iterator[Any]:
+        """This rank's shares of one set's batches. The end of the evaluation is left for its caller to answer."""
+        while self._is_evaluating:
+            order = self.inbox.peek()
+            if isinstance(order, EvaluateBatch) and order.loader != loader:
+                return
+            self.inbox.take()
+            if isinstance(order, EvaluateBatch):
+                yield order.batch
+                outputs, self.outputs = self.outputs, None
+                self.inbox.answer(outputs)
+            elif isinstance(order, EndEvaluation):
+                self._is_evaluating = False
+            else:
+                self._serve(order)
+
+    def _serve(self, order: Order) -> None:
+        assert isinstance(order, Load | Save | Call), f"{type(order).__name__} came at the wrong time"
+        self.inbox.answer(self._obey(order))
+
+
+class TrainLoader:
+    """One endless epoch of training."""
+
+    def __init__(self, feed: OrderFeed) -> None:
+        self.feed = feed
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[Any]:
+        self.feed.load_first()
+        return self.feed.train_batches()
+
+
+class EvaluationLoader:
+    """One set of an evaluation."""
+
+    def __init__(self, feed: OrderFeed, number: int) -> None:
+        self.feed = feed
+        self.number = number
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.feed.evaluation_batches(self.number)
+
+
+class WorkerData(LightningDataModule):
+    """Stands for the user's data module in a worker: batches come by order, all else is as it was configured.
+
+    Args:
+        configured: the user's, which is never set up here.
+        feed: where batches come from.
+    """
+
+    def __init__(self, configured: Any, feed: OrderFeed) -> None:
+        super().__init__()
+        self.configured = configured
+        self.feed = feed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("configured", "feed"):  # not there yet, while this is made
+            raise AttributeError(name)
+        return getattr(self.configured, name)
+
+    def take(self, num_prompts: int) -> Any:
+        """Further training prompts for this rank; every rank must take as many."""
+        self.feed.inbox.note(PromptsWanted(num_prompts))
+        return self.feed.inbox.await_supply()
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """As the user's data module does it."""
+        return self.configured.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def train_dataloader(self) -> TrainLoader:
+        """The orders to train."""
+        return TrainLoader(self.feed)
+
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        """The orders to evaluate, a loader a set."""
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            self.feed.await_evaluation()
+        return [EvaluationLoader(self.feed, number) for number in range(self.feed.num_loaders)]
+
+    test_dataloader = predict_dataloader = val_dataloader

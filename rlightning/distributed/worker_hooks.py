@@ -1,0 +1,162 @@
+"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are."""
+
+import pickle
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from lightning.pytorch import Callback
+
+from rlightning.distributed.orders import Fired, Inbox
+from rlightning.distributed.rtensor import localize, remotize, remotize_own
+from rlightning.hooks import RLCallback
+from rlightning.types import RolloutBatch
+
+RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
+GLOBAL_GROUPS = ("on_update_start", "on_update_end")
+"""Hooks whose batches have been shared out: groups are numbered over all ranks, tensor-parallel neighbours have the
+same ones. In the others each rank has what it sampled itself."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """One rank's :class:`~rlightning.types.RolloutBatch`, as it is sent to a controller.
+
+    Attributes:
+        num_tokens: of this rank.
+        num_sequences: of this rank.
+        tensors: the batch without prompts and completions, with handles in place of its tensors; None on a rank that
+            stores nothing.
+        texts: handle to the prompts and completions, pickled: [bytes] uint8.
+        is_head: whether this is the first of the tensor-parallel ranks.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    tensors: Any
+    texts: Any
+    is_head: bool
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
+        """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
+        texts = torch.frombuffer(
+            bytearray(pickle.dumps((batch.prompts, batch.completions), pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
+        )
+        store = remotize if hook in GLOBAL_GROUPS else remotize_own
+        stored = store((replace(batch, prompts=[], completions=[]), texts), label=hook)
+        tensors, handle = (None, None) if stored is None else stored
+        return cls(batch.num_tokens, batch.num_sequences, tensors, handle, is_head)
+
+
+class RemoteBatch:
+    """All ranks' parts of a batch. It is fetched when more is asked for than how much it is.
+
+    What is fetched are the attributes of a :class:`~rlightning.types.RolloutBatch` of all ranks, in their order.
+
+    Args:
+        parts: by rank.
+        has_global_groups: whether groups are numbered over all ranks.
+    """
+
+    def __init__(self, parts: Sequence[BatchPart], *, has_global_groups: bool) -> None:
+        if has_global_groups:
+            parts = [part for part in parts if part.is_head]
+        self.parts = parts
+        self.has_global_groups = has_global_groups
+        self._batch: RolloutBatch | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``, over all ranks."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_sequences(self) -> int:
+        """``N``, over all ranks."""
+        return sum(part.num_sequences for part in self.parts)
+
+    def fetch(self) -> RolloutBatch:
+        """The batch itself, on this host."""
+        if self._batch is None:
+            stored = [(part.tensors, part.texts) for part in self.parts if part.tensors is not None]
+            batches = []
+            for batch, texts in localize(stored):
+                prompts, completions = pickle.loads(texts.numpy().data)
+                batches.append(replace(batch, prompts=prompts, completions=completions))
+            self._batch = RolloutBatch.concatenate(batches)
+            if self.has_global_groups:
+                self._batch.group_ids = torch.cat([batch.group_ids for batch in batches])
+        return self._batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("parts", "has_global_groups", "_batch"):
+            raise AttributeError(name)
+        return getattr(self.fetch(), name)
+
+
+class HookRelay(Callback):
+    """Notes the hooks that callbacks in the controller wait for; stands behind the worker's own callbacks.
+
+    Args:
+        inbox: of the worker.
+        wanted: the RL hooks to relay.
+    """
+
+    def __init__(self, inbox: Inbox, wanted: Collection[str]) -> None:
+        self.inbox = inbox
+        self.wanted = wanted
+        self.output: Any = None
+        """What the last step returned."""
+        self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # rlightning.hooks.fire asks for a hook by its name.
+        if name in RL_HOOKS:
+            return partial(self._relay, name)
+        raise AttributeError(name)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """The controller counts the steps; optimizers and schedules have been made."""
+        trainer.fit_loop.epoch_loop.max_steps = -1
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep what the step returned; let go of its batches."""
+        self.output = outputs
+        self._sent = None
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep what the step returned."""
+        trainer.datamodule.feed.outputs = outputs
+
+    on_test_batch_end: Any = on_validation_batch_end
+    on_predict_batch_end: Any = on_validation_batch_end
+
+    def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
+        if hook not in self.wanted:
+            return
+        sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
+        version = getattr(module, "weight_version", 0)
+        self.inbox.note(Fired(hook, sent, trainer.global_step, version))
+
+    def _part(self, batch: RolloutBatch, hook: str, module: Any) -> BatchPart:
+        """The part of this rank, stored once as long as nothing in it changes."""
+        contents = tuple(id(getattr(batch, f.name)) for f in fields(batch))
+        if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
+            is_head = getattr(module, "tensor_parallel_rank", 0) == 0
+            self._sent = batch, contents, BatchPart.of(batch, hook, is_head=is_head)
+        return self._sent[2]
+
+
+def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
+    """The RL hooks that any of the callbacks does something in."""
+    return frozenset(
+        hook
+        for hook in RL_HOOKS
+        for callback in callbacks
+        if getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
+    )

@@ -1,0 +1,138 @@
+"""The Trainer of one worker: what it is made from, and how it knows its rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+from rlightning.distributed.worker_feed import ENDLESS
+from rlightning.distributed.worker_hooks import HookRelay
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What all workers of a run have in common, as the controller's Trainer has it.
+
+    Attributes:
+        module: not built.
+        data: not set up.
+        strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
+        callbacks: those that run in workers.
+        wanted_hooks: RL hooks that callbacks in the controller wait for.
+        accelerator: of each worker.
+        precision: of the Trainer.
+        max_steps: of the Trainer, for the learning rate's schedule.
+        root_dir: the run's folder.
+        checkpoint_io: for strategies that write single files.
+        seed: of ``seed_everything``, or None.
+        engine_token: what the run's engines ask for, or None.
+    """
+
+    module: LightningModule
+    data: Any
+    strategy: Strategy | str
+    callbacks: Sequence[Callback]
+    wanted_hooks: frozenset[str]
+    accelerator: str
+    precision: Any
+    max_steps: int
+    root_dir: str
+    checkpoint_io: CheckpointIO | None = None
+    seed: int | None = None
+    engine_token: str | None = None
+
+
+@dataclass
+class RayEnvironment(ClusterEnvironment):
+    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
+
+    rank: int
+    num_workers: int
+    address: str
+    port: int
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Ray has."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Host of rank 0."""
+        return self.address
+
+    @property
+    def main_port(self) -> int:
+        """Where rank 0 waits for the others."""
+        return self.port
+
+    @staticmethod
+    def detect() -> bool:
+        """Never by itself."""
+        return False
+
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.num_workers
+
+    def set_world_size(self, size: int) -> None:
+        """It is fixed."""
+
+    def global_rank(self) -> int:
+        """This worker's."""
+        return self.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is fixed."""
+
+    def local_rank(self) -> int:
+        """The only one that sees its device."""
+        return 0
+
+    def node_rank(self) -> int:
+        """Lightning numbers by nodes and devices: a worker is a node with one device."""
+        return self.rank
+
+
+def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookRelay) -> Trainer:
+    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation."""
+    import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
+    from rlightning.distributed.ddp import replace_lightning_ddp
+
+    replace_lightning_ddp()
+    plugins: list[Any] = [environment]
+    if config.checkpoint_io is not None:
+        plugins.append(config.checkpoint_io)
+    return Trainer(
+        accelerator=config.accelerator,
+        devices=1,
+        num_nodes=environment.num_workers,
+        strategy=make_strategy(config.strategy),
+        precision=config.precision,
+        plugins=plugins,
+        callbacks=[*config.callbacks, relay],
+        max_steps=config.max_steps,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=ENDLESS,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=config.root_dir,
+    )
+
+
+def make_strategy(strategy: Strategy | str) -> Strategy | str:
+    """What the Trainer takes: a class that is named by its path, without arguments, is made."""
+    if not isinstance(strategy, str) or "." not in strategy:
+        return strategy
+    module, _, name = strategy.rpartition(".")
+    made: Strategy = getattr(import_module(module), name)()
+    return made

@@ -1,0 +1,131 @@
+"""GRPO with real engines, under FSDP's ranks or a controller's workers; as ``controller_run.py``.
+
+    python controller_rollout_run.py FOLDER RUNS
+
+Each entry of ``RUNS`` has the arguments of :func:`train`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+from controller_run import RAY_OPTIONS, measured
+from engine_run import make_data, make_module, make_rollout, make_trainer
+
+from rlightning.callbacks import CompletionsTable, EmptyCacheAfterUpdate, RemotizeOnHeadOnly
+from rlightning.distributed import FSDP, RayController
+from rlightning.distributed.tensor_store import live_entries, stores_results
+from rlightning.hooks import RLCallback
+
+
+class Record(RLCallback):
+    """Notes hooks, metrics and what was sampled; the same under both strategies."""
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+        self.steps: list[dict[str, float]] = []
+        self.validations: list[dict[str, float]] = []
+        self.sampled: list[list[Any]] = []
+        self.updated: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks.append("on_train_batch_start")
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        self.hooks.append("on_rollout_start")
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        self.hooks.append(f"on_weight_sync_start {weight_version}")
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        self.hooks.append(f"on_weight_sync_end {weight_version}")
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append("on_rollout_end")
+        self.sampled.append([[p.index, c.text] for p, c in zip(batch.prompts, batch.completions, strict=True)])
+
+    def on_reward_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append("on_reward_start")
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append("on_reward_end")
+        assert batch.rewards.shape == (batch.num_sequences,)
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append("on_update_start")
+        self.updated.append(batch.group_ids.tolist())
+        assert batch.advantages.shape == (batch.num_tokens,)
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append("on_update_end")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks.append("on_train_batch_end")
+        self.steps.append(measured(trainer))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.hooks.append("on_validation_start")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.hooks.append("on_validation_end")
+        self.validations.append({n: v for n, v in measured(trainer).items() if n.startswith("val/")})
+
+
+class Leftovers(RLCallback):
+    """Notes what is left of a step's results in a worker when the next begins; the controller lets go meanwhile."""
+
+    runs_in = "workers"
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        deadline = monotonic() + 10
+        while live_entries() and monotonic() < deadline:
+            sleep(0.01)
+        with (Path(trainer.default_root_dir) / f"leftovers{trainer.global_rank}").open("a") as file:
+            file.write(f"{batch_idx} {live_entries()} {stores_results()}\n")
+
+
+def train(
+    folder: Path, strategy: Any, num_ranks: int, *, max_steps: int = 2, rollout: Any = None, module: Any = None
+) -> None:
+    """Train for some steps, with a validation before the first."""
+    folder.mkdir(exist_ok=True)
+    data = make_data(folder.parent, validation={"sums": str(folder.parent / "sums.jsonl")})
+    record = Record()
+    engine = make_rollout(seed=3, **rollout or {})
+    trainer = make_trainer(
+        folder,
+        max_steps,
+        engine,
+        record,
+        EmptyCacheAfterUpdate(),
+        RemotizeOnHeadOnly(),
+        Leftovers(),
+        CompletionsTable(1),
+        strategy=strategy,
+        devices=num_ranks if isinstance(strategy, FSDP) else 1,
+    )
+    trainer.fit(make_module(str(folder.parent / "model"), **module or {}), data)
+    (folder / f"seen{trainer.global_rank}.json").write_text(json.dumps({**vars(record), "_trainer": None}, default=str))
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    for name, arguments in runs.items():
+        os.environ.update(ranks)  # Lightning takes them away after each fit
+        num_ranks, own = arguments.pop("num_ranks", 2), FSDP(**arguments.pop("strategy", {}))
+        strategy: Any = own
+        if not ranks:
+            options = {**RAY_OPTIONS, "num_cpus": num_ranks + 2}
+            strategy = RayController(worker_strategy=own, num_workers=num_ranks, accelerator="cpu", ray_options=options)
+        train(folder / name, strategy, num_ranks, **arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Runs SFT under one strategy, each run in turn: as ranks of FSDP, or as a controller with Ray workers.
+
+    python controller_run.py FOLDER RUNS
+
+``RUNS`` is JSON: by name, the arguments of :func:`train`. With a rank in the environment it is one of FSDP's. What a
+run logged goes to ``FOLDER/NAME/seen.json``, from rank 0 or the controller; its checkpoints and its Hugging Face
+folder lie beside.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from sft_run import CountSteps
+from tiny import bare_trainer
+
+from rlightning.algorithms import SFT
+from rlightning.callbacks import CompletionsTable, RunReport, SaveHF, Throughput
+from rlightning.data import PromptDataModule
+from rlightning.distributed import FSDP, RayController
+from rlightning.hooks import RLCallback
+
+RAY_OPTIONS = {"num_cpus": 4, "object_store_memory": 200 << 20}
+
+
+class Record(RLCallback):
+    """Notes what was logged, and the hooks in their order."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.validations: list[dict[str, float]] = []
+        self.hooks: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.hooks.append("on_train_batch_start")
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        self.hooks.append("on_rollout_start")
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        assert batch.rewards is not None
+        self.hooks.append("on_reward_end")
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.hooks.append(f"on_update_end {trainer.global_step} {module.weight_version}")
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.hooks.append("on_train_batch_end")
+        self.steps.append(measured(trainer))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validations.append({**measured(trainer), "at": trainer.global_step})
+
+
+def measured(trainer: Any) -> dict[str, float]:
+    """What was logged, without times and memory."""
+    metrics = trainer.callback_metrics.items()
+    return {name: float(v) for name, v in metrics if not name.startswith(("time/", "throughput/", "memory/"))}
+
+
+def train(
+    folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None, callbacks: Sequence[Any] = ()
+) -> None:
+    """Train up to ``max_steps`` with a checkpoint a step and a validation each second step."""
+    folder.mkdir(exist_ok=True)
+    source = folder.parent
+    module = SFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
+    rows = str(source / "rows.jsonl")
+    data = PromptDataModule(rows, validation={"rows": rows}, max_prompt_tokens=16, validation_batch_size=6)
+    record = Record()
+    checkpoints = ModelCheckpoint(
+        folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, save_last="link"
+    )
+    observers = [record, CountSteps(), Throughput(), RunReport(), CompletionsTable(1), SaveHF(every_n_steps=2)]
+    trainer = bare_trainer(
+        folder,
+        max_steps,
+        *callbacks,
+        *observers,
+        checkpoints,
+        logger=CSVLogger(folder),
+        strategy=strategy,
+        devices=2 if isinstance(strategy, FSDP) else 1,
+        enable_checkpointing=True,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    if trainer.is_global_zero:
+        seen = {
+            "steps": record.steps,
+            "validations": record.validations,
+            "hooks": record.hooks,
+            "global_step": trainer.global_step,
+            "device_callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
+            "cuda": torch.cuda.is_initialized(),
+        }
+        (folder / "seen.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    for name, arguments in runs.items():
+        os.environ.update(ranks)  # Lightning takes them away after each fit
+        own = arguments.pop("strategy", {})
+        strategy = (
+            FSDP(**own)
+            if ranks
+            else RayController(worker_strategy=FSDP(**own), num_workers=2, accelerator="cpu", ray_options=RAY_OPTIONS)
+        )
+        train(folder / name, strategy=strategy, **arguments)
+
+
+if __name__ == "__main__":
+    main()

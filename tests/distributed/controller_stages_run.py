@@ -1,0 +1,97 @@
+"""Fit, test and validate in turn under a controller, the workers keeping the weights.
+
+python controller_stages_run.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from controller_run import RAY_OPTIONS
+from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
+
+from rlightning.algorithms import GRPO
+from rlightning.callbacks import JSONLPredictions
+from rlightning.distributed import RayController
+from rlightning.hooks import RLCallback
+from rlightning.rewards import RewardFunction
+
+
+class InWorkers(UseGenerator):
+    """A callback of the user's that needs the actor."""
+
+    runs_in = "workers"
+
+
+class Taken(RLCallback):
+    """Counts the prompts of all rollouts: a step that refills its batch asks for more than the loader gave."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        self.indices += [prompt.index for prompt in prompts]
+
+
+class Refilling(GRPO):
+    """Drops every group of the first rollout of a step."""
+
+    max_refills = 1
+    num_calls = 0
+
+    def keep_sequences(self, batch: Any) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.full((batch.num_sequences,), self.num_calls % 2 == 0)
+
+
+def main() -> None:
+    """All stages."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    data = make_data(folder, validation=str(folder / "sums.jsonl"), predict=str(folder / "sums.jsonl"))
+    module = Refilling(
+        str(folder / "model"),
+        rewards=[RewardFunction(share_of_ones)],
+        prompts_per_step=4,
+        samples_per_prompt=2,
+        lr=1e-1,
+        validate_first=False,
+    )
+    taken = Taken()
+    strategy = RayController(num_workers=2, worker_strategy="ddp", accelerator="cpu", ray_options=RAY_OPTIONS)
+    trainer = bare_trainer(
+        folder,
+        2,
+        InWorkers(),
+        taken,
+        JSONLPredictions(),
+        strategy=strategy,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+    )
+    trainer.fit(module, data)
+    fitted = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    position = data.stream.position if data.stream is not None else None
+    pids = strategy.group.process_ids() if strategy.group is not None else []
+    [tested] = trainer.test(module, data, verbose=False)
+    [validated] = trainer.validate(module, data, verbose=False)
+    trainer.predict(module, data, return_predictions=False)
+    same = strategy.group is not None and pids == strategy.group.process_ids()
+    (folder / "stages.json").write_text(
+        json.dumps(
+            {
+                "fitted": fitted,
+                "tested": tested,
+                "validated": validated,
+                "taken": taken.indices,
+                "position": position,
+                "same": same,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

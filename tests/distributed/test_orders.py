@@ -1,0 +1,88 @@
+import threading
+from typing import Any
+
+import pytest
+
+from rlightning.distributed.orders import (
+    Answered,
+    Call,
+    End,
+    Failed,
+    Inbox,
+    PromptsWanted,
+    Train,
+    WorkerError,
+    raise_failure,
+)
+from rlightning.distributed.worker_feed import OrderFeed
+from rlightning.errors import ConfigError
+
+
+def feed_of(inbox: Inbox, done: list[Any]) -> OrderFeed:
+    """A feed that notes what is obeyed."""
+    return OrderFeed(
+        inbox, obey=lambda order: done.append(order), evaluate=dict, step_result=lambda: len(done), end=lambda: None
+    )
+
+
+def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
+    inbox, done = Inbox(), list[Any]()
+    for _ in range(2):
+        inbox.submit(0, Call("save_hf", ("here",)))
+    inbox.submit(1, Train([7]))
+    batches = feed_of(inbox, done).train_batches()
+    assert next(batches) == [7]
+    assert done == [Call("save_hf", ("here",))]
+    inbox.submit(0, Call("save_hf", ("here",)))  # obeyed already: its answer is read again
+    assert inbox.collect(0, 0) == inbox.collect(0, 0) == [Answered(None)]
+    inbox.submit(1, Train([7]))  # while it is under way
+    inbox.submit(2, End())
+    assert list(batches) == []
+    assert done == [Call("save_hf", ("here",))]
+    assert inbox.collect(1, 0) == [Answered(1)]
+
+
+def test_an_order_whose_answer_was_fetched_is_refused() -> None:
+    inbox = Inbox()
+    inbox.submit(3, End())
+    inbox.take()
+    inbox.answer("done")
+    inbox.forget(3)
+    with pytest.raises(RuntimeError, match="order 3 has been obeyed"):
+        inbox.submit(3, End())
+
+
+def test_entries_are_read_as_they_come() -> None:
+    inbox = Inbox()
+    inbox.submit(0, Train([]))
+    inbox.take()
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.extend(inbox.collect(0, 0)))
+    reader.start()
+    inbox.note(PromptsWanted(2))
+    reader.join(10)
+    assert found == [PromptsWanted(2)]
+    inbox.answer(None)
+    assert inbox.collect(0, 1) == [Answered(None)]
+
+
+def test_what_a_step_asks_for_comes_once() -> None:
+    inbox = Inbox()
+    for number, prompts in ((0, ["a"]), (0, ["a"]), (1, ["b"])):
+        inbox.supply(number, prompts)
+    assert [inbox.await_supply(), inbox.await_supply()] == [["a"], ["b"]]
+
+
+def test_a_failure_answers_all_orders() -> None:
+    inbox, failure = Inbox(), Failed(1, "ValueError: boom", "Traceback ...", is_mistake=False, is_first=True)
+    inbox.submit(0, Train([]))
+    inbox.fail(failure)
+    inbox.submit(1, End())
+    assert inbox.collect(0, 0) == inbox.collect(1, 0) == [failure]
+
+
+def test_a_failure_is_raised_as_what_it_is() -> None:
+    with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom"):
+        raise_failure(Failed(1, "ValueError: boom", "Traceback ...", is_mistake=False, is_first=True))
+    with pytest.raises(ConfigError, match=r"^use another$"):
+        raise_failure(Failed(0, "use another", "Traceback ...", is_mistake=True, is_first=True))

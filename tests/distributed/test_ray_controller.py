@@ -1,0 +1,106 @@
+"""A controller with two Ray workers comes to what two ranks come to, and to the same files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from controller_process import finish, start_controller, start_ranks
+from safetensors.torch import load_file
+from sft_run import SIZES, write_rows
+from tiny import save_model
+
+from rlightning.distributed.checkpoint_folder import read_whole
+
+SCRIPT = Path(__file__).parent / "controller_run.py"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, Any]) -> None:
+    """Run the first under FSDP on two ranks, the second under a controller with two workers, at the same time."""
+    ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps(as_ranks))
+    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps(as_controller))], timeout=240)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of four steps; then two more that go on from the other's second step."""
+    folder = tmp_path_factory.mktemp("controller")
+    save_model(folder / "model", **SIZES)
+    write_rows(folder)
+    run_both(folder, {"ranks": {"max_steps": 4}}, {"workers": {"max_steps": 4}})
+    middle = {name: str(folder / name / "checkpoints" / "step=2.ckpt") for name in ("ranks", "workers")}
+    run_both(
+        folder,
+        {"ranks-after-workers": {"max_steps": 4, "ckpt_path": middle["workers"]}},
+        {"workers-after-ranks": {"max_steps": 4, "ckpt_path": middle["ranks"]}},
+    )
+    return folder
+
+
+def seen(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / "seen.json").read_text())
+    return found
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", ["workers", "workers-after-ranks", "ranks-after-workers"])
+def test_the_weights_are_those_of_ranks_bit_by_bit(name: str, folder: Path) -> None:
+    final = [read_whole(folder / run / "checkpoints" / "step=4.ckpt") for run in ("ranks", name)]
+    start = read_whole(folder / "ranks" / "checkpoints" / "step=1.ckpt")["state_dict"]
+    assert any(not torch.equal(weight, final[0]["state_dict"][key]) for key, weight in start.items())
+    assert_equal(final[0]["state_dict"], final[1]["state_dict"])
+    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in final]
+    for number, state in moments[0].items():
+        assert_equal(state, moments[1][number])
+
+
+def test_the_hugging_face_folders_are_the_same(folder: Path) -> None:
+    for name in ("hf", "hf_step_000002"):
+        assert_equal(*(load_file(folder / run / name / "model.safetensors") for run in ("ranks", "workers")))
+
+
+@pytest.mark.parametrize("name", ["workers", "workers-after-ranks", "ranks-after-workers"])
+def test_the_controller_logs_what_rank_0_does(name: str, folder: Path) -> None:
+    """Among it the loss, the norm of the gradients, the learning rate, and the validation sets' losses."""
+    expected, got = seen(folder, "ranks"), seen(folder, name)
+    num_steps = 4 if name == "workers" else 2
+    assert got["global_step"] == 4 and len(got["steps"]) == num_steps
+    for one, other in zip(expected["steps"][-num_steps:], got["steps"], strict=True):
+        common = {key: value for key, value in one.items() if key in other}
+        assert common == {key: other[key] for key in common}
+        assert {"policy/loss", "optim/grad_norm", "optim/lr", "step"} <= common.keys()
+    assert got["validations"] == expected["validations"][-len(got["validations"]) :]
+    assert "val/rows/loss" in got["validations"][-1]
+
+
+def test_hooks_come_in_the_order_of_ranks(folder: Path) -> None:
+    hooks = seen(folder, "workers")["hooks"]
+    assert hooks == seen(folder, "ranks")["hooks"]
+    assert hooks[:5] == [
+        "on_train_batch_start",
+        "on_rollout_start",
+        "on_reward_end",
+        "on_update_end 1 1",
+        "on_train_batch_end",
+    ]
+
+
+def test_callbacks_of_the_device_are_not_in_the_controller(folder: Path) -> None:
+    assert "Throughput" in seen(folder, "ranks")["device_callbacks"]
+    assert "Throughput" not in seen(folder, "workers")["device_callbacks"]
+
+
+def test_a_checkpoint_has_the_state_of_callbacks_and_loops_as_ranks_write_it(folder: Path) -> None:
+    ours, theirs = (read_whole(folder / run / "checkpoints" / "step=3.ckpt") for run in ("workers", "ranks"))
+    assert ours.keys() == theirs.keys()
+    assert ours["callbacks"].keys() == theirs["callbacks"].keys()
+    assert ours["callbacks"]["CountSteps"] == {"num_steps": 3}
+    for name in ("PromptDataModule", "loops", "lr_schedulers", "weight_version", "global_step"):
+        assert ours[name] == theirs[name], name

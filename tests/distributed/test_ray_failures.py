@@ -1,0 +1,67 @@
+"""What becomes of a run under a controller when a worker raises or dies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from controller_process import finish, start_controller
+from sft_run import SIZES, write_rows
+from tiny import save_model
+
+from rlightning.distributed.checkpoint_folder import read_whole
+
+SCRIPT = Path(__file__).parent / "controller_failures_run.py"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("failures")
+    save_model(folder / "model", **SIZES)
+    write_rows(folder)
+    finish([start_controller(SCRIPT, str(folder))], timeout=280)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "outcomes.json").read_text())
+    return found
+
+
+def test_an_exception_reaches_the_user_with_rank_and_traceback_once(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["raise"]
+    assert outcome["error"] == "WorkerError" and outcome["exceptions"] == ["WorkerError"]
+    assert "worker 1 failed: ValueError: boom in a worker" in outcome["text"]
+    assert outcome["text"].count("in on_update_start") == 1
+    assert outcome["num_steps"] == 2
+
+
+def test_a_mistake_is_one_in_the_controller_too(outcomes: dict[str, Any]) -> None:
+    assert outcomes["mistake"]["error"] == "ConfigError"
+    assert outcomes["mistake"]["text"].rstrip().endswith("ConfigError: value=3 is wrong. Use 4.")
+
+
+@pytest.mark.parametrize("name", ["die", "die-without-checkpoint"])
+def test_a_worker_that_is_killed_ends_the_step(name: str, outcomes: dict[str, Any]) -> None:
+    """Rank 0 waits in a collective then, whose own timeout is half an hour."""
+    outcome = outcomes[name]
+    assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
+    assert "worker 1 of 2 died" in outcome["text"]
+    assert outcome["seconds"] < 60
+
+
+def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:
+    assert {name: outcome["alive"] for name, outcome in outcomes.items()} == {name: [] for name in outcomes}
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint(folder: Path, outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["restart"]
+    assert (outcome["error"], outcome["exceptions"]) == ("", [])
+    assert (outcome["global_step"], outcome["num_steps"]) == (4, 4)
+    restarted, whole = (read_whole(folder / name / "step=4.ckpt") for name in ("restart", "whole"))
+    for name, weight in whole["state_dict"].items():
+        assert torch.equal(weight, restarted["state_dict"][name]), name
+    assert restarted["PromptDataModule"] == whole["PromptDataModule"]

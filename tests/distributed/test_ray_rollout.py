@@ -1,0 +1,92 @@
+"""GRPO with real engines under a controller: samples, metrics and hooks are those of ranks on the same seed."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from controller_process import finish, start_controller, start_ranks
+from engine_run import save_model
+
+SCRIPT = Path(__file__).parent / "controller_rollout_run.py"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+FOUR = {"num_ranks": 4, "strategy": {"tensor_parallel_size": 2}}
+
+
+def seen(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / f"seen{rank}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks and two workers, each with an engine."""
+    folder = tmp_path_factory.mktemp("rollout")
+    save_model(folder / "model")
+    ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps({"ranks": {}}))
+    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps({"workers": {}}))], timeout=300)
+    return folder
+
+
+def test_all_ranks_samples_are_relayed_in_the_order_of_ranks(two: Path) -> None:
+    ranks = [seen(two, "ranks", rank)["sampled"] for rank in (0, 1)]
+    for step, sampled in enumerate(seen(two, "workers")["sampled"]):
+        assert sampled == ranks[0][step] + ranks[1][step]
+    assert len(ranks[0]) == 2
+
+
+def test_shares_of_the_update_keep_the_groups_numbers(two: Path) -> None:
+    ranks = [seen(two, "ranks", rank)["updated"] for rank in (0, 1)]
+    assert seen(two, "workers")["updated"] == [one + other for one, other in zip(*ranks, strict=True)]
+
+
+def test_the_curve_is_that_of_ranks(two: Path) -> None:
+    """Log-probabilities of an engine vary in their last bits with what it batches; nothing else does."""
+    expected, got = seen(two, "ranks"), seen(two, "workers")
+    assert got["validations"] == expected["validations"] != []
+    for one, other in zip(expected["steps"], got["steps"], strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
+        assert other["optim/grad_norm"] > 0
+
+
+def test_hooks_come_in_the_order_of_ranks(two: Path) -> None:
+    assert seen(two, "workers")["hooks"] == seen(two, "ranks")["hooks"]
+
+
+def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> None:
+    tables = [pyarrow.parquet.read_table(two / run / "completions").to_pydict() for run in ("workers", "ranks")]
+    rows = [sorted(zip(t["step"], t["prompt_index"], t["completion"], t["reward"], strict=True)) for t in tables]
+    assert rows[0] == rows[1] and len(rows[0]) == 16
+
+
+def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
+    """Two data-parallel groups of two tensor-parallel ranks, each rank with an engine."""
+    save_model(tmp_path / "model", num_key_value_heads=2)
+    finish(start_ranks(SCRIPT, 4, str(tmp_path), json.dumps({"ranks": FOUR})), timeout=200)
+    finish([start_controller(SCRIPT, str(tmp_path), json.dumps({"workers": FOUR}))], timeout=200)
+    expected, got = seen(tmp_path, "ranks"), seen(tmp_path, "workers")
+    assert got["hooks"] == expected["hooks"]
+    for one, other in zip(expected["steps"], got["steps"], strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
+    heads = [seen(tmp_path, "ranks", rank)["updated"] for rank in (0, 2)]
+    assert got["updated"] == [one + other for one, other in zip(*heads, strict=True)]
+    sampled = [seen(tmp_path, "ranks", rank)["sampled"] for rank in range(4)]
+    assert got["sampled"] == [list(chain(*parts)) for parts in zip(*sampled, strict=True)]
+    for rank in range(4):
+        lines = (tmp_path / "workers" / f"leftovers{rank}").read_text().splitlines()
+        assert lines == [f"{step} 0 {rank % 2 == 0}" for step in range(2)]
+
+
+def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
+    """They sample what the colocated ones did, and end with the run."""
+    rollout = {"placement": "standalone", "num_engines": 2}
+    finish([start_controller(SCRIPT, str(two), json.dumps({"standalone": {"rollout": rollout}}))], timeout=200)
+    expected, got = seen(two, "workers"), seen(two, "standalone")
+    assert got["sampled"] == expected["sampled"]
+    assert got["validations"] == expected["validations"]
+    for number in range(2):
+        assert (two / "standalone" / f"engine.{number}.log").is_file()
+    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(two).encode() in line for line in command_lines)

@@ -1,0 +1,101 @@
+"""Several stages of one Trainer under a controller, and mistakes that are found before anything starts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from cli_project import make_project, rlightning
+from controller_process import finish, start_controller
+
+from rlightning.distributed import FSDP, RayController, execution_mode
+from rlightning.errors import ConfigError
+
+SCRIPT = Path(__file__).parent / "controller_stages_run.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "model")
+    finish([start_controller(SCRIPT, str(tmp_path))], timeout=180)
+    found: dict[str, Any] = json.loads((tmp_path / "stages.json").read_text())
+    assert found["same"]
+    for stage in ("tested", "validated"):
+        values = {name.partition("/")[2]: value for name, value in found[stage].items() if name != "step"}
+        assert values == {name.partition("/")[2]: value for name, value in found["fitted"].items()}
+    assert found["tested"]["step"] == 2.0
+    predicted = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert [one["index"] for one in predicted] == list(range(16))  # of both workers, in the prompts' order
+    # two steps of four prompts and of as many again, each prompt once
+    assert found["taken"] == list(range(16)) and found["position"] == 16
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "workers": ({"num_workers": 0}, "num_workers=0 must be at least 1"),
+    "restarts": ({"max_restarts": -1}, "max_restarts=-1 must be at least 0"),
+    "nested": ({"worker_strategy": "ray"}, "worker_strategy is a RayController itself"),
+    "unknown": ({"worker_strategy": "fsdp3"}, "there is no strategy 'fsdp3'"),
+    "cpus": ({"cpus_per_worker": -1}, "cpus_per_worker=-1 must be at least 0"),
+    "placement": ({"placement": "TIGHT"}, "placement=TIGHT is unknown"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_when_the_trainer_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    arguments, message = MISTAKES[name]
+    with pytest.raises(ConfigError, match=message):
+        tiny.bare_trainer(tmp_path, 1, strategy=RayController(**arguments))
+
+
+def test_a_controller_is_not_started_by_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    for key, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match="torchrun started 2"):
+        tiny.bare_trainer(tmp_path, 1, strategy=RayController())
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rlightning\[ray\]'"):
+        tiny.bare_trainer(tmp_path, 1, strategy=RayController())
+
+
+def test_a_configurations_devices_are_the_workers() -> None:
+    strategy = RayController(worker_strategy=FSDP())
+    strategy.take_devices("gpu", "4", 2)
+    assert (strategy.num_workers, strategy.worker_accelerator) == (8, "gpu")
+    strategy.take_devices("cpu", [0, 1], 1)  # settled before
+    assert strategy.num_workers == 8
+    by_itself = RayController()
+    by_itself.take_devices("auto", "auto", 1)
+    assert by_itself.num_workers is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_command_line_has_a_short_name_and_one_line_for_mistakes(tmp_path: Path) -> None:
+    make_project(tmp_path)
+    fit = ["fit", "--config", "run.yaml", "--trainer.strategy", "ray"]
+    done = rlightning(tmp_path, *fit, "--trainer.devices", "2", "--trainer.default_root_dir", "two")
+    assert done.returncode == 0, done.stderr
+    assert "(2 on each of 2 ranks)" in done.stdout + done.stderr
+    assert (tmp_path / "two" / "checkpoints" / "last.ckpt" / "meta.pt").is_file()
+    for options, message in {
+        (
+            "--trainer.strategy.num_workers",
+            "512",
+        ): "num_workers=512 x cpus_per_worker=1 is 512 CPUs, but the Ray cluster",
+        ("--trainer.strategy.address", "127.0.0.1:1"): "no Ray cluster answers at address=127.0.0.1:1",
+    }.items():
+        wrong = rlightning(tmp_path, *fit, *options, "--trainer.default_root_dir", "wrong")
+        assert wrong.returncode == 2
+        [line] = [line for line in wrong.stderr.splitlines() if line.startswith("error:")]
+        assert message in line
