@@ -12,7 +12,11 @@ from engine_run import save_model
 
 SCRIPT = Path(__file__).parent / "controller_rollout_run.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-FOUR = {"num_ranks": 4, "strategy": {"tensor_parallel_size": 2}}
+FOUR = {
+    "num_ranks": 4,
+    "strategy": {"tensor_parallel_size": 2},
+    "rollout": {"placement": "standalone", "num_engines": 1},
+}
 
 
 def seen(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
 
 
 def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
-    """Two data-parallel groups of two tensor-parallel ranks, each rank with an engine."""
+    """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
     save_model(tmp_path / "model", num_key_value_heads=2)
     finish(start_ranks(SCRIPT, 4, str(tmp_path), json.dumps({"ranks": FOUR})), timeout=200)
     finish([start_controller(SCRIPT, str(tmp_path), json.dumps({"workers": FOUR}))], timeout=200)
