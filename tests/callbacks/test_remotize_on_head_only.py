@@ -42,8 +42,10 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("callback", ["with", "without"])
-@pytest.mark.parametrize(("data_parallel", "tensor_parallel"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("data_parallel", "tensor_parallel", "callback"),
+    [(1, 1, "with"), (2, 1, "with"), (1, 2, "with"), (2, 2, "with"), (2, 2, "without")],
+)
 def test_heads_store_and_the_others_do_not(
     data_parallel: int, tensor_parallel: int, callback: str, tmp_path: Path
 ) -> None:
