@@ -31,13 +31,13 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> T
     """[T, H, D] by varlen_attn on copied heads."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))  # type: ignore[return-value]
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """[T, H, D] by varlen_attn on the heads as they are."""
     options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}  # torch 2.11 does not ask
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)  # type: ignore[return-value]
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
 
 
 class _CuDNN(torch.autograd.Function):
@@ -62,7 +62,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tens
     """[T, H, D] by cuDNN on copied heads."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return _CuDNN.apply(q, k, v, bounds, longest)  # type: ignore[no-any-return,no-untyped-call]
+    return _CuDNN.apply(q, k, v, bounds, longest)
 
 
 WAYS: dict[str, Way] = {"varlen, repeated": repeated, "varlen, shared": shared, "cuDNN": cudnn}
@@ -98,7 +98,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Ten
     return out[0].transpose(0, 1), grad.transpose(0, 1)
 
 
-def measure(arguments: argparse.Namespace, name: str, way: Way) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, way: Way) -> dict[str, Any]:
     """One line."""
     length, count = arguments.length, max(arguments.tokens // arguments.length, 2)
     firsts: list[float] = []
@@ -151,7 +151,7 @@ def main() -> None:
     )
     for name, way in WAYS.items():
         try:
-            row = measure(arguments, name, way)
+            row = measure(arguments, way)
         except (RuntimeError, TypeError, ValueError) as error:
             row = blank | {"end": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"}
         rows.append({"way": name, **row})

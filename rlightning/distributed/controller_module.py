@@ -25,11 +25,14 @@ class ControllerModule(LightningModule):
         weight_version: the workers'.
     """
 
+    configured: Any
+    strategy: "RayController"
+
     def __init__(self, configured: LightningModule, strategy: "RayController") -> None:
         super().__init__()
         self.automatic_optimization = False
         self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
-        self.__dict__["strategy"] = strategy
+        self.strategy = strategy
         self.weight_version = getattr(configured, "weight_version", 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -40,14 +43,13 @@ class ControllerModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """The module's own, which also refuses what cannot work before any worker starts."""
-        configured = self.__dict__["configured"]
-        if self.trainer.state.fn == "fit" and hasattr(configured, "plan"):
-            configured.plan.check_world_size(self.__dict__["strategy"].count_workers())
-        return list(configured.configure_callbacks())
+        if self.trainer.state.fn == "fit" and hasattr(self.configured, "plan"):
+            self.configured.plan.check_world_size(self.strategy.count_workers())
+        return list(self.configured.configure_callbacks())
 
     def save_hf(self, path: Any) -> None:
         """Have the workers write the actor as a Hugging Face folder."""
-        self.__dict__["strategy"].call("save_hf", path)
+        self.strategy.call("save_hf", path)
 
     # Hooks: Lightning asks whether they are there.
 
@@ -74,7 +76,7 @@ class ControllerModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log what the workers have found."""
-        (metrics, *_) = self.__dict__["strategy"].order_all(EndEvaluation())
+        (metrics, *_) = self.strategy.order_all(EndEvaluation())
         self.log_dict(metrics)
 
     def on_test_epoch_end(self) -> None:
@@ -83,4 +85,4 @@ class ControllerModule(LightningModule):
 
     def on_predict_epoch_end(self) -> None:
         """The workers are through."""
-        self.__dict__["strategy"].order_all(EndEvaluation())
+        self.strategy.order_all(EndEvaluation())

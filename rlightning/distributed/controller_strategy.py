@@ -95,15 +95,13 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     # What Lightning asks a strategy to do
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Train on a batch: neighbouring parts of it go to neighbouring ranks."""
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Train on a batch: neighbouring parts of it go to neighbouring ranks. What their steps return stays there."""
         assert self.group is not None and self.lightning_module is not None
         shares = split_in_order(batch, self.group.num_workers)
         results: list[StepResult] = self.order_each([Train(share) for share in shares])
         self._count_steps(results[0].global_step)
         self.lightning_module.log_dict(results[0].metrics)
-        # Tensors of the outputs stay where they are, as handles; manual optimization has none that it needs.
-        return None
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch: each worker takes every n-th element of it."""

@@ -111,7 +111,6 @@ class StepResult:
 
     metrics: dict[str, float]
     global_step: int
-    output: Any = None
 
 
 @dataclass(frozen=True)

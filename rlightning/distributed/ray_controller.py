@@ -59,8 +59,6 @@ class RayController(ControllerStrategy):
         ray_options: further arguments of ``ray.init``.
     """
 
-    strategy_name = "ray"
-
     def __init__(
         self,
         *,
@@ -243,10 +241,6 @@ class RayController(ControllerStrategy):
             self.group = None
         self._is_started = False
         self.precision_plugin.teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """It is named by its class."""
 
 
 def belongs_to_workers(callback: Callback) -> bool:

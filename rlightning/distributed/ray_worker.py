@@ -143,8 +143,7 @@ class Worker:
     def _step_result(self) -> StepResult:
         assert self.trainer is not None
         metrics = self.trainer._logger_connector.metrics["callback"]
-        output, self.relay.output = self.relay.output, None
-        return StepResult(as_floats([metrics]), self.trainer.global_step, remotize(output, label="training step"))
+        return StepResult(as_floats([metrics]), self.trainer.global_step)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.trainer is not None

@@ -108,8 +108,6 @@ class HookRelay(Callback):
     def __init__(self, inbox: Inbox, wanted: Collection[str]) -> None:
         self.inbox = inbox
         self.wanted = wanted
-        self.output: Any = None
-        """What the last step returned."""
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -123,8 +121,7 @@ class HookRelay(Callback):
         trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep what the step returned; let go of its batches."""
-        self.output = outputs
+        """Let go of the step's batches."""
         self._sent = None
 
     def on_validation_batch_end(

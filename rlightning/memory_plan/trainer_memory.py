@@ -138,7 +138,7 @@ class TrainerMemory:
         return self.work.compute_itemsize * (weights.root + layers)
 
     def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
-        """Of models/output_layer.py, compiled: logits [C, V] in the forward's dtype, whose gradient takes their place.
+        """Of models/output_layer.py on a GPU: logits [C, V] in the forward's dtype, whose gradient takes their place.
 
         Beside them the last hidden states [T, E] that were picked, with their gradient, the output layer's gradient
         [V, E] in float32, and under autocast its weights in bfloat16. At the end the gradient is cast where it has to

@@ -9,6 +9,7 @@ three numbers among its own logits, and then they are merged.
 Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -265,8 +266,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _kernels(logits: Tensor) -> Any:
     """What has :func:`summarize_logits` and :func:`differentiate_logits` for such logits: Triton's, or this module."""
-    if logits.is_cuda and logits.dtype != torch.float64 and compiler_obstacle(logits.device) is None:
+    if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels
 
         return logit_kernels
     return sys.modules[__name__]
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Triton comes with torch for CUDA, and needs a compiler."""
+    return device.type == "cuda" and compiler_obstacle(device) is None
