@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rlightning.distributed.platform import synchronize
-from rlightning.models.attention import SHARES_HEADS
+from rlightning.models.attention import SHARED_HEADS
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
@@ -36,8 +36,7 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> T
 
 def shared(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """[T, H, D] by varlen_attn on the heads as they are."""
-    options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}  # torch 2.11 does not ask
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **SHARED_HEADS)
 
 
 class _CuDNN(torch.autograd.Function):
@@ -128,7 +127,7 @@ def measure(arguments: argparse.Namespace, way: Way) -> dict[str, Any]:
         "TFLOP/s": 3.5 * operations / whole / 1e9,
         "first, s": firsts[0],
         "other size, s": firsts[1],
-        "error": float((out[:length] - exact_out).norm() / exact_out.norm()),
+        "error": float((out.detach()[:length] - exact_out).norm() / exact_out.norm()),
         "error of gradient": float((grad[:length] - exact_grad).norm() / exact_grad.norm()),
         "end": "ok",
     }

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
+from rlightning.distributed.platform import limit_host_threads
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.models.attention import describe_attention
 from rlightning.models.flops import sequence_flops
@@ -83,6 +84,8 @@ class PolicyModule(LightningModule):
         if self.actor is None:
             self.actor = self.load_model(self.model_path)
             checkpoint_layers(self.actor, self.count_checkpointed_layers())
+            if next(self.actor.parameters()).is_cuda:
+                limit_host_threads()
 
     def load_model(self, model: str) -> PreTrainedModel:
         """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device."""

@@ -206,7 +206,12 @@ def copy_weights(module: RLModule) -> dict[str, torch.Tensor]:
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of each parameter on the host, from the shards of all ranks, which all call it."""
-    return {
-        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().to("cpu", copy=True)
-        for name, weight in model.named_parameters()
-    }
+
+    def whole(weight: torch.Tensor) -> torch.Tensor:
+        if not isinstance(weight, DTensor):
+            return weight
+        there: Any = weight.to(weight.device_mesh.device_type)  # from the host, if it is kept there
+        full: torch.Tensor = there.full_tensor()
+        return full
+
+    return {name: whole(weight).detach().to("cpu", copy=True) for name, weight in model.named_parameters()}

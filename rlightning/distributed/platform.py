@@ -4,6 +4,7 @@ Nothing here creates a CUDA context where there is none to serve: not for a CPU 
 (:mod:`~rlightning.distributed.execution_mode`). There, all of it does nothing.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from rlightning.distributed.execution_mode import is_controller
+
+HOST_THREADS = 4
+"""Of torch's operations on the host, beside a GPU."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,15 @@ class MemoryUse:
     """Left on the device by all processes."""
     total: int
     """The device's size."""
+
+
+def limit_host_threads() -> None:
+    """Let torch's operations on the host use few threads, unless ``OMP_NUM_THREADS`` says how many.
+
+    Beside a GPU they copy a few megabytes a step, for which waking a thread on every core can take longer than copying.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), HOST_THREADS))
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -14,7 +14,7 @@ from rlightning.distributed.gathering import GATHER_BYTES
 from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activations
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
-from rlightning.models.output_layer import CHUNK_BYTES
+from rlightning.models.output_layer import chunk_tokens
 from rlightning.optimizers import StoredMomentsAdamW
 from rlightning.optimizers.moments import bytes_per_parameter
 from rlightning.rollout.weights import plan_chunks
@@ -148,7 +148,8 @@ class TrainerMemory:
         text_config: Any = work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
-        chunk = min(tokens * row, CHUNK_BYTES) + (work.compute_itemsize * self.weights.head if work.is_autocast else 0)
+        chunk = row * min(tokens, chunk_tokens(row))
+        chunk += work.compute_itemsize * self.weights.head if work.is_autocast else 0
         if not has_gradient:
             return chunk + states
         cast = 0 if self._state_itemsize == 4 else self._state_itemsize * self.weights.head

@@ -24,8 +24,8 @@ PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
 MAX_HEAD_SIZE = 256
 """The largest that ``varlen_attn`` takes; a smaller one has to be a multiple of 8."""
-SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether ``varlen_attn`` takes fewer key/value heads than query heads: since torch 2.12."""
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""How ``varlen_attn`` is told that there are fewer key/value heads than query heads: torch 2.11 sees it by itself."""
 
 
 def packed_attention(
@@ -134,12 +134,9 @@ def varlen_attention(
     Returns:
         [T, H, D].
     """
-    groups = q.shape[1] // k.shape[1]
     options: dict[str, Any] = {"scale": scaling}
-    if groups > 1 and SHARES_HEADS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if q.shape[1] != k.shape[1]:
+        options |= SHARED_HEADS
     # Tokens to the left that one sees beside itself, and to the right; -1 is all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

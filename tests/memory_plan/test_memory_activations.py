@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwe
 
 from rlightning.memory_plan.trace import Decoder, measure_activations
 from rlightning.models import layers
-from rlightning.models.attention import PACKED_ATTENTION, SHARES_HEADS
+from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.layers import checkpoint_layers, compile_layers
 
 AS_INDUCTOR = aot_autograd(
@@ -35,7 +35,7 @@ def test_activations_of_qwen3_are_those_of_the_formula(is_autocast: bool) -> Non
     )
     kept = measure_activations(SMALL, decoder, tokens, 512).kept
     layer = (22 if is_autocast else 16) * hidden + 6 * queries + 6 * keys + 8 * inner
-    layer += 4 * queries + 4 * keys if SHARES_HEADS else 8 * queries
+    layer += 4 * queries + 4 * keys
     layer += 4 * heads + 4 * (2 + heads + 8)  # log-sum-exps, and the norms' reciprocals
     copies = 2 * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner) if is_autocast else 0
     assert kept == pytest.approx(28 * (tokens * layer + copies), rel=0.01)
@@ -60,7 +60,7 @@ def test_tensor_parallelism_halves_what_layers_compute() -> None:
         ).kept
         for size in (1, 2)
     )
-    attention = 4 * 2048 + 4 * 1024 if SHARES_HEADS else 8 * 2048
+    attention = 4 * 2048 + 4 * 1024
     inner = attention + 6 * 2048 + 6 * 1024 + 8 * 3072 + 4 * 16 + 4 * 24
     assert whole - half == pytest.approx(28 * 4096 * inner / 2, rel=0.01)
 

@@ -8,11 +8,10 @@ from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, TWO_PROMPTS, all
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import GIB, read_device_memory
-from rlightning.memory_plan.phases import MemoryPlan, total, transient
+from rlightning.memory_plan.phases import FRESH_FRAGMENTATION, MemoryPlan, total, transient
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer_memory import TrainerMemory
 from rlightning.memory_plan.work import Engine, Parallelism, Work
-from rlightning.models import attention
 
 MEASURED = [
     # docs/measurements.md, "Memory of a GPU that actor and engine share": allocated after the update.
@@ -111,10 +110,10 @@ def test_logits_take_a_chunk_and_no_more() -> None:
     few, many = 1000, 100_000
     memory = TrainerMemory(work, small().trainer)
     assert memory.logits_chunk(few, has_gradient=False) == 2 * few * (151936 + 1024)
-    assert memory.logits_chunk(many, has_gradient=False) == 2**30 + 2 * many * 1024
+    assert memory.logits_chunk(many, has_gradient=False) == 2 * 4096 * 151936 + 2 * many * 1024
     # with the gradients of hidden states and output layer, this one in float32, then cast when the logits are gone
     assert memory.logits_chunk(few, has_gradient=True) == 2 * 2 * few * 1024 + 4 * head + 2 * head
-    assert memory.logits_chunk(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2**30
+    assert memory.logits_chunk(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2 * 4096 * 151936
     halves = replace(work, parallelism=Parallelism(kind="fsdp", ranks=2, tensor_parallel_size=2))
     assert TrainerMemory(halves).logits_chunk(few, has_gradient=False) == 2 * few * (151936 // 2 + 1024)
 
@@ -176,10 +175,9 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     ],
 )
 def test_an_update_under_autocast_is_within_15_percent(
-    config: Any, tokens: int, is_checkpointed: bool, measured: float, monkeypatch: pytest.MonkeyPatch
+    config: Any, tokens: int, is_checkpointed: bool, measured: float
 ) -> None:
-    """Of docs/performance.md, "The update", on a GPU without an engine, with torch 2.11."""
-    monkeypatch.setattr(attention, "SHARES_HEADS", False)
+    """Of docs/performance.md, "The update", on a GPU without an engine."""
     alone = Work(
         config=config, batch=TWO_PROMPTS, longest=1152, is_compiled=True, gradient_checkpointing=is_checkpointed
     )
@@ -187,9 +185,8 @@ def test_an_update_under_autocast_is_within_15_percent(
 
 
 @pytest.mark.parametrize(("tokens", "measured"), [(16384, 36.0), (32768, 54.0)])
-def test_compiled_layers_are_within_15_percent(tokens: int, measured: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the study above, with torch 2.11."""
-    monkeypatch.setattr(attention, "SHARES_HEADS", False)
+def test_compiled_layers_are_within_15_percent(tokens: int, measured: float) -> None:
+    """Of the study above."""
     planned = plan_of(replace(FSDP_ALONE, is_compiled=True), H200)
     assert allocated(planned.update(tokens)) == pytest.approx(measured, rel=0.15)
 
@@ -202,7 +199,7 @@ def test_automatic_checkpointing_takes_as_few_layers_as_leave_a_tenth(device: st
     one_less = planned.trainer.update_parts(planned.tokens, count - 1)
     one_more = planned.trainer.update_parts(planned.tokens, count)
     saved = one_less["activations"] - one_more["activations"]
-    assert total(planned.update()) + saved > 0.9 * planned.device_memory
+    assert total(planned.update()) + saved * (1 + FRESH_FRAGMENTATION) > 0.9 * planned.device_memory
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

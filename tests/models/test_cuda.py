@@ -42,9 +42,7 @@ def test_attention_in_half_precision(head_size: int, groups: int, window: int | 
         assert (got.float() - expected).norm() <= 0.01 * expected.norm() + 1e-3
 
 
-def test_shared_heads_are_repeated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not attention.SHARES_HEADS:
-        pytest.skip("this version's varlen_attn has no shared heads")
+def test_shared_heads_are_repeated_ones() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     bounds = torch.tensor([0, 7, 8, 13, 77], dtype=torch.int32, device="cuda")
     inputs = [
@@ -52,9 +50,9 @@ def test_shared_heads_are_repeated_ones(monkeypatch: pytest.MonkeyPatch) -> None
         for heads in (8, 2, 2)
     ]
     results = []
-    for shares_heads in (True, False):
-        monkeypatch.setattr(attention, "SHARES_HEADS", shares_heads)
+    for copies in (1, 4):
         query, key, value = inputs
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         out = attention.varlen_attention(query, key, value, bounds, 64, None, 5)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for some, other in zip(*results, strict=True):

@@ -17,7 +17,7 @@ from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
-from rlightning.models import attention, layers, load_policy, packed_logprobs
+from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
 from rlightning.types import RolloutBatch
 
@@ -98,11 +98,7 @@ def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: s
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("shares_heads", [False, True])
-def test_packed_kernels_are_compiled_once(shares_heads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shares_heads and not attention.SHARES_HEADS:
-        pytest.skip("varlen_attn repeats heads here")
-    monkeypatch.setattr(attention, "SHARES_HEADS", shares_heads)
+def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
     expected = [run(policies[0], SHAPES) for run in (train, evaluate)]

@@ -73,7 +73,7 @@ def make_inputs(num_tokens: int, dtype: torch.dtype = torch.float64, size: int =
 def test_value_and_gradient(
     chunk: int, temperature: float, softcap: float | None, needs_entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eleven tokens: in chunks of four at most, that is three of 3, 4 and 4."""
+    """Eleven tokens: in chunks of four at most, that is three of 4, 4 and 3."""
     set_chunk(monkeypatch, chunk, 8)
     hidden, weight, targets = make_inputs(11)
     factors = torch.randn(2, 11, dtype=torch.float64)

@@ -371,15 +371,10 @@ def test_workers_on_other_gpus() -> None:
         send(end, workers, {name: weight * factor for name, weight in weights.items()})
     workers[0].process.kill()
     workers[0].process.join()
-    for worker in workers[1:]:
-        worker.ask(0)
     next(end.fill(weights.items()))
     with pytest.raises(EngineError, match="did not take chunk 0"):
-        end.send(0)
-        end.send(0)  # NCCL may have kept the first for the one that is gone
-    for worker in workers[1:]:
-        with pytest.raises(EngineError, match="Chunk 0 of the weights did not come"):
-            worker.answer()
+        for _ in range(64):  # NCCL keeps some for the one that is gone
+            end.send(0)
     left = [*workers[1:], Worker(others[0])]
     connect(end, left)
     send(end, left, weights)
