@@ -169,9 +169,8 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     ("config", "tokens", "is_checkpointed", "measured"),
     [
         (SMALL, 16384, True, 11.7),
-        (SMALL, 18432, False, 35.5),
-        (SMALL, 32768, False, 52.0),
-        (MIDDLE, 32768, False, 93.3),
+        (SMALL, 32768, False, 50.4),
+        (MIDDLE, 32768, False, 92.3),
     ],
 )
 def test_an_update_under_autocast_is_within_15_percent(
@@ -184,11 +183,10 @@ def test_an_update_under_autocast_is_within_15_percent(
     assert allocated(plan_of(alone, H200).update(tokens)) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize(("tokens", "measured"), [(16384, 36.0), (32768, 54.0)])
-def test_compiled_layers_are_within_15_percent(tokens: int, measured: float) -> None:
-    """Of the study above."""
+def test_an_update_under_fsdp_is_within_15_percent() -> None:
+    """Of the same page."""
     planned = plan_of(replace(FSDP_ALONE, is_compiled=True), H200)
-    assert allocated(planned.update(tokens)) == pytest.approx(measured, rel=0.15)
+    assert allocated(planned.update(16384)) == pytest.approx(30.3, rel=0.15)
 
 
 @pytest.mark.parametrize("device", ["35GB", "45GB", "60GB"])
