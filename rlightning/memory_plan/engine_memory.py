@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlightning.distributed.platform import memory_use
+from rlightning.errors import ConfigError
+from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.weights import count_weights
 from rlightning.memory_plan.work import Engine
 from rlightning.models import load_config
@@ -58,16 +60,22 @@ class EnginePlan:
         return max(self.kv_cache, 0) // self.sequence
 
 
-def kv_cache_setting(arguments: Mapping[str, Any], model: str, device: torch.device) -> dict[str, int]:
+def kv_cache_setting(
+    arguments: Mapping[str, Any], model: str, device: torch.device, *, is_alone: bool = True
+) -> dict[str, int]:
     """How large vLLM is told to make the KV cache, where all sequences at once can use less than there is for it.
 
     Args:
         arguments: of its EngineArgs, those of :func:`~rlightning.rollout.engine_settings.derive_settings` among them.
         model: a folder or a name on the hub.
         device: what the engine runs on.
+        is_alone: whether no other engine starts there at the same time. vLLM would measure both otherwise.
 
     Returns:
         An argument more, or none.
+
+    Raises:
+        ConfigError: if it is not alone, and there is no room for any.
     """
     if arguments.get("kv_cache_memory_bytes") is not None:
         return {}
@@ -82,28 +90,40 @@ def kv_cache_setting(arguments: Mapping[str, Any], model: str, device: torch.dev
         return {}
     engine, weights = read_engine(arguments, itemsize=itemsize), count_weights(config).total
     plan = plan_engine(engine, config, longest=longest, weights=weights, device_memory=memory.total)
-    return {"kv_cache_memory_bytes": plan.wanted} if plan.is_less_wanted else {}
+    if plan.is_less_wanted:
+        return {"kv_cache_memory_bytes": plan.wanted}
+    if is_alone:
+        return {}
+    if plan.available < plan.sequence:
+        raise ConfigError(
+            f"An engine's part of rollout.gpu_memory_utilization, {engine.utilization:g}, has no room for a sequence "
+            f"of {longest:,} tokens beside its {plan.weights / GIB:.1f} GiB of weights and "
+            f"{plan.activations / GIB:.1f} GiB of activations. Raise it, or lower rollout.num_engines."
+        )
+    return {"kv_cache_memory_bytes": int(WORTHWHILE * plan.available)}
 
 
-def read_engine(arguments: Mapping[str, Any], *, itemsize: int, **settings: Any) -> Engine:
-    """The engine that starts with some arguments.
+def read_engine(arguments: Mapping[str, Any], *, itemsize: int, number: int = 1, **settings: Any) -> Engine:
+    """The engines that start with some arguments each.
 
     Args:
         arguments: as in :func:`kv_cache_setting`.
         itemsize: bytes of a weight.
+        number: of engines that share a device.
         settings: of :class:`Engine`, that are no arguments of vLLM.
     """
-    cache = str(arguments.get("kv_cache_dtype") or "auto")
+    cache, named = str(arguments.get("kv_cache_dtype") or "auto"), arguments.get("kv_cache_memory_bytes")
     return Engine(
         **settings,
-        utilization=float(arguments.get("gpu_memory_utilization", 0)),
+        number=number,
+        utilization=number * float(arguments.get("gpu_memory_utilization", 0)),
         itemsize=itemsize,
         kv_itemsize=1 if "fp8" in cache or "int8" in cache else itemsize,
-        kv_cache_bytes=arguments.get("kv_cache_memory_bytes"),
+        kv_cache_bytes=None if named is None else number * named,
         block_tokens=int(arguments.get("block_size") or BLOCK_TOKENS),
         tensor_parallel_size=int(arguments.get("tensor_parallel_size") or 1),
-        max_sequences=int(arguments["max_num_seqs"]),
-        max_batched_tokens=int(arguments["max_num_batched_tokens"]),
+        max_sequences=number * int(arguments["max_num_seqs"]),
+        max_batched_tokens=number * int(arguments["max_num_batched_tokens"]),
     )
 
 
@@ -125,7 +145,7 @@ def plan_engine(
     kv_heads: int = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     token = 2 * text_config.num_hidden_layers * max(kv_heads // size, 1) * head_dim * engine.kv_itemsize
-    held = engine.itemsize * weights // size
+    held = engine.number * engine.itemsize * weights // size
     # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
     width = (
         3 * text_config.hidden_size + ((heads + 2 * kv_heads) * head_dim + 3 * text_config.intermediate_size) // size

@@ -145,7 +145,7 @@ class MemoryPlan:
     def _beside_trainer(self, *, is_awake: bool) -> dict[str, int]:
         parts = {"CUDA contexts": CONTEXT_BYTES}
         if self.work.engine is not None:
-            parts["CUDA contexts"] += ENGINE_CONTEXT_BYTES
+            parts["CUDA contexts"] += self.work.engine.number * ENGINE_CONTEXT_BYTES
         if is_awake:
             engine = self.engine()
             parts["engine's weights"] = engine.weights

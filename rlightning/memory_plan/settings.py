@@ -177,7 +177,8 @@ def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prom
     if rollout.get("placement") == "standalone":
         return None
     share = rollout["gpu_memory_utilization"] or MEMORY_SHARE["colocated"]
-    given = {"gpu_memory_utilization": share} | dict(rollout.get("engine") or {})
+    number = int(rollout.get("num_engines") or 1)
+    given = {"gpu_memory_utilization": share / number} | dict(rollout.get("engine") or {})
     size = int(given.get("tensor_parallel_size") or 1)
     if ranks % size:
         raise ConfigError(
@@ -185,12 +186,13 @@ def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prom
             f"but there are {ranks} ranks. Set trainer.devices to a multiple of {size}."
         )
     work = RolloutWork(
-        num_prompts=batch.prompts_per_step * size // ranks,
+        num_prompts=-(-batch.prompts_per_step * size // ranks // number),
         samples_per_prompt=batch.samples_per_prompt,
         max_prompt_tokens=max_prompt_tokens,
     )
     return read_engine(
         derive_settings(work, given, is_cuda=True),
+        number=number,
         itemsize=4 if rollout.get("dtype") == "float32" else 2,
         can_sleep=bool(rollout["sleep"]),
         bucket_bytes=int(rollout["bucket_bytes"]),

@@ -40,9 +40,10 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A rollout engine on each rank's device, or on those of some neighbours.
+    """A rollout engine on each rank's device, or on those of some neighbours; or several there, taken together.
 
     Attributes:
+        number: of engines there.
         utilization: ``rollout.gpu_memory_utilization``.
         can_sleep: whether it gives its memory back during an update.
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
@@ -55,6 +56,7 @@ class Engine:
         max_batched_tokens: that one of its forward passes sees.
     """
 
+    number: int = 1
     utilization: float = 0.45
     can_sleep: bool = True
     bucket_bytes: int = 2 << 30

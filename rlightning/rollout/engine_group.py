@@ -1,4 +1,4 @@
-"""One engine and the ranks whose devices it runs on: weights, prompts and completions on their way between them.
+"""The engines on some ranks' devices: weights, prompts and completions on their way between them.
 
 ::
 
@@ -8,13 +8,15 @@
     prompts               own  ->  0        own  ->  2              completions go back the same way
 
 With an engine a rank, which is the usual case, each group is one rank, and nothing passes between ranks but the shards
-of the weights.
+of the weights. A group may have several engines, which all load what is in the buckets, and share its prompts.
 """
 
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlightning.distributed.barrier import barrier
@@ -23,7 +25,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.devices import lent_devices
 from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.rollout.weights import WeightBucket, Weights
 from rlightning.types import Completion
 
@@ -31,35 +33,33 @@ log = logging.getLogger(__name__)
 
 
 class EngineGroup:
-    """The engine of this rank, which it may share with its neighbours. All ranks make one, and call it alike.
+    """The engines of this rank, which it may share with its neighbours. All ranks make one, and call it alike.
 
     Args:
-        config: of the engine, as this rank would start it alone.
-        num_ranks: neighbours, this one among them, that lend it their devices: its ``tensor_parallel_size``.
+        configs: of the engines, as this rank would start them alone; all share its device.
+        num_ranks: neighbours, this one among them, that lend them their devices: their ``tensor_parallel_size``.
 
     Attributes:
-        engine: None on a rank that only lends its device.
+        engines: none on a rank that only lends its device.
     """
 
-    def __init__(self, config: VLLMConfig, *, num_ranks: int = 1) -> None:
+    def __init__(self, configs: Sequence[VLLMConfig], *, num_ranks: int = 1) -> None:
         first = global_rank() // num_ranks * num_ranks
         self.ranks = range(first, first + num_ranks)
-        self.config = replace(config, visible_devices=lent_devices(config.device, self.ranks))
-        self.engine = VLLMEngine(self.config) if global_rank() == first else None
+        devices = lent_devices(configs[0].device, self.ranks)
+        configs = [replace(config, visible_devices=devices) for config in configs]
+        self.config = configs[0]
+        self.engines = [VLLMEngine(config) for config in configs] if global_rank() == first else []
         self._bucket: WeightBucket | None = None
         self._handles: list[bytes] = []
+        self._loading: list[VLLMEngine] = []
         self._death: EngineDiedError | None = None
-        self._has_restarted = False
+        self._restarted: list[VLLMEngine] = []
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the engine gives its device's memory back while it is not needed."""
+        """Whether engines give their device's memory back while they are not needed."""
         return self.config.can_sleep
-
-    @property
-    def engines(self) -> list[VLLMEngine]:
-        """The one of this rank, if it has one."""
-        return [] if self.engine is None else [self.engine]
 
     @property
     def fresh(self) -> list[VLLMEngine]:
@@ -67,13 +67,13 @@ class EngineGroup:
         return self.engines
 
     def start(self) -> None:
-        """Start the engine's process; returns before it is up."""
-        if self.engine is not None:
-            self.engine.start()
+        """Start the engines' processes; returns before they are up."""
+        for engine in self.engines:
+            engine.start()
 
     def is_stale(self, weight_version: int) -> bool:
         """Whether this rank has an engine that holds other weights."""
-        return self.engine is not None and self.engine.weight_version != weight_version
+        return any(engine.weight_version != weight_version for engine in self.engines)
 
     def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
         """Bring the actor's weights into each engine that is stale; it is awake then, but for its KV cache.
@@ -90,29 +90,26 @@ class EngineGroup:
             self._bucket = WeightBucket(shapes, config.dtype, config.device, config.bucket_bytes)
             received = exchange({self.ranks[0]: self._bucket.handle()}, name="buckets")
             self._handles = list(received.values())
-        engine = self.engine if self.is_stale(weight_version) else None
         self._death = None
+        self._loading = [engine for engine in self.engines if engine.weight_version != weight_version]
         self._meet("engine wakes")  # its neighbours' devices have room for it now
-        if engine is not None:
-            self._death = _attempt(engine.begin_loading, self._handles)
+        self._load(partial(VLLMEngine.begin_loading, handles=self._handles))
         for chunk in self._bucket.fill(weights()):
             self._meet("weights in the bucket")
-            if engine is not None and self._death is None:
-                self._death = _attempt(engine.load_chunk, chunk)
+            self._load(partial(VLLMEngine.load_chunk, index=chunk))
             self._meet("weights in the engine")
 
     def finish_loading(self, weight_version: int) -> None:
         """Let each engine that was stale take the memory for its KV cache, and be ready.
 
         Raises:
-            EngineDiedError: if this rank's engine died, now or while it loaded.
+            EngineDiedError: if an engine of this rank died, now or while it loaded.
             EngineError: if a parameter of its model was set by none of the weights.
         """
         self._meet("engine takes its KV cache")
+        self._load(partial(VLLMEngine.finish_loading, weight_version=weight_version))
         if self._death is not None:
             raise self._death
-        if self.engine is not None and self.is_stale(weight_version):
-            self.engine.finish_loading(weight_version)
 
     def generate(
         self,
@@ -135,31 +132,50 @@ class EngineGroup:
         done: dict[int, list[Completion]] = {}
         while any_rank(len(done) < len(work), name="completions are there"):
             send_weights()
-            todo = [i for i in range(len(work)) if i not in done]
-            if self.engine is None or not todo:
-                continue
-            try:
-                asked = [work[i][1] for i in todo]
-                for position, completions in self.engine.generate_as_finished(asked, num_samples, sampling):
-                    done[todo[position]] = completions
-                    rank, (prompt, _) = work[todo[position]]
-                    if on_completed is not None and rank == global_rank():
-                        on_completed(prompt, completions)
-            except EngineDiedError as error:
-                self.restart(error)
+            self._death = None
+            asked = self._ask([(i, work[i][1]) for i in range(len(work)) if i not in done], num_samples, sampling)
+            for answer in as_completed(asked):
+                try:
+                    completions = make_completions(answer.result())
+                except EngineDiedError as error:
+                    self._death = error
+                    continue
+                done[asked[answer]] = completions
+                rank, (prompt, _) = work[asked[answer]]
+                if on_completed is not None and rank == global_rank():
+                    on_completed(prompt, completions)
+            if self._death is not None:
+                self.restart(self._death)
         return self.hand_back([(work[i][0], done[i]) for i in range(len(work))])
 
+    def _ask(
+        self, requests: Sequence[tuple[int, Request]], num_samples: int, sampling: Sampling
+    ) -> dict[Future[Any], int]:
+        """Deal numbered requests out to the engines; the number of each by its answer to come."""
+        asked: dict[Future[Any], int] = {}
+        for place, engine in enumerate(self.engines):
+            share = requests[place :: len(self.engines)]
+            try:
+                answers = engine.ask([request for _, request in share], num_samples, sampling)
+            except EngineDiedError as error:
+                self._death = error
+            else:
+                asked.update(zip(answers, (number for number, _ in share), strict=True))
+        return asked
+
     def restart(self, error: EngineDiedError) -> None:
-        """Start this rank's engine again; whoever asks for completions next sends it the weights."""
-        if self._has_restarted or self.engine is None:
+        """Start what has died again; whoever asks for completions next sends it the weights."""
+        dead = [engine for engine in self.engines if not engine.is_alive]
+        if not dead or any(engine in self._restarted for engine in dead):
             raise EngineError(f"The engine died twice in one step. {error}") from error
-        self._has_restarted = True
+        self._restarted += dead
         log.warning("The engine is restarted, once in this step: %s", str(error).splitlines()[0])
-        self.engine.start()
+        for engine in dead:
+            engine.start()
 
     def forgive(self) -> None:
-        """Let the engine die once more."""
-        self._has_restarted = False
+        """Let each engine die once more."""
+        self._restarted = []
 
     def take_in(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
         """The requests of all ranks of the group, each with its rank, to the one that has the engine; else none."""
@@ -176,30 +192,35 @@ class EngineGroup:
         """
         if len(self.ranks) == 1:
             return [completions for _, completions in completed]
-        if self.engine is None:
-            parcels: dict[int, Any] = {}
-        else:
+        parcels: dict[int, Any] = {}
+        if self.engines:
             parcels = {rank: [found for to, found in completed if to == rank] for rank in self.ranks}
         return next(iter(exchange(parcels, name="completions").values()))
 
     def sleep(self) -> None:
-        """Have the engine give its devices' memory back.
+        """Have the engines give their devices' memory back.
 
         Raises:
-            EngineDiedError: if this rank's engine died meanwhile; its memory is free, then, too.
+            EngineDiedError: if one of this rank died meanwhile; its memory is free, then, too.
         """
-        died = None if self.engine is None else _attempt(self.engine.sleep)
+        deaths = [_attempt(engine.sleep) for engine in self.engines]
         self._meet("engine sleeps")
-        if died is not None:
-            raise died
+        for death in filter(None, deaths):
+            raise death
 
     def close(self) -> None:
-        """End the engine and give the bucket's memory back. May be called twice, and by one rank alone."""
-        if self.engine is not None:
-            self.engine.close()
+        """End the engines and give the bucket's memory back. May be called twice, and by one rank alone."""
+        for engine in self.engines:
+            engine.close()
         if self._bucket is not None:
             self._bucket.close()
             self._bucket = None
+
+    def _load(self, step: Callable[[VLLMEngine], None]) -> None:
+        """Take a step of loading with each engine that does; one that dies does no more."""
+        deaths = [_attempt(step, engine) for engine in self._loading]
+        self._loading = [engine for engine, death in zip(self._loading, deaths, strict=True) if death is None]
+        self._death = next(filter(None, deaths), self._death)
 
     def _meet(self, name: str) -> None:
         if len(self.ranks) > 1:

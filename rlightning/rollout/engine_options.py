@@ -53,8 +53,6 @@ class EngineOptions:
         staleness = f"max_staleness={self.max_staleness}"
         rules = {
             f"num_engines={self.num_engines} must be at least 1": self.num_engines >= 1,
-            f"num_engines={self.num_engines} needs placement: standalone. Colocated engines are as many as fit the "
-            "ranks": self.num_engines == 1 or is_standalone,
             f"num_engines={self.num_engines} is not the number of rollout.engines, {len(self.engines)}. Leave it "
             "out": self.num_engines == 1 or not self.engines or self.num_engines == len(self.engines),
             f"engines={list(self.engines)} needs placement: standalone": not self.engines or is_standalone,
@@ -82,6 +80,11 @@ class EngineOptions:
         """Of the device's memory, for an awake engine."""
         given = self.gpu_memory_utilization
         return MEMORY_SHARE[self.placement] if given is None else given
+
+    @property
+    def engines_per_device(self) -> int:
+        """How many engines share a device, and its part that is theirs."""
+        return self.num_engines if self.placement == "colocated" else 1
 
     @property
     def devices_per_engine(self) -> int:
@@ -121,8 +124,11 @@ class EngineOptions:
         """
         size = self.devices_per_engine
         if self.placement == "colocated":
-            number, num_engines = global_rank() // size, world_size() // size
-            return [self._configure(module, device, sampling, max_prompt_tokens, folder, number, num_engines)]
+            first, num_engines = global_rank() // size * self.num_engines, world_size() // size * self.num_engines
+            return [
+                self._configure(module, device, sampling, max_prompt_tokens, folder, first + place, num_engines)
+                for place in range(self.num_engines)
+            ]
         if self.engines:
             return [
                 replace(
@@ -185,14 +191,16 @@ class EngineOptions:
             "disable_log_stats": True,
         }
         if is_cuda:
-            arguments |= {"gpu_memory_utilization": self.memory_share, "enable_sleep_mode": can_sleep}
+            share = self.memory_share / self.engines_per_device
+            arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
         else:
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
         work = self._work(module, max_prompt_tokens, num_engines)
         arguments |= derive_settings(work, self.arguments, is_cuda=is_cuda)
-        arguments |= kv_cache_setting(arguments, module.model_path, device)
+        is_alone = self.engines_per_device == 1
+        arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=is_alone)
         return VLLMConfig(
             engine_args=arguments,
             device=device,
@@ -208,7 +216,7 @@ class EngineOptions:
     def _work(self, module: Any, max_prompt_tokens: int | None, num_engines: int) -> RolloutWork:
         plan = getattr(module, "plan", None)
         per_step = DEFAULT_PROMPTS * num_engines if plan is None else plan.prompts_per_step
-        in_flight = (per_step + self.prompts_ahead(per_step)) // num_engines
+        in_flight = -(-(per_step + self.prompts_ahead(per_step)) // num_engines)
         return RolloutWork(
             num_prompts=in_flight,
             samples_per_prompt=1 if plan is None else plan.samples_per_prompt,

@@ -16,7 +16,7 @@ from typing import Any
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completion, vllm_sampling
+from rlightning.rollout.vllm_engine import VLLMEngine, make_completions, vllm_sampling
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class EnginePool:
         elif error is not None:
             request.answer.set_exception(error)
         else:
-            request.answer.set_result([make_completion(output) for output in inner.result()])
+            request.answer.set_result(make_completions(inner.result()))
 
     def _bury(self, member: Member, error: EngineError) -> None:
         """Start a dead engine again, once; its requests have been handed on."""

@@ -1,9 +1,8 @@
 """The trainer's end of a vLLM engine in its own process."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
 from typing import Any, Literal
 
 import numpy as np
@@ -81,18 +80,15 @@ class VLLMEngine:
         on_completed: OnCompleted | None = None,
     ) -> list[list[Completion]]:
         """See :meth:`RolloutEngine.generate`."""
-        requests = [(prompt, stream) for stream, prompt in enumerate(prompts)]
-        done: dict[int, list[Completion]] = {}
-        for position, completions in self.generate_as_finished(requests, num_samples, sampling):
-            done[position] = completions
-            if on_completed is not None:
-                on_completed(prompts[position], completions)
-        return [done[i] for i in range(len(prompts))]
+        answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
+        if on_completed is not None:
+            positions = {answer: position for position, answer in enumerate(answers)}
+            for answer in as_completed(answers):
+                on_completed(prompts[positions[answer]], make_completions(answer.result()))
+        return [make_completions(answer.result()) for answer in answers]
 
-    def generate_as_finished(
-        self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield each request's position with its completions, as they finish.
+    def ask(self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
+        """Hand in requests; what comes of each is for :func:`make_completions`.
 
         Args:
             requests: prompts, each with the number of its random stream, which counts if ``sampling.seed`` is set.
@@ -101,15 +97,10 @@ class VLLMEngine:
         """
         if self.is_alive and self.weight_version is None:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
-        finished: SimpleQueue[Future[Any]] = SimpleQueue()
-        positions: dict[Future[Any], int] = {}
-        for position, (prompt, stream) in enumerate(requests):
-            answer = self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
-            positions[answer] = position
-            answer.add_done_callback(finished.put)
-        for _ in positions:
-            answer = finished.get()
-            yield positions[answer], [make_completion(output) for output in answer.result()]
+        return [
+            self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
+            for prompt, stream in requests
+        ]
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`RolloutEngine.score`."""
@@ -201,7 +192,15 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str
     }
 
 
-def make_completion(output: dict[str, Any]) -> Completion:
-    """What the engine's process answers for one sample."""
-    reason: Literal["stop", "length"] = "length" if output["finish_reason"] == "length" else "stop"
-    return Completion(output["text"], output["token_ids"], output["logprobs"], output["weight_versions"], reason)
+def make_completions(outputs: Sequence[dict[str, Any]]) -> list[Completion]:
+    """A prompt's completions, from what the engine's process answers."""
+    return [
+        Completion(
+            output["text"],
+            output["token_ids"],
+            output["logprobs"],
+            output["weight_versions"],
+            "length" if output["finish_reason"] == "length" else "stop",
+        )
+        for output in outputs
+    ]

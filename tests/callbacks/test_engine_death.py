@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from rlightning.data import ValidationSet
 from rlightning.errors import EngineError
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.types import Completion, Prompt
 
 pytestmark = pytest.mark.slow
@@ -59,29 +61,40 @@ class Assassin:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: dict[int, Callable[[VLLMEngine], None]]) -> None:
         self.requests: list[Request] = []
         self.sessions: list[int] = []
-        generate, start = VLLMEngine.generate_as_finished, VLLMEngine.start
+        ask, start = VLLMEngine.ask, VLLMEngine.start
 
         def watched(
             engine: VLLMEngine, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
-        ) -> Iterator[tuple[int, list[Completion]]]:
-            request = Request(engine.weight_version or 0, len(requests), [])
+        ) -> list[Future[Any]]:
+            request, strike = Request(engine.weight_version or 0, len(requests), []), strikes.get(len(self.requests))
             self.requests.append(request)
-            items = generate(engine, requests, num_samples, sampling)
-            for item in items:
-                request.finished.append(item[1])
-                yield item
-                if len(request.finished) == 1 and len(self.requests) - 1 in strikes:
-                    strikes[len(self.requests) - 1](engine)
+            process = engine.process
+            assert process is not None
+
+            def relay(answer: Future[Any], mine: Future[Any]) -> None:
+                if (error := answer.exception()) is not None:
+                    mine.set_exception(error)
+                elif strike is not None and request.finished:
                     # Drop what the engine had sent already: on a busy machine that may be everything.
-                    for _ in items:
-                        pass
+                    process.ended.add_done_callback(lambda ended: mine.set_exception(ended.result()))
+                else:
+                    request.finished.append(make_completions(answer.result()))
+                    mine.set_result(answer.result())
+                    if strike is not None:
+                        strike(engine)
+
+            answers: list[Future[Any]] = []
+            for answer in ask(engine, requests, num_samples, sampling):
+                answers.append(Future())
+                answer.add_done_callback(partial(relay, mine=answers[-1]))
+            return answers
 
         def noted(engine: VLLMEngine) -> None:
             start(engine)
             assert engine.process is not None
             self.sessions.append(engine.process.pid)
 
-        monkeypatch.setattr(VLLMEngine, "generate_as_finished", watched)
+        monkeypatch.setattr(VLLMEngine, "ask", watched)
         monkeypatch.setattr(VLLMEngine, "start", noted)
 
 
@@ -139,6 +152,27 @@ def test_a_run_survives_one_death_a_step(
     assert caplog.text.count("The engine is restarted, once in this step") == 5
     assert "gave no sign of life for 8 s" in caplog.text and "(exit status -9)" in caplog.text
     assert [in_session(session) for session in assassin.sessions] == [[]] * 6
+
+
+def test_of_two_engines_on_a_device_one_may_die(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the prompts and load the same weights; what the other does is not lost."""
+    assassin = Assassin(monkeypatch, {2: kill_core})
+    witness = Witness()
+    trainer = make_trainer(tmp_path, 3, make_rollout(num_engines=2, **ONE_BY_ONE), witness)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    # Calls in pairs: step 1, step 2, in which the first engine dies, what is left of its prompts, step 3.
+    asked = [(request.weight_version, request.num_prompts, len(request.finished)) for request in assassin.requests]
+    assert asked[:4] == [(0, 2, 2), (0, 2, 2), (1, 2, 1), (1, 2, 2)]
+    assert sorted(asked[4:6]) == [(1, 0, 0), (1, 1, 1)] and asked[6:] == [(2, 2, 2), (2, 2, 2)]
+    assert len(assassin.sessions) == 3
+    for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
+        assert batch.num_sequences == 8
+        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert metrics["policy/rollout_gap_max"] < 1e-4
+    assert {path.name for path in tmp_path.glob("engine*.log")} == {"engine.0.log", "engine.1.log"}
+    assert [in_session(session) for session in assassin.sessions] == [[]] * 3
 
 
 def test_the_second_death_in_a_step_ends_the_run(

@@ -11,8 +11,9 @@ from tiny import save_model
 from rlightning.batch_plan import BatchPlan
 from rlightning.callbacks import VLLMRollout
 from rlightning.distributed.platform import MemoryUse
+from rlightning.errors import ConfigError
 from rlightning.memory_plan import engine_memory
-from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine
+from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine, read_engine
 from rlightning.memory_plan.settings import plan_rollout
 from rlightning.memory_plan.weights import count_weights
 from rlightning.models import load_config
@@ -60,6 +61,27 @@ def test_on_a_gpu_no_more_than_all_sequences_can_use(folder: str, device_of: Any
     assert kv_cache_setting(arguments | {"kv_cache_memory_bytes": 7}, folder, GPU) == {}
 
 
+def test_engines_that_start_together_are_told_what_they_may_take(folder: str, device_of: Any) -> None:
+    """Each would take what the other has taken for its own."""
+    arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
+    plan = plan_engine(
+        read_engine(arguments, itemsize=2),
+        load_config(folder),
+        longest=40,
+        weights=count_weights(load_config(folder)).total,
+        device_memory=1 << 21,
+    )
+    for total in range(1 << 20, 1 << 23, 1 << 19):
+        device_of(total)
+        available = plan.available + (total - (1 << 21)) // 2
+        if available < plan.sequence:
+            with pytest.raises(ConfigError, match=r"^An engine's part of .*, 0\.5, has no room for a sequence of 40 "):
+                kv_cache_setting(arguments, folder, GPU, is_alone=False)
+            continue
+        told = kv_cache_setting(arguments, folder, GPU, is_alone=False)["kv_cache_memory_bytes"]
+        assert told == min(int(0.9 * available), plan.wanted)
+
+
 def test_on_a_cpu_up_to_a_limit(folder: str) -> None:
     arguments = ARGUMENTS | {"dtype": "float32"}
     told = kv_cache_setting(arguments, folder, torch.device("cpu"))
@@ -68,9 +90,10 @@ def test_on_a_cpu_up_to_a_limit(folder: str) -> None:
     assert kv_cache_setting(many, folder, torch.device("cpu")) == {"kv_cache_memory_bytes": 1 << 30}
 
 
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("engine", [{}, {"max_num_seqs": 24}, {"kv_cache_memory_bytes": 1 << 24}])
-def test_the_plan_is_about_the_engine_that_fit_starts(
-    folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any]
+def test_the_plan_is_about_the_engines_that_fit_starts(
+    folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any], number: int
 ) -> None:
     device_of(1 << 34)
     batch = BatchPlan(
@@ -82,13 +105,18 @@ def test_the_plan_is_about_the_engine_that_fit_starts(
     )
     config = load_config(folder)
     module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
-    rollout = VLLMRollout(max_new_tokens=24, engine=engine)
-    (started,) = (one.engine_args for one in rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path))
+    rollout = VLLMRollout(max_new_tokens=24, engine=engine, num_engines=number)
+    started = [one.engine_args for one in rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path)]
+    assert len({arguments["seed"] for arguments in started}) == len(started) == number
     section = {"engine": engine, "gpu_memory_utilization": 0.45, "sleep": True, "bucket_bytes": 1 << 30}
-    planned = plan_rollout(section, batch, 1, 16)
-    assert planned is not None
-    assert started["max_num_seqs"] == planned.max_sequences == engine.get("max_num_seqs", 40)
-    assert started["max_num_batched_tokens"] == planned.max_batched_tokens == 2048
-    assert started["cudagraph_capture_sizes"][-1] == planned.max_sequences
+    planned = plan_rollout(section | {"num_engines": number}, batch, 1, 16)
+    assert planned is not None and planned.number == number
+    completions = {1: 10 * 4, 3: 4 * 4}[number]  # of as many prompts as one of them may get
+    assert planned.utilization == pytest.approx(0.45)
     plan = plan_engine(planned, config, longest=40, weights=count_weights(config).total, device_memory=1 << 34)
-    assert started["kv_cache_memory_bytes"] == plan.kv_cache
+    for arguments in started:
+        assert number * arguments["gpu_memory_utilization"] == pytest.approx(0.45)
+        assert arguments["max_num_seqs"] == planned.max_sequences / number == engine.get("max_num_seqs", completions)
+        assert arguments["max_num_batched_tokens"] == planned.max_batched_tokens / number == 2048
+        assert arguments["cudagraph_capture_sizes"][-1] == arguments["max_num_seqs"]
+        assert arguments["kv_cache_memory_bytes"] == plan.kv_cache / number

@@ -14,7 +14,7 @@ from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -129,9 +129,9 @@ def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> No
 def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> None:
     # What is asked again after a restart comes out as it would have, whatever was done before.
     sampling = Sampling(max_new_tokens=16, seed=7)
-    whole = dict(engine.generate_as_finished([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling))
-    rest = dict(engine.generate_as_finished([(PROMPTS[2], 10)], 4, sampling))
-    assert texts([rest[0]]) == texts([whole[2]])
+    whole = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
+    (rest,) = engine.ask([(PROMPTS[2], 10)], 4, sampling)
+    assert texts([make_completions(rest.result())]) == texts([make_completions(whole[2].result())])
 
 
 def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
