@@ -56,6 +56,8 @@ class RayController(ControllerStrategy):
         gpus_per_worker: GPUs that Ray reserves for each; None is one, where there are any.
         placement: how workers are spread over nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
         max_restarts: how often workers are started anew, from the last checkpoint, when one of them has died.
+        max_store_bytes: more than this of what a worker has stored (:mod:`~rlightning.distributed.rtensor`) is never
+            alive at once; None is no limit but Ray's own.
         ray_options: further arguments of ``ray.init``.
     """
 
@@ -70,6 +72,7 @@ class RayController(ControllerStrategy):
         gpus_per_worker: float | None = None,
         placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK",
         max_restarts: int = 0,
+        max_store_bytes: int | None = None,
         ray_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ class RayController(ControllerStrategy):
         self.worker_accelerator = accelerator
         self.address, self.ray_options = address, ray_options or {}
         self.resources = Resources(cpus=cpus_per_worker, gpus=gpus_per_worker, placement=placement)
-        self.max_restarts = max_restarts
+        self.max_restarts, self.max_store_bytes = max_restarts, max_store_bytes
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
         self._data: Any = None
@@ -119,6 +122,9 @@ class RayController(ControllerStrategy):
                 is None
                 or self.num_workers >= 1,
                 f"max_restarts={self.max_restarts} must be at least 0. Use 0 for none": self.max_restarts >= 0,
+                f"max_store_bytes={self.max_store_bytes} must be positive. Leave it out for no limit": (
+                    self.max_store_bytes is None or self.max_store_bytes > 0
+                ),
                 "worker_strategy is a RayController itself, but workers take orders from one controller. Use "
                 "rlightning.distributed.FSDP or rlightning.distributed.DDP": nested != own_name
                 and not isinstance(nested, RayController),
@@ -203,6 +209,7 @@ class RayController(ControllerStrategy):
             root_dir=str(trainer.default_root_dir),
             checkpoint_io=self._checkpoint_io,
             seed=driver_seed(),
+            max_store_bytes=self.max_store_bytes,
             engine_token=None if self._engines is None else self._engines.token,
         )
 

@@ -123,7 +123,7 @@ class Worker:
             seed_everything(config.seed, verbose=False)
         from rlightning.distributed.ray_store import RayStore
 
-        set_store(RayStore())
+        set_store(RayStore(max_bytes=config.max_store_bytes))
         if config.engine_token is not None:
             os.environ[TOKEN] = config.engine_token
         self.module, self.max_steps = config.module, config.max_steps

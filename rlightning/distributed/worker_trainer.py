@@ -30,6 +30,7 @@ class WorkerConfig:
         root_dir: the run's folder.
         checkpoint_io: for strategies that write single files.
         seed: of ``seed_everything``, or None.
+        max_store_bytes: of what a worker stores.
         engine_token: what the run's engines ask for, or None.
     """
 
@@ -44,6 +45,7 @@ class WorkerConfig:
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
     seed: int | None = None
+    max_store_bytes: int | None = None
     engine_token: str | None = None
 
 

@@ -15,14 +15,21 @@ from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
 from rlightning.distributed import RayController
+from rlightning.distributed.tensor_store import tensor_store
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 
+MAX_STORE_BYTES = 1 << 24
+
 
 class InWorkers(UseGenerator):
-    """A callback of the user's that needs the actor."""
+    """A callback of the user's that needs the actor; what a worker stores is capped there."""
 
     runs_in = "workers"
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        assert tensor_store().max_bytes == MAX_STORE_BYTES
 
 
 class Taken(RLCallback):
@@ -60,7 +67,13 @@ def main() -> None:
         validate_first=False,
     )
     taken = Taken()
-    strategy = RayController(num_workers=2, worker_strategy="ddp", accelerator="cpu", ray_options=RAY_OPTIONS)
+    strategy = RayController(
+        num_workers=2,
+        worker_strategy="ddp",
+        accelerator="cpu",
+        max_store_bytes=MAX_STORE_BYTES,
+        ray_options=RAY_OPTIONS,
+    )
     trainer = bare_trainer(
         folder,
         2,

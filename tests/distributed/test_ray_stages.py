@@ -36,6 +36,7 @@ def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"num_workers": 0}, "num_workers=0 must be at least 1"),
     "restarts": ({"max_restarts": -1}, "max_restarts=-1 must be at least 0"),
+    "store": ({"max_store_bytes": 0}, "max_store_bytes=0 must be positive"),
     "nested": ({"worker_strategy": "ray"}, "worker_strategy is a RayController itself"),
     "unknown": ({"worker_strategy": "fsdp3"}, "there is no strategy 'fsdp3'"),
     "cpus": ({"cpus_per_worker": -1}, "cpus_per_worker=-1 must be at least 0"),
