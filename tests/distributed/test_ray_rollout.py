@@ -84,12 +84,17 @@ def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
 
 
 def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
-    """They sample what the colocated ones did, and end with the run."""
-    rollout = {"placement": "standalone", "num_engines": 2}
-    finish([start_controller(SCRIPT, str(two), json.dumps({"standalone": {"rollout": rollout}}))], timeout=200)
+    """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
+    elsewhere = {"placement": "standalone", "num_engines": 2}
+    ahead = {"rollout": elsewhere | {"max_staleness": 1}, "max_steps": 3}
+    runs = json.dumps({"standalone": {"rollout": elsewhere}, "ahead": ahead})
+    finish([start_controller(SCRIPT, str(two), runs)], timeout=300)
     expected, got = seen(two, "workers"), seen(two, "standalone")
     assert got["sampled"] == expected["sampled"]
     assert got["validations"] == expected["validations"]
+    steps = seen(two, "ahead")["steps"]
+    assert [step["async/age_max"] for step in steps] == [0, 1, 1]
+    assert all("policy/correction_weight" in step for step in steps)
     for number in range(2):
         assert (two / "standalone" / f"engine.{number}.log").is_file()
     command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
