@@ -15,7 +15,7 @@ time; "swap" is how long generation stands still for new weights; "expired" are 
 from statistics import mean, median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, finish, grpo_config, prepare, run_jobs
+from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config, prepare, run_jobs, say
 from weak_scaling import rare_tokens
 
 COLOCATED = "colocated"
@@ -91,8 +91,11 @@ def main() -> None:
             )
             jobs.append(Job(f"{num_gpus}_gpus_{name}", config, num_gpus))
     colocated: dict[int, float] = {}
-    runs = run_jobs(jobs, arguments)
-    finish(arguments, [summarise(run.require_success(), arguments.warm_up, colocated) for run in runs])
+    rows: list[dict[str, Any]] = []
+    for run in run_jobs(jobs, arguments):
+        rows.append(summarise(run.require_success(), arguments.warm_up, colocated))
+        say(format_table(rows).splitlines()[-1])  # should the rest take too long
+    finish(arguments, rows)
 
 
 if __name__ == "__main__":

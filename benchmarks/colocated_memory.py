@@ -198,7 +198,7 @@ def main() -> None:
             say(format_table(rows))
             fatal = fatal_utilization(arguments, steps)
         pair = [("without", "oom_without"), ("before_wake_too", "oom_with")]
-        ends = run_jobs([make_job(arguments, arm, fatal, name) for arm, name in pair], arguments)
+        ends = list(run_jobs([make_job(arguments, arm, fatal, name) for arm, name in pair], arguments))
         rows += [summarise(run, read_steps(run)) for run in ends if read_steps(run)]
         notes = [f"gpu_memory_utilization {fatal}:", *(f"- {describe_end(run)}" for run in ends)]
     finish(arguments, rows, notes)

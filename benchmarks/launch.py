@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +188,7 @@ def callback(path: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
-def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_device: int = 1) -> list[Run]:
+def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_device: int = 1) -> Iterator[Run]:
     """Run each job as soon as there are devices for it; in their order, at most ``--at-once`` at a time.
 
     Args:
@@ -196,8 +196,8 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
         arguments: of :func:`benchmark_parser`.
         runs_per_device: that may share one.
 
-    Returns:
-        The runs in the jobs' order, whether they ended well or not.
+    Yields:
+        The runs in the jobs' order, each when it has ended, well or not.
     """
     needed = max((job.num_devices for job in jobs), default=0)
     num_devices = count_gpus() if arguments.device == "cuda" else needed * arguments.at_once
@@ -221,7 +221,7 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
                 changed.notify_all()
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        return list(pool.map(run, jobs))
+        yield from pool.map(run, jobs)
 
 
 def count_gpus() -> int:

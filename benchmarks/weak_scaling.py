@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, finish, grpo_config, prepare, run_jobs
+from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config, prepare, run_jobs, say
 
 PHASES = ("generate", "reward", "update", "sync")
 
@@ -91,6 +91,7 @@ def main() -> None:
     for run in run_jobs(jobs, arguments):
         baseline = rows[0]["tokens/s a GPU"] if rows else None
         rows.append(summarise(run.require_success(), arguments.warm_up, baseline))
+        say(format_table(rows).splitlines()[-1])  # should the rest take too long
     finish(arguments, rows)
 
 

@@ -83,7 +83,7 @@ class CompletionsTable(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Show the batch that is trained on."""
-        if batch.rewards is None or not getattr(module, "generates", True):
+        if not getattr(module, "generates", True):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
         if getattr(module, "tensor_parallel_rank", 0) > 0:  # the first of its neighbours has the same batch
@@ -105,7 +105,8 @@ class CompletionsTable(RLCallback):
         if self._pending is None:
             return
         (step, batch), self._pending = self._pending, None
-        if step != 1 and step % self.every_n_steps:
+        is_due = step == 1 or step % self.every_n_steps == 0
+        if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
             return
         rows = completion_rows(batch, step)
         rank = getattr(trainer, "global_rank", 0)

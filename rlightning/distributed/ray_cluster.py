@@ -39,19 +39,19 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> None:
     ray = import_ray()
     if ray.is_initialized():
         return
-    if address is not None and address.startswith("ray://"):
+    # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    if where.startswith("ray://"):
         raise ConfigError(
-            f"trainer.strategy: address={address} is that of a Ray client, which cannot hold handles to tensors. Start "
+            f"trainer.strategy: address={where} is that of a Ray client, which cannot hold handles to tensors. Start "
             "the run on a node of the cluster, with address=auto."
         )
-    if address is not None and ":" in address:
-        host, _, port = address.rpartition(":")
+    if ":" in where:
+        host, _, port = where.rpartition(":")
         try:
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
-            raise _unknown(address, str(error)) from error
-    # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
-    where = address or os.environ.get("RAY_ADDRESS") or "local"
+            raise _unknown(where, str(error)) from error
     try:
         ray.init(address=where, **{"logging_level": logging.WARNING, "include_dashboard": False, **options})
     except ConnectionError as error:

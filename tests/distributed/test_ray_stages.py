@@ -11,6 +11,7 @@ from cli_project import make_project, rlightning
 from controller_process import finish, start_controller
 
 from rlightning.distributed import FSDP, RayController, execution_mode
+from rlightning.distributed.ray_cluster import join_cluster
 from rlightning.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "controller_stages_run.py"
@@ -60,6 +61,22 @@ def test_a_controller_is_not_started_by_torchrun(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match="torchrun started 2"):
         tiny.bare_trainer(tmp_path, 1, strategy=RayController())
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", r"no Ray cluster answers at address=127\.0\.0\.1:1"),
+        ("ray://127.0.0.1:1", r"address=ray://127\.0\.0\.1:1 is that of a Ray client"),
+    ],
+)
+def test_a_cluster_that_the_environment_names_has_to_be_there(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would look for it for minutes."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=message):
+        join_cluster(None, {})
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""The same GRPO run by equal ranks (SPMD) and by a controller with as many Ray workers, one after the other.
+
+    python benchmarks/controller.py --gpus 2
+
+Both shard the actor by FSDP and have an engine a GPU, the same prompts, seed and rewards. A step lasts from the end of
+the one before to its own, as rank 0 or the controller sees it. The phases are those of rank 0 or worker 0; "rest" is
+what they leave, and "between" the part of it in which no step is under way there: loggers and callbacks at a step's
+end, in the controller also callbacks that are late and the way of the orders.
+
+"sent" and "received" are pickled bytes a step: the arguments of the controller's calls to Ray, and the results and
+stored objects that came into its process; "fetched" are those of the latter that its callbacks read of batches.
+"controller on GPU" is what its process has there when training ends: by torch, and by nvidia-smi if that knows it.
+
+Writes --out/table.md and table.csv, a line a way: medians of the steps after the warm-up, and how the run ended. With
+`-- --rollout.seed 0`, which is slower, both sample the same, and their metrics differ by rounding alone.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from launch import Job, Run, benchmark_parser, callback, count_gpus, finish, fit, grpo_config, prepare
+from memory_table import describe_end
+from weak_scaling import PHASES
+
+SPMD, FSDP = "SPMD", "rlightning.distributed.FSDP"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    SPMD: {"class_path": FSDP},
+    "controller": {"class_path": "rlightning.distributed.RayController", "init_args": {"worker_strategy": FSDP}},
+}
+REWARD = "controller.checksum_reward"
+UNEQUAL = ("time/", "throughput/", "memory/")
+"""Metrics that two runs of the same work need not share."""
+
+
+def checksum_reward(completion: str) -> float:
+    """In [0, 1), as good as random, and the same for the same text in every run."""
+    return zlib.crc32(completion.encode()) / 2**32
+
+
+def summarise(run: Run, warm_up: int, spmd_seconds: float | None) -> dict[str, Any]:
+    """One line, of whatever steps there are after the warm-up.
+
+    Args:
+        run: of either way.
+        warm_up: steps left out.
+        spmd_seconds: of a step of the other way; None: this is it, or it has none.
+    """
+    trace, steps = run.read_trace("steps")[warm_up:], run.metrics()[warm_up:]
+    seconds = [float(row["seconds"]) for row in trace]
+    both = list(zip(seconds, steps, strict=False))  # a run that was killed has not written its last metrics
+    step, is_spmd = middle(seconds), run.job.name == SPMD
+    tokens = middle(row["throughput/tokens_per_second"] * row["time/step"] for row in steps)
+    traffic = {name: middle(float(row[name]) / 1000 for row in trace) for name in ("sent", "received", "fetched")}
+    return {
+        "way": run.job.name,
+        "GPUs": run.job.num_devices,
+        "step, s": step,
+        "min": min(seconds, default=None),
+        "max": max(seconds, default=None),
+        **{f"{phase}, s": middle(row.get(f"time/{phase}", 0.0) for row in steps) for phase in PHASES},
+        "rest, s": middle(whole - sum(row.get(f"time/{phase}", 0.0) for phase in PHASES) for whole, row in both),
+        "between, s": middle(whole - row["time/step"] for whole, row in both),
+        "tokens a step": None if tokens is None else round(tokens),
+        "tokens/s": tokens / step if tokens and step else None,
+        "x SPMD": 1.0 if is_spmd and step else step / spmd_seconds if step and spmd_seconds else None,
+        **{f"{name}, kB": None if is_spmd else value for name, value in traffic.items()},
+        "controller on GPU": None if is_spmd else describe_device(run),
+        "steps": len(trace),
+        "end": {0: "ok", 124: "--limit was over"}.get(run.exit_code) or describe_end(run),
+    }
+
+
+def middle(values: Iterable[float]) -> float | None:
+    """The median; None of nothing."""
+    found = list(values)
+    return median(found) if found else None
+
+
+def describe_device(run: Run) -> str | None:
+    """What the controller's process had on GPUs when training ended; None if it did not come so far."""
+    path = run.folder / "device.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    memory = "" if found["mib"] is None else f", {found['mib']:g} MiB"
+    return f"{'a' if found['is_initialized'] else 'no'} context{memory}"
+
+
+def compare(spmd: Run, controller: Run, warm_up: int) -> list[str]:
+    """Notes: what of "rest" is in the controller, and how far the metrics of both ways are apart."""
+    notes = []
+    outside = middle(float(row["seconds"]) - float(row["inside"]) for row in controller.read_trace("steps")[warm_up:])
+    if outside is not None:
+        notes.append(f"Of the controller's step {outside:.3g} s are outside its order to train (in the median).")
+    pairs = list(enumerate(zip(spmd.metrics(), controller.metrics(), strict=False), start=1))
+    for step, (one, other) in pairs[:1] + pairs[1:][-1:]:
+        common = [name for name in one if name in other and not name.startswith(UNEQUAL)]
+        apart, name = max((abs(one[name] - other[name]), name) for name in common)
+        notes.append(
+            f"Step {step}: {len(common)} common metrics differ by {apart:.2g} at most ({name}, {one[name]:.6g})."
+        )
+    return notes
+
+
+def main() -> None:
+    """Run both ways, whatever becomes of either, and compare."""
+    parser = benchmark_parser(__doc__ or "", "controller", steps=7)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks, and workers (2)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
+    parser.add_argument("--prompts", type=int, default=32, help="a step and GPU (32)")
+    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="the length of all completions (512)")
+    parser.add_argument("--microbatch-tokens", type=int, default=32768, help="max_tokens_per_microbatch (32768)")
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds of all, shared evenly (570)")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.limit
+    if arguments.steps <= arguments.warm_up:
+        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    if arguments.device == "cuda" and (has := count_gpus()) < arguments.gpus:
+        parser.error(f"--gpus {arguments.gpus}, and there are {has}")
+    prepare(arguments)
+    config = grpo_config(
+        arguments,
+        prompts_per_step=arguments.prompts * arguments.gpus,
+        samples_per_prompt=arguments.samples,
+        num_devices=arguments.gpus,
+        model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "kl_coef": 0.0, "rewards": [REWARD]},
+        rollout={
+            "max_new_tokens": arguments.max_new_tokens,
+            "gpu_memory_utilization": arguments.utilization,
+            "verify_every": 1000,
+        },
+        callbacks=[callback("ray_traffic.StepTrace")],
+    )
+    rows, runs = list[dict[str, Any]](), list[Run]()
+    for number, (way, strategy) in enumerate(STRATEGIES.items()):
+        job = Job(way, config | {"trainer": config["trainer"] | {"strategy": strategy}}, arguments.gpus)
+        timeout = (deadline - time.monotonic()) / (len(STRATEGIES) - number)
+        runs.append(fit(job, arguments, range(arguments.gpus), timeout=timeout))
+        rows.append(summarise(runs[-1], arguments.warm_up, rows[0]["step, s"] if rows else None))
+    finish(arguments, rows, compare(runs[0], runs[1], arguments.warm_up))
+
+
+if __name__ == "__main__":
+    main()
