@@ -14,7 +14,7 @@ of the weights. A group may have several engines, which all load what is in the 
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -203,7 +203,7 @@ class EngineGroup:
         Raises:
             EngineDiedError: if one of this rank died meanwhile; its memory is free, then, too.
         """
-        deaths = [_attempt(engine.sleep) for engine in self.engines]
+        deaths = _at_once(VLLMEngine.sleep, self.engines)
         self._meet("engine sleeps")
         for death in filter(None, deaths):
             raise death
@@ -218,7 +218,7 @@ class EngineGroup:
 
     def _load(self, step: Callable[[VLLMEngine], None]) -> None:
         """Take a step of loading with each engine that does; one that dies does no more."""
-        deaths = [_attempt(step, engine) for engine in self._loading]
+        deaths = _at_once(step, self._loading)
         self._loading = [engine for engine, death in zip(self._loading, deaths, strict=True) if death is None]
         self._death = next(filter(None, deaths), self._death)
 
@@ -243,10 +243,18 @@ def check_group_size(size: int) -> None:
         raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
 
 
-def _attempt(call: Callable[..., None], *arguments: Any) -> EngineDiedError | None:
-    """Call; the engine's death is returned, so that this rank can go on with the others for now."""
+def _at_once(step: Callable[[VLLMEngine], None], engines: Sequence[VLLMEngine]) -> list[EngineDiedError | None]:
+    """Do something with all engines; deaths are returned, so that this rank can go on with the others for now."""
+
+    def attempt(engine: VLLMEngine) -> EngineDiedError | None:
+        try:
+            step(engine)
+        except EngineDiedError as error:
+            return error
+        return None
+
+    pool = ThreadPoolExecutor(max(len(engines), 1))
     try:
-        call(*arguments)
-    except EngineDiedError as error:
-        return error
-    return None
+        return list(pool.map(attempt, engines))
+    finally:
+        pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
