@@ -85,3 +85,19 @@ def test_synchronizing_a_stream_leaves_others_alone() -> None:
     assert not event.query()
     platform.synchronize(CUDA)
     assert event.query()
+
+
+@pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8)])
+def test_few_threads_on_the_host_unless_the_user_says_how_many(
+    asked: str | None, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before)
+        platform.limit_host_threads()
+        assert torch.get_num_threads() == after
+    finally:
+        torch.set_num_threads(usual)
