@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from rlightning.batch_plan import BatchPlan
 from rlightning.config_keys import find_class
 from rlightning.distributed.fsdp import FSDP
+from rlightning.distributed.ray_controller import RayController
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
@@ -17,6 +18,7 @@ from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.optimization import check_trainer
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
+from rlightning.strategy_names import CLASSES
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
 CALLBACKS = "rlightning.callbacks"
@@ -108,10 +110,15 @@ def count_devices(devices: Any) -> int:
 
 
 def read_parallelism(trainer: Any) -> Parallelism:
-    """The strategy's name or class and arguments, and the number of ranks."""
+    """The strategy's name or class and arguments, and the number of ranks; with a controller those of its workers."""
     devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
+    kind, given = find_strategy(trainer["strategy"], devices * nodes)
+    if issubclass(kind, RayController):
+        devices, nodes = given.get("num_workers") or devices * nodes, 1
+        workers = given.get("worker_strategy") or "fsdp2"
+        path = CLASSES.get(workers, workers) if isinstance(workers, str) else None
+        kind, given = find_strategy({"class_path": path} if path and "." in path else workers, devices)
     ranks = devices * nodes
-    kind, given = find_strategy(trainer["strategy"], ranks)
     if issubclass(kind, FSDP):
         strategy = kind(**given)
         strategy.num_nodes, strategy.parallel_devices = nodes, [torch.device("cpu")] * devices
@@ -150,7 +157,7 @@ def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, 
         found, given = (SingleDeviceStrategy if ranks == 1 else DDPStrategy), {}
     else:
         found, given = (DDPStrategy if strategy.startswith("ddp") else Strategy), {}
-    if not issubclass(found, FSDP | DDPStrategy | SingleDeviceStrategy):
+    if not issubclass(found, FSDP | DDPStrategy | SingleDeviceStrategy | RayController):
         name = strategy if isinstance(strategy, str) else strategy["class_path"]
         raise ConfigError(f"trainer.strategy={name} cannot be planned. Use fsdp2 or ddp.")
     return found, given

@@ -99,6 +99,14 @@ def test_options_are_those_of_fit(project: Path) -> None:
     assert rows["gradient_checkpointing"][0] == "reshard_after_forward"
 
 
+@pytest.mark.parametrize("nested", [[], ["--trainer.strategy.worker_strategy", "fsdp2"]])
+def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[str]) -> None:
+    options = ["--config", "run.yaml", "--device-memory", "80GB", "--trainer.strategy"]
+    workers = plan([*options, "fsdp2", "--trainer.devices", "4"])
+    assert plan([*options, "ray", "--trainer.strategy.num_workers", "4", *nested]) == workers
+    assert "4 ranks, shards of 4" in workers
+
+
 def test_sft_has_no_engine(project: Path) -> None:
     text = plan(["--config", "run.yaml", "--model", "SFT", "--model.model", "model", "--device-memory", "80GB"])
     assert "engine" not in text and "sync" not in text
