@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ def note_touch(*args: Any, **kwargs: Any) -> None:
     touched.append("".join(traceback.format_stack(limit=6)))
 
 
+def note_stream(*args: Any) -> Any:
+    """In place of a stream, which torch's build for CUDA would ask the driver for."""
+    note_touch()
+    return SimpleNamespace(is_capturing=lambda: False)
+
+
 def pretend_cuda() -> None:
     """Have torch find one device; whatever would begin to use it is noted instead."""
     torch.cuda.is_available = lambda: True
@@ -30,6 +37,7 @@ def pretend_cuda() -> None:
     torch.cuda._lazy_init = note_touch
     torch.cuda.get_rng_state_all = lambda: [note_touch()]  # type: ignore[func-returns-value, list-item]
     torch.cuda.set_rng_state_all = note_touch
+    torch.accelerator.current_stream = note_stream
 
 
 def main() -> None:
