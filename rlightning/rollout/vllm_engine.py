@@ -194,13 +194,10 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str
 
 def make_completions(outputs: Sequence[dict[str, Any]]) -> list[Completion]:
     """A prompt's completions, from what the engine's process answers."""
-    return [
-        Completion(
-            output["text"],
-            output["token_ids"],
-            output["logprobs"],
-            output["weight_versions"],
-            "length" if output["finish_reason"] == "length" else "stop",
-        )
-        for output in outputs
-    ]
+    return [make_completion(output) for output in outputs]
+
+
+def make_completion(output: dict[str, Any]) -> Completion:
+    """One of them."""
+    reason: Literal["stop", "length"] = "length" if output["finish_reason"] == "length" else "stop"
+    return Completion(output["text"], output["token_ids"], output["logprobs"], output["weight_versions"], reason)
