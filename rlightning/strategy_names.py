@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rlightning.errors import ConfigError, did_you_mean
 
 KEY = "trainer.strategy"
-KEYS = (KEY, f"{KEY}.worker_strategy", f"{KEY}.init_args.worker_strategy")
+WORKERS_KEY = f"{KEY}.worker_strategy"
+KEYS = (KEY, WORKERS_KEY, f"{KEY}.init_args.worker_strategy")
 """Where a strategy is named: the second ones are those among a controller's workers."""
 CLASSES = {
     "fsdp2": "rlightning.distributed.fsdp.FSDP",

@@ -18,7 +18,7 @@ from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.optimization import check_trainer
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
-from rlightning.strategy_names import CLASSES
+from rlightning.strategy_names import WORKERS_KEY, spell_out
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
 CALLBACKS = "rlightning.callbacks"
@@ -115,9 +115,8 @@ def read_parallelism(trainer: Any) -> Parallelism:
     kind, given = find_strategy(trainer["strategy"], devices * nodes)
     if issubclass(kind, RayController):
         devices, nodes = given.get("num_workers") or devices * nodes, 1
-        workers = given.get("worker_strategy") or "fsdp2"
-        path = CLASSES.get(workers, workers) if isinstance(workers, str) else None
-        kind, given = find_strategy({"class_path": path} if path and "." in path else workers, devices)
+        workers = spell_out(given.get("worker_strategy") or "fsdp2", WORKERS_KEY)
+        kind, given = find_strategy(workers, devices)
     ranks = devices * nodes
     if issubclass(kind, FSDP):
         strategy = kind(**given)

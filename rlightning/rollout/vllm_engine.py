@@ -81,11 +81,14 @@ class VLLMEngine:
     ) -> list[list[Completion]]:
         """See :meth:`RolloutEngine.generate`."""
         answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
-        if on_completed is not None:
-            positions = {answer: position for position, answer in enumerate(answers)}
-            for answer in as_completed(answers):
-                on_completed(prompts[positions[answer]], make_completions(answer.result()))
-        return [make_completions(answer.result()) for answer in answers]
+        positions = {answer: position for position, answer in enumerate(answers)}
+        done: dict[int, list[Completion]] = {}
+        for answer in as_completed(answers):
+            position = positions[answer]
+            done[position] = make_completions(answer.result())
+            if on_completed is not None:
+                on_completed(prompts[position], done[position])
+        return [done[position] for position in range(len(prompts))]
 
     def ask(self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
         """Hand in requests; what comes of each is for :func:`make_completions`.
