@@ -1,11 +1,13 @@
 """Tokens/s of one or several vLLM engines that share a GPU and the same work, and how busy their processes are.
 
     python benchmarks/engines_a_gpu.py --engines 1 2 3
+    python benchmarks/engines_a_gpu.py --scheduler vllm rlightning
 
 An engine samples a token for all of its sequences in a step, and its core, a Python process, has work to do for each of
 them. Where the core takes longer than the GPU, the GPU waits, and two engines with half of the sequences each may
 be faster than one. --sequences prompts of 128 tokens are completed by --max-new-tokens each, with log-probabilities as
-rlightning asks for them; the engines begin together, and the time is that until the last has ended.
+rlightning asks for them; the engines begin together, and the time is that until the last has ended. A core's scheduler
+is vLLM's own or rlightning's (rlightning/rollout/vllm_scheduler.py).
 
 Prints one table: the best of --repetitions. "busiest" is the largest share of a core that one of the processes used: at
 some 100% it is what the others wait for.
@@ -16,6 +18,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 from launch import PROMPT_TOKENS, benchmark_parser, finish, prepare, say
 
 TICKS = os.sysconf("SC_CLK_TCK")
+SCHEDULERS = {"vllm": None, "rlightning": "rlightning.rollout.vllm_scheduler.make_scheduler"}
 
 
 def cpu_seconds(root: int) -> dict[int, float]:
@@ -46,7 +50,9 @@ def cpu_seconds(root: int) -> dict[int, float]:
     return {pid: spent for pid, spent in seconds.items() if is_below(pid)}
 
 
-def serve(arguments: argparse.Namespace, share: int, cache_bytes: int, begin: Any, end: Any, offset: int) -> None:
+def serve(
+    arguments: argparse.Namespace, scheduler: str, share: int, cache_bytes: int, begin: Any, end: Any, offset: int
+) -> None:
     """An engine in a process of its own: its part of the work, as often as is asked for."""
     os.setsid()
     from vllm import LLM, SamplingParams
@@ -62,6 +68,7 @@ def serve(arguments: argparse.Namespace, share: int, cache_bytes: int, begin: An
         enforce_eager=not is_cuda,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        scheduler_cls=SCHEDULERS[scheduler],
     )
     params = SamplingParams(
         max_tokens=arguments.max_new_tokens,
@@ -78,14 +85,15 @@ def serve(arguments: argparse.Namespace, share: int, cache_bytes: int, begin: An
         end.wait()
 
 
-def measure(arguments: argparse.Namespace, num_engines: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> dict[str, Any]:
     """One line."""
     context = get_context("spawn")
     begin, end = context.Barrier(num_engines + 1), context.Barrier(num_engines + 1)
     share = -(-arguments.sequences // num_engines)
     cache = int(arguments.cache_gib * 2**30) // num_engines
     engines = [
-        context.Process(target=serve, args=(arguments, share, cache, begin, end, i * share)) for i in range(num_engines)
+        context.Process(target=serve, args=(arguments, scheduler, share, cache, begin, end, i * share))
+        for i in range(num_engines)
     ]
     for engine in engines:
         engine.start()
@@ -106,6 +114,7 @@ def measure(arguments: argparse.Namespace, num_engines: int) -> dict[str, Any]:
             engine.join()
     tokens = num_engines * share * arguments.max_new_tokens
     return {
+        "scheduler": scheduler,
         "engines": num_engines,
         "sequences": share,
         "s": best,
@@ -115,9 +124,12 @@ def measure(arguments: argparse.Namespace, num_engines: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure each number of engines."""
+    """Measure each number of engines with each scheduler."""
     parser = benchmark_parser(__doc__ or "", "engines_a_gpu", steps=0)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="that share the GPU (1 2)")
+    parser.add_argument(
+        "--scheduler", nargs="+", choices=SCHEDULERS, default=["rlightning"], help="of the cores (rlightning)"
+    )
     parser.add_argument("--sequences", type=int, default=512, help="of all engines (512)")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of each (1024)")
     parser.add_argument("--cache-gib", type=float, default=70.0, help="KV cache of all engines (70)")
@@ -126,8 +138,8 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare(arguments)
     rows = []
-    for num_engines in arguments.engines:
-        rows.append(measure(arguments, num_engines))
+    for scheduler, num_engines in product(arguments.scheduler, arguments.engines):
+        rows.append(measure(arguments, scheduler, num_engines))
         say(str(rows[-1]))
     finish(arguments, rows)
 

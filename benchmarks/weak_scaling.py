@@ -1,6 +1,7 @@
 """The same work a GPU on 1, 2 and 4 GPUs: seconds by phase, tokens/s a GPU, and efficiency against one GPU.
 
     python benchmarks/weak_scaling.py --gpus 1 2 4
+    python benchmarks/weak_scaling.py --gpus 1 2 --fsdp '{"reduce_every_microbatch": false}'
 
 Each rank has an engine and the same number of prompts; the actor is sharded by FSDP over more than one GPU. All
 completions have the same length, so that every GPU has the same work. With --vary they end at random: then ranks wait
@@ -56,6 +57,7 @@ def main() -> None:
     """Run each size and compare."""
     parser = benchmark_parser(__doc__ or "", "weak_scaling", steps=7)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="sizes, the baseline first (1 2 4)")
+    parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="arguments of FSDP ({})")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
     parser.add_argument("--prompts", type=int, default=32, help="a step and GPU (32)")
     parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
@@ -86,6 +88,8 @@ def main() -> None:
             model={"max_tokens_per_microbatch": arguments.microbatch_tokens},
             rollout=rollout,
         )
+        if num_gpus > 1:
+            config["trainer"]["strategy"]["init_args"] = arguments.fsdp
         jobs.append(Job(f"{num_gpus}_gpus", config, num_gpus))
     rows: list[dict[str, Any]] = []
     for run in run_jobs(jobs, arguments):

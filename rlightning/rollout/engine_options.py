@@ -188,6 +188,7 @@ class EngineOptions:
             "seed": (torch.initial_seed() + number) % (1 << 31) if sampling.seed is None else sampling.seed,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
             "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+            "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
         }
         if is_cuda:

@@ -44,6 +44,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+        "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
     }
     return VLLMConfig(
         engine_args=engine_args,

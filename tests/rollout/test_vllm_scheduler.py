@@ -1,0 +1,187 @@
+"""The scheduler against vLLM's own, on the same requests: what runs when, in which blocks, and what comes of it."""
+
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import save_model
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rlightning.rollout.vllm_scheduler import ROWS_AT_ONCE, make_scheduler
+
+BLOCK_TOKENS = 16
+STOP_TOKEN = 7
+KINDS = {True: AsyncScheduler, False: Scheduler}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def sample(request_id: str, position: int) -> tuple[int, float, int]:
+    """The token at a position, its log-probability and its rank: any, but always the same."""
+    number = zlib.crc32(f"{request_id} {position}".encode())
+    return number % 200, -(number % 1000) / 1000, number % 5
+
+
+@dataclass
+class Core:
+    """What vLLM's core does with a scheduler, with made-up samples for a model."""
+
+    scheduler: Any
+    steps: list[Any] = field(default_factory=list)
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    messages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    reasons: dict[str, str] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Tokens of each request that are there or on their way."""
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+        self.lengths[request.request_id] = request.num_prompt_tokens
+
+    def begin(self) -> tuple[Any, ModelRunnerOutput]:
+        """Schedule a step and run it."""
+        scheduled = self.scheduler.schedule()
+        cached = scheduled.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        blocks = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
+        blocks |= dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        preempted = scheduled.preempted_req_ids or set()
+        self.steps.append((scheduled.num_scheduled_tokens, computed, blocks, scheduled.finished_req_ids, preempted))
+        rows, sampled = [], []
+        for request_id, number in scheduled.num_scheduled_tokens.items():
+            rows.append(sample(request_id, self.lengths[request_id]))
+            is_complete = computed[request_id] + number == self.lengths[request_id]
+            sampled.append([rows[-1][0]] if is_complete else [])
+            self.lengths[request_id] += is_complete
+        ids, logprobs, ranks = (np.array(column) for column in zip(*rows, strict=True)) if rows else [np.array([])] * 3
+        names = list(scheduled.num_scheduled_tokens)
+        lists = LogprobsLists(ids.astype(np.int32)[:, None], logprobs.astype(np.float32)[:, None], ranks, None)
+        index = {name: place for place, name in enumerate(names)}
+        return scheduled, ModelRunnerOutput(names, index, sampled_token_ids=sampled, logprobs=lists)
+
+    def end(self, scheduled: Any, output: ModelRunnerOutput) -> None:
+        """Take in what a step has sampled."""
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in outputs.outputs:
+                self.tokens[one.request_id] += one.new_token_ids
+                if one.new_logprobs is not None:
+                    self.messages[one.request_id] += 1
+                    columns = (column.tolist() for column in one.new_logprobs[:3])
+                    self.logprobs[one.request_id] += zip(*columns, strict=True)
+                if one.finish_reason is not None:
+                    self.reasons[one.request_id] = str(one.finish_reason)
+
+    def run(self, arrivals: dict[int, list[Request]], aborts: dict[int, str], *, is_ahead: bool) -> None:
+        """Until all have ended; ``is_ahead``: a step is scheduled before the one before it has been taken in."""
+        under_way: list[Any] = []
+        number = 0
+        while self.scheduler.has_unfinished_requests() or under_way or number <= max(arrivals):
+            for request in arrivals.get(number, []):
+                self.add(request)
+            if number in aborts:
+                self.scheduler.finish_requests(aborts[number], RequestStatus.FINISHED_ABORTED)
+            under_way.append(self.begin())
+            while len(under_way) > is_ahead:
+                self.end(*under_way.pop(0))
+            number += 1
+            assert number < 2000
+            if is_ahead and not self.scheduler.has_unfinished_requests():
+                self.end(*under_way.pop(0))
+
+
+def make_core(folder: str, make: Any, num_blocks: int, *, is_ahead: bool) -> tuple[Core, Any]:
+    """A core, and what hashes its requests' blocks."""
+    config = EngineArgs(
+        model=folder, max_model_len=256, max_num_seqs=12, block_size=BLOCK_TOKENS, enforce_eager=True
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = is_ahead  # vLLM has no such thing on a CPU
+    config.cache_config.num_gpu_blocks = num_blocks
+    layers = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    scheduler = make(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], layers)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        log_stats=False,
+    )
+    return Core(scheduler), get_request_block_hasher(BLOCK_TOKENS, hash_function)
+
+
+def make_request(name: str, hasher: Any, *, length: int, prompt: int, prompt_tokens: int, streams: bool) -> Request:
+    kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(
+        max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, output_kind=kind, stop_token_ids=[STOP_TOKEN]
+    )
+    tokens = [1 + (prompt + place) % 50 for place in range(prompt_tokens)]
+    return Request(name, tokens, sampling_params=params, pooling_params=None, block_hasher=hasher)
+
+
+def run(folder: str, make: Any, *, num_blocks: int, is_ahead: bool) -> Core:
+    """Thirty requests, samples of ten prompts, that come in the course of time and end at different lengths."""
+    core, hasher = make_core(folder, make, num_blocks, is_ahead=is_ahead)
+    random = np.random.default_rng(0)
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    for number in range(30):
+        length, tokens = int(random.integers(1, 150)), 20 + number // 3
+        request = make_request(
+            str(number), hasher, length=length, prompt=number // 3, prompt_tokens=tokens, streams=number % 7 == 0
+        )
+        arrivals[number // 3 * int(random.integers(1, 20))].append(request)
+    core.run(arrivals, {40: "4", 90: "17"}, is_ahead=is_ahead)
+    return core
+
+
+@pytest.mark.parametrize(("is_ahead", "num_blocks"), [(False, 200), (True, 200), (False, 45)])
+def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int) -> None:
+    """Also where the cache is too small for all, and some have to begin again."""
+    own = run(folder, make_scheduler, num_blocks=num_blocks, is_ahead=is_ahead)
+    vllms = run(folder, KINDS[is_ahead], num_blocks=num_blocks, is_ahead=is_ahead)
+    assert isinstance(own.scheduler, KINDS[is_ahead]) and type(own.scheduler) is not KINDS[is_ahead]
+    assert own.steps == vllms.steps
+    assert own.tokens == vllms.tokens and own.reasons == vllms.reasons
+    assert set(own.reasons.values()) == {"stop", "length"}
+    num_preempted = sum(len(preempted) for *_, preempted in own.steps)
+    assert len(own.tokens) == 30 and (num_preempted > 5) == (num_blocks == 45)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_logprobs_come_in_order_and_seldom(folder: str, is_ahead: bool) -> None:
+    core = run(folder, make_scheduler, num_blocks=200, is_ahead=is_ahead)
+    for name in core.reasons:
+        prompt_tokens = 20 + int(name) // 3
+        expected = [sample(name, prompt_tokens + place) for place in range(len(core.tokens[name]))]
+        assert core.tokens[name] == [token for token, _, _ in expected]
+        rows = [(ids[0], round(logprobs[0], 3), rank) for ids, logprobs, rank in core.logprobs[name]]
+        assert rows == expected
+        every = 1 if int(name) % 7 == 0 else ROWS_AT_ONCE
+        assert core.messages[name] == -(-len(expected) // every)
+    assert sum(len(tokens) > ROWS_AT_ONCE for tokens in core.tokens.values()) > 10
+
+
+def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
+    core = run(folder, make_scheduler, num_blocks=200, is_ahead=True)
+    assert not core.scheduler.requests and "4" not in core.reasons
+    assert len(core.tokens["4"]) > 0 and len(core.logprobs["4"]) % ROWS_AT_ONCE == 0
+    free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert free == 200 - 1  # one is vLLM's own, for padding
