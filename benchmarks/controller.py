@@ -1,6 +1,7 @@
-"""The same GRPO run by equal ranks (SPMD) and by a controller with as many Ray workers, one after the other.
+"""The same GRPO run by equal ranks (SPMD) and by a controller with as many Ray workers.
 
     python benchmarks/controller.py --gpus 2
+    python benchmarks/controller.py --gpus 2 --at-once 2    # on four GPUs, so that both meet the same hour
 
 Both shard the actor by FSDP and have an engine a GPU, the same prompts, seed and rewards. A step lasts from the end of
 the one before to its own, as rank 0 or the controller sees it. The phases are those of rank 0 or worker 0; "rest" is
@@ -19,6 +20,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
@@ -116,13 +118,14 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=512, help="the length of all completions (512)")
     parser.add_argument("--microbatch-tokens", type=int, default=32768, help="max_tokens_per_microbatch (32768)")
     parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
-    parser.add_argument("--limit", type=float, default=570.0, help="seconds of all, shared evenly (570)")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds of all, shared evenly between turns (570)")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.limit
     if arguments.steps <= arguments.warm_up:
         parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
-    if arguments.device == "cuda" and (has := count_gpus()) < arguments.gpus:
-        parser.error(f"--gpus {arguments.gpus}, and there are {has}")
+    needed = arguments.gpus * min(arguments.at_once, len(STRATEGIES))
+    if arguments.device == "cuda" and (has := count_gpus()) < needed:
+        parser.error(f"--gpus {arguments.gpus} --at-once {arguments.at_once} needs {needed} GPUs, and there are {has}")
     prepare(arguments)
     config = grpo_config(
         arguments,
@@ -137,12 +140,18 @@ def main() -> None:
         },
         callbacks=[callback("ray_traffic.StepTrace")],
     )
-    rows, runs = list[dict[str, Any]](), list[Run]()
-    for number, (way, strategy) in enumerate(STRATEGIES.items()):
-        job = Job(way, config | {"trainer": config["trainer"] | {"strategy": strategy}}, arguments.gpus)
-        timeout = (deadline - time.monotonic()) / (len(STRATEGIES) - number)
-        runs.append(fit(job, arguments, range(arguments.gpus), timeout=timeout))
-        rows.append(summarise(runs[-1], arguments.warm_up, rows[0]["step, s"] if rows else None))
+
+    def run(number: int, way: str) -> Run:
+        job = Job(way, config | {"trainer": config["trainer"] | {"strategy": STRATEGIES[way]}}, arguments.gpus)
+        turns = 1 if arguments.at_once > 1 else len(STRATEGIES) - number
+        first = number * arguments.gpus if arguments.at_once > 1 else 0
+        timeout = (deadline - time.monotonic()) / turns
+        return fit(job, arguments, range(first, first + arguments.gpus), timeout=timeout)
+
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        runs = list(pool.map(run, range(len(STRATEGIES)), STRATEGIES))
+    rows = [summarise(runs[0], arguments.warm_up, None)]
+    rows.append(summarise(runs[1], arguments.warm_up, rows[0]["step, s"]))
     finish(arguments, rows, compare(runs[0], runs[1], arguments.warm_up))
 
 

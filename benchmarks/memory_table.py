@@ -5,7 +5,8 @@
 
 Part "phases" runs a few steps of 64 prompts x 8 completions. "device" is the most that all processes use at any time of
 a phase, beside what `rlightning plan` says of it; "tensors" what tensors of the trainer's process take at most, beside
-the planned parts that are such.
+the planned parts that are such. A sync ends with an engine that is awake, so that the device is then as full as during
+generation, which is planned by itself. Activations are checkpointed where the plan asks for it.
 
 Part "longest" asks the plan for the longest sequence that 64 x 8 of them can have, with activation checkpointing and
 one sequence a micro-batch, whatever positions the model was made for. Then it runs some steps with an engine and a
@@ -61,7 +62,7 @@ def make_job(
         samples_per_prompt=arguments.samples,
         model={
             "max_tokens_per_microbatch": microbatch_tokens,
-            "gradient_checkpointing": arguments.part == "longest" or arguments.checkpointing,
+            "gradient_checkpointing": arguments.part == "longest" or arguments.checkpointing or "auto",
             "validate_first": False,
             "kl_coef": 0.0,
         },
@@ -107,12 +108,13 @@ def tabulate_phases(run: Run, planned: Any, model: str) -> Rows:
     """A row a phase: the most of all steps after the first, in which torch.compile works."""
     traces = [row for row in run.read_trace("peaks") if int(row["step"]) > 1]
     rows: Rows = []
+    awake = sum(planned.generate().values())
     for phase, parts in planned.phases().items():
         measured = [row for row in traces if row["phase"] == phase]
         if not parts or not measured:
             continue
         used, allocated = (max(int(row[name]) for row in measured) / GIB for name in ("used", "allocated"))
-        total = sum(parts.values()) / GIB
+        total = max(sum(parts.values()), awake if phase == "sync" else 0) / GIB
         own = sum(size for name, size in parts.items() if name not in FOREIGN) / GIB
         row = {"model": model, "phase": phase, "device, GiB": used, "planned": total, "planned / device": None}
         row |= {"tensors, GiB": allocated, "planned tensors": own, "planned / tensors": None}

@@ -6,10 +6,13 @@ process imports this module again.
 
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean, find_mistake
@@ -97,27 +100,51 @@ def run(args: list[str]) -> None:
 
         sys.stdout.write(HELP)
         return
-    quieten()
+    with ending_at_once():
+        quieten()
     # An installed script does not have the folder it is called from on its path, and a user's classes are there.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     if args[0] == "plan":
-        from rlightning.memory_plan.command import plan
+        with ending_at_once():
+            from rlightning.memory_plan.command import plan
 
         sys.stdout.write(plan(args[1:]))
         return
     if args[0] == "serve":
-        from rlightning.serve_command import serve
+        with ending_at_once():
+            from rlightning.serve_command import serve
 
         serve(args[1:])
         return
-    from rlightning.cli import RLCLI
+    with ending_at_once():
+        from rlightning.cli import RLCLI
 
-    if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
+        if not sys.stderr.isatty():
+            from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
+            disable_progress_bar()
     RLCLI(args=args)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Within, Ctrl-C ends the process then and there: a library whose import it breaks may raise anything else."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: Any) -> None:
+        if not is_other_rank():
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(error: BaseException, line: str, code: int) -> int:
@@ -141,8 +168,13 @@ def active_watch() -> Any:
 
 def yield_to_rank_0() -> None:
     """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
-    if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+    if is_other_rank():
         time.sleep(YIELD_SECONDS)
+
+
+def is_other_rank() -> bool:
+    """Whether this is a rank but rank 0, as far as the launcher's variables tell."""
+    return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 class NotATip(logging.Filter):

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rlightning.distributed.execution_mode import read_launch
 from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
+from rlightning.distributed.platform import share_host_threads
 from rlightning.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        share_host_threads(self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException as error:

@@ -33,6 +33,18 @@ class MemoryUse:
     """The device's size."""
 
 
+def share_host_threads(num_processes: int) -> None:
+    """Let torch's operations on the host use a share of its cores, unless ``OMP_NUM_THREADS`` says how many.
+
+    Lightning sets that variable, which whatever this process starts would take for the user's word.
+
+    Args:
+        num_processes: that share this host's cores.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
 def limit_host_threads() -> None:
     """Let torch's operations on the host use few threads, unless ``OMP_NUM_THREADS`` says how many.
 

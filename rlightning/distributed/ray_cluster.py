@@ -52,6 +52,8 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> None:
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
             raise _unknown(where, str(error)) from error
+    # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=where, **{"logging_level": logging.WARNING, "include_dashboard": False, **options})
     except ConnectionError as error:

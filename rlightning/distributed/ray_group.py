@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ class WorkerGroup:
                 num_cpus=each["CPU"],
                 num_gpus=each.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._place, rank),
-            ).remote(rank, num_workers, sys.path)
+            ).remote(rank, num_workers, sys.path, "OMP_NUM_THREADS" in os.environ)
             for rank in range(num_workers)
         ]
 

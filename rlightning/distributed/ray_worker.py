@@ -24,6 +24,7 @@ from rlightning.distributed.orders import (
     Save,
     StepResult,
 )
+from rlightning.distributed.platform import share_host_threads
 from rlightning.distributed.rtensor import remotize
 from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
@@ -43,11 +44,19 @@ class Worker:
     """One rank; the class behind Ray's actors.
 
     :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
+
+    Args:
+        rank: its own.
+        num_workers: of the run.
+        import_paths: where the user's classes are found: where the controller finds them.
+        has_own_threads: whether the user has set OMP_NUM_THREADS.
     """
 
-    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str]) -> None:
-        # The user's classes are found where the controller finds them.
+    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str], has_own_threads: bool) -> None:
         sys.path += [path for path in import_paths if path not in sys.path]
+        if not has_own_threads:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
+            share_host_threads(num_workers)
         self.rank, self.num_workers = rank, num_workers
         self.inbox = Inbox()
         self.trainer: Trainer | None = None

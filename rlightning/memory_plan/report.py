@@ -9,15 +9,27 @@ from rlightning.memory_plan.phases import MemoryPlan, Phase, total
 
 TITLES: dict[Phase, str] = {"sync": "sync", "generate": "generate", "score": "log-probs", "update": "update"}
 
+TOLERANCE = 0.04
+"""So far below what was measured a plan may be (docs/plan.md)."""
+
 
 def format_plan(plan: MemoryPlan) -> str:
     """The whole answer of ``rlightning plan``."""
     parts = [describe(plan), format_phases(plan), format_limits(plan)]
     if plan.work.engine is not None:
         parts.append(describe_engine(plan))
-    advice = advise(plan)
-    parts.append("\n".join(f"- {sentence}" for sentence in advice) if advice else "Everything fits.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, conclude(plan)]) + "\n"
+
+
+def conclude(plan: MemoryPlan) -> str:
+    """Whether all fits, and what to change if it does not, or only just."""
+    advice, heading = advise(plan), []
+    if not advice:
+        advice = advise(MemoryPlan(plan.work, int((1 - TOLERANCE) * plan.device_memory), like=plan.trainer))
+        if not advice:
+            return "Everything fits."
+        heading = [f"It only just fits, and a plan may be {TOLERANCE:.0%} too low. With so much less memory:"]
+    return "\n".join([*heading, *(f"- {sentence}" for sentence in advice)])
 
 
 def describe(plan: MemoryPlan) -> str:

@@ -12,6 +12,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 import rlightning
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
@@ -102,6 +104,8 @@ def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
     }
     # worth keeping, and by default in TMPDIR
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
+    # What torch does in an engine beside a GPU is small; vLLM sees to it itself where it has several workers.
+    environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))
     if config.device.type == "cuda":
         if config.visible_devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.visible_devices)

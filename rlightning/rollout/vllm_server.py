@@ -24,7 +24,12 @@ one piece, of this many requests, it is when there are no more steps' outputs to
 def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
     """An engine, up; ``engine_args`` are of vLLM's AsyncEngineArgs."""
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+    # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
+    method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    arguments = AsyncEngineArgs(**engine_args)
+    config = arguments.create_engine_config()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 
 class VLLMServer:

@@ -1,5 +1,6 @@
 """The platform module on a machine without a device, in a controller, and on CUDA."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,5 +100,23 @@ def test_few_threads_on_the_host_unless_the_user_says_how_many(
         torch.set_num_threads(before)
         platform.limit_host_threads()
         assert torch.get_num_threads() == after
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(("asked", "num_processes", "after"), [(None, 2, 4), (None, 3, 2), (None, 16, 1), ("8", 2, 5)])
+def test_the_processes_of_a_host_share_its_cores(
+    asked: str | None, num_processes: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        platform.share_host_threads(num_processes)
+        assert torch.get_num_threads() == after
+        assert os.environ.get("OMP_NUM_THREADS") == asked
     finally:
         torch.set_num_threads(usual)

@@ -217,6 +217,15 @@ def test_a_plan_that_fits_says_so() -> None:
     assert all(name in text for name in planned.update() if planned.update()[name])
 
 
+def test_what_only_just_fits_is_told_with_the_way_out() -> None:
+    planned = plan_of(COLOCATED, H200)
+    full = MemoryPlan(planned.work, int(total(planned.update()) * 1.02))
+    assert advise(full) == []
+    *_, heading, sentence = format_plan(full).splitlines()
+    assert heading.startswith("It only just fits, and a plan may be 4% too low.")
+    assert sentence.startswith("- The update needs") and "lower model.max_tokens_per_microbatch to" in sentence
+
+
 def advice(device: str, **settings: Any) -> str:
     return " ".join(advise(plan_of(replace(COLOCATED, **settings), read_device_memory(device))))
 

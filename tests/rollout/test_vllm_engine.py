@@ -268,3 +268,17 @@ def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyP
     environment = engine_environment(config, str(tmp_path))
     assert not any(name.startswith(("TORCHELASTIC", "MASTER", "ROLE", "GROUP")) for name in environment)
     assert "RANK" not in environment and environment["RANKING"] == "stays"
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "threads"), [("cuda", None, "1"), ("cuda", "3", "3"), ("cpu", None, "own")]
+)
+def test_an_engine_has_few_threads_unless_the_user_says_how_many(
+    device: str, asked: str | None, threads: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    config = VLLMConfig(engine_args={}, device=torch.device(device), dtype=torch.float32, log_file=tmp_path / "log")
+    expected = str(torch.get_num_threads()) if threads == "the trainer's" else threads
+    assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
