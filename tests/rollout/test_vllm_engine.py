@@ -280,5 +280,5 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     config = VLLMConfig(engine_args={}, device=torch.device(device), dtype=torch.float32, log_file=tmp_path / "log")
-    expected = str(torch.get_num_threads()) if threads == "the trainer's" else threads
+    expected = str(torch.get_num_threads()) if threads == "own" else threads
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
