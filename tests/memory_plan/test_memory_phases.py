@@ -183,6 +183,24 @@ def test_an_update_under_autocast_is_within_15_percent(
     assert allocated(plan_of(alone, H200).update(tokens)) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize(("config", "generating", "updating"), [(SMALL, 35.5, 35.3), (MIDDLE, 51.6, 66.4)])
+def test_a_whole_device_is_within_15_percent(config: Any, generating: float, updating: float) -> None:
+    """Of docs/plan.md: 64 x 8 completions of 256 tokens, beside an engine with the share that is suggested."""
+    work = Work(
+        config=config,
+        batch=replace(TWO_PROMPTS, prompts_per_step=64),
+        longest=384,
+        is_compiled=True,
+        engine=Engine(utilization=0.5, max_sequences=512),
+        empties_cache=True,
+    )
+    share = plan_of(work, H200).suggested_utilization()
+    assert share is not None
+    planned = plan_of(replace(work, engine=Engine(utilization=share, max_sequences=512)), H200)
+    assert total(planned.generate()) / GIB == pytest.approx(generating, rel=0.15)
+    assert total(planned.update()) / GIB == pytest.approx(updating, rel=0.15)
+
+
 def test_an_update_under_fsdp_is_within_15_percent() -> None:
     """Of the same page."""
     planned = plan_of(replace(FSDP_ALONE, is_compiled=True), H200)
