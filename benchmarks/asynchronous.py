@@ -3,7 +3,8 @@
     python benchmarks/asynchronous.py --gpus 2 4
     python benchmarks/asynchronous.py --gpus 4 --staleness 0 2 --cache recompute
 
-Half of the GPUs train and half generate, one engine each; the colocated run trains and generates on all in turn.
+Half of the GPUs train and half generate, --engines on each; the colocated run trains and generates on all in turn, also
+with so many engines on each.
 The same prompts, random rewards, no reference model. Completions end at random, after a third of --max-new-tokens in
 the mean, so that ranks and steps wait for the longest ones unless something else is to be done.
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs (2)")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="of the runs (0 1 2 4)")
     parser.add_argument("--cache", choices=["keep", "recompute"], default="keep", help="cache_after_sync (keep)")
+    parser.add_argument("--engines", type=int, default=1, help="on each GPU that has any (1)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps that do not count (4)")
     parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
     parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
@@ -76,8 +78,9 @@ def main() -> None:
     }
     jobs = []
     for num_gpus in arguments.gpus:
-        elsewhere = {"placement": "standalone", "num_engines": num_gpus // 2, "cache_after_sync": arguments.cache}
-        placements = {COLOCATED: (num_gpus, rollout)} | {
+        num_engines = num_gpus // 2 * arguments.engines
+        elsewhere = {"placement": "standalone", "num_engines": num_engines, "cache_after_sync": arguments.cache}
+        placements = {COLOCATED: (num_gpus, rollout | {"num_engines": arguments.engines})} | {
             f"standalone_{k}": (num_gpus // 2, rollout | elsewhere | {"max_staleness": k}) for k in arguments.staleness
         }
         for name, (num_ranks, section) in placements.items():

@@ -159,9 +159,9 @@ def test_ctrl_c_before_training_ends_with_130(project: Path) -> None:
 
 
 def test_help_and_version_answer_before_anything_heavy_is_imported(project: Path) -> None:
-    start = time.monotonic()
+    code = "import sys; from rlightning.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=project, stdout=subprocess.PIPE).returncode == 0
     shown = rlightning(project, "--help")
-    assert time.monotonic() - start < 2
     assert shown.returncode == 0
     assert all(command in shown.stdout for command in ("fit", "validate", "test", "predict"))
     assert rlightning(project, "--version").stdout == "rlightning 0.1.0\n"

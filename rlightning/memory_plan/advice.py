@@ -20,7 +20,7 @@ def advise(plan: MemoryPlan) -> list[str]:
 
 def _can_update(plan: MemoryPlan) -> bool:
     """Whether an update of the longest sequence would fit where the models are now."""
-    engine = plan.work.engine
+    engine = plan.work.local_engine
     asleep = plan if engine is None else plan.replace(engine=replace(engine, can_sleep=True))
     return asleep.largest_microbatch(True) >= plan.work.longest
 
@@ -31,8 +31,8 @@ def advise_update(plan: MemoryPlan) -> list[str]:
     if needed <= plan.device_memory:
         return []
     prefix = f"The update needs {_gib(needed)} of {_gib(plan.device_memory)}:"
-    if work.engine is not None and not work.engine.can_sleep:
-        asleep = plan.replace(engine=replace(work.engine, can_sleep=True))
+    if work.local_engine is not None and not work.local_engine.can_sleep:
+        asleep = plan.replace(engine=replace(work.local_engine, can_sleep=True))
         if total(asleep.update()) <= plan.device_memory:
             return [f"{prefix} set rollout.sleep: true, so that the engine gives its memory back."]
     ways = []
@@ -100,7 +100,7 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
     """About the engine beside the trainer."""
-    engine = plan.work.engine
+    engine = plan.work.local_engine
     if engine is None:
         return []
     available, suggested = plan.available_utilization(), plan.suggested_utilization()

@@ -67,7 +67,7 @@ class MemoryPlan:
         parts = self.trainer.update_parts(tokens, checkpointed_layers)
         parts["weight bucket"] = self.trainer.bucket()
         parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
-        return parts | self._beside_trainer(is_awake=self.work.engine is not None and not self.work.engine.can_sleep)
+        return parts | self._beside_trainer()
 
     def score(self) -> dict[str, int]:
         """By name, while log-probabilities are computed; empty where none are."""
@@ -76,33 +76,34 @@ class MemoryPlan:
         parts = self.trainer.score_parts(self.tokens)
         parts["weight bucket"] = self.trainer.bucket()
         parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
-        return parts | self._beside_trainer(is_awake=self.work.engine is not None and not self.work.engine.can_sleep)
+        return parts | self._beside_trainer()
 
     def sync(self) -> dict[str, int]:
-        """By name, while weights are sent: the engine has room for weights, not yet for its cache."""
+        """By name, while weights are sent: an engine here has room for weights, not yet for its cache."""
         if self.work.engine is None:
             return {}
         parts = self._resting(are_parameters_away=False)
         parts["weight bucket"] = self.trainer.bucket()
         parts["gathering window"] = self.trainer.gathering_window()
-        parts |= self._beside_trainer(is_awake=not self.work.engine.can_sleep)
-        parts["engine's weights"] = self.engine().weights
+        parts |= self._beside_trainer()
+        if self.work.local_engine is not None:
+            parts["engine's weights"] = self.engine().weights
         return parts
 
     def generate(self) -> dict[str, int]:
         """By name, while the engine generates."""
-        if self.work.engine is None:
+        if self.work.local_engine is None:
             return {}
         parts = self._resting(are_parameters_away=self.work.offloads_parameters)
         parts["weight bucket"] = self.trainer.bucket()
-        return parts | self._beside_trainer(is_awake=True)
+        return parts | self._beside_trainer(is_generating=True)
 
     def start(self) -> dict[str, int]:
         """By name, when the engine comes up beside models that have just been loaded: nothing is offloaded yet."""
-        if self.work.engine is None:
+        if self.work.local_engine is None:
             return {}
         parts = {"parameters": self.trainer.parameters(), "reference model": self.trainer.reference_parameters()}
-        return parts | self._beside_trainer(is_awake=True)
+        return parts | self._beside_trainer(is_generating=True)
 
     def phases(self) -> dict[Phase, dict[str, int]]:
         """Each phase's bytes by name."""
@@ -110,7 +111,7 @@ class MemoryPlan:
 
     def engine(self, utilization: float | None = None) -> EnginePlan:
         """The engine's share, or another one, cut up."""
-        engine = self.work.engine
+        engine = self.work.local_engine
         assert engine is not None
         if utilization is not None:
             engine = replace(engine, utilization=utilization)
@@ -142,15 +143,18 @@ class MemoryPlan:
             parts["allocator's slack"] = max(freed, EMPTIED_CACHE_BYTES)
         return parts
 
-    def _beside_trainer(self, *, is_awake: bool) -> dict[str, int]:
+    def _beside_trainer(self, *, is_generating: bool = False) -> dict[str, int]:
+        """What the driver and an engine here have; one that does not sleep has all of it at any time."""
         parts = {"CUDA contexts": CONTEXT_BYTES}
-        if self.work.engine is not None:
-            parts["CUDA contexts"] += self.work.engine.number * ENGINE_CONTEXT_BYTES
-        if is_awake:
-            engine = self.engine()
-            parts["engine's weights"] = engine.weights
-            parts["engine's activations"] = engine.activations
-            parts["KV cache"] = max(engine.kv_cache, 0)
+        engine = self.work.local_engine
+        if engine is None:
+            return parts
+        parts["CUDA contexts"] += engine.number * ENGINE_CONTEXT_BYTES
+        if is_generating or not engine.can_sleep:
+            planned = self.engine()
+            parts["engine's weights"] = planned.weights
+            parts["engine's activations"] = planned.activations
+            parts["KV cache"] = max(planned.kv_cache, 0)
         return parts
 
     # What follows
@@ -173,16 +177,16 @@ class MemoryPlan:
             self.largest_microbatch(gradient_checkpointing),
             getattr(self.work.config.get_text_config(), "max_position_embeddings", None) or 1 << 30,
         ]
-        if self.work.engine is not None:
+        if self.work.local_engine is not None:
             share = self.suggested_utilization()
             cache = 0 if share is None else max(self.engine(share).available, 0)
-            block = self.work.engine.block_tokens
+            block = self.work.local_engine.block_tokens
             limits.append(cache // self.engine().token // block * block)
         return int(min(limits))
 
     def available_utilization(self) -> float:
         """The largest share of the device that nothing else needs, in hundredths, rounded down; maybe below 0."""
-        engine = self.work.engine
+        engine = self.work.local_engine
         assert engine is not None
         awake = [self.start(), self.generate()]
         if not engine.can_sleep:
@@ -192,7 +196,7 @@ class MemoryPlan:
 
     def suggested_utilization(self) -> float | None:
         """Enough for all sequences at the longest length, or all that there is; None if that holds not even one."""
-        engine = self.work.engine
+        engine = self.work.local_engine
         assert engine is not None
         parts = self.engine()
         wanted = parts.weights + parts.activations + engine.max_sequences * parts.sequence

@@ -16,7 +16,7 @@ TOLERANCE = 0.04
 def format_plan(plan: MemoryPlan) -> str:
     """The whole answer of ``rlightning plan``."""
     parts = [describe(plan), format_phases(plan), format_limits(plan)]
-    if plan.work.engine is not None:
+    if plan.work.local_engine is not None:
         parts.append(describe_engine(plan))
     return "\n\n".join([*parts, conclude(plan)]) + "\n"
 
@@ -91,7 +91,7 @@ def format_limits(plan: MemoryPlan) -> str:
 
 def describe_engine(plan: MemoryPlan) -> str:
     """What the engine does with its share, and which one to give it."""
-    engine = plan.work.engine
+    engine = plan.work.local_engine
     assert engine is not None
     parts, suggested = plan.engine(), plan.suggested_utilization()
     text = (

@@ -178,10 +178,11 @@ def find_rollout(config: Any) -> dict[str, Any] | None:
     return listed if listed is not None else arguments(config["rollout"]) or None
 
 
-def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine | None:
-    """The engine as ``VLLMRollout`` would start it on a rank's GPU; None if it has one of its own."""
+def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine:
+    """The engine as ``VLLMRollout`` would start it."""
+    itemsize, bucket_bytes = 4 if rollout.get("dtype") == "float32" else 2, int(rollout["bucket_bytes"])
     if rollout.get("placement") == "standalone":
-        return None
+        return Engine(is_remote=True, itemsize=itemsize, bucket_bytes=bucket_bytes)
     share = rollout["gpu_memory_utilization"] or MEMORY_SHARE["colocated"]
     number = int(rollout.get("num_engines") or 1)
     given = {"gpu_memory_utilization": share / number} | dict(rollout.get("engine") or {})
@@ -199,7 +200,7 @@ def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prom
     return read_engine(
         derive_settings(work, given, is_cuda=True),
         number=number,
-        itemsize=4 if rollout.get("dtype") == "float32" else 2,
+        itemsize=itemsize,
         can_sleep=bool(rollout["sleep"]),
-        bucket_bytes=int(rollout["bucket_bytes"]),
+        bucket_bytes=bucket_bytes,
     )

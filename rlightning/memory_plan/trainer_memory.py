@@ -233,7 +233,7 @@ class TrainerMemory:
         }
 
     def bucket(self) -> int:
-        """That weights travel to the engine through."""
+        """That weights travel to the engine through; to a remote one, from rank 0."""
         engine = self.work.engine
         if engine is None:
             return 0

@@ -43,6 +43,7 @@ class Engine:
     """A rollout engine on each rank's device, or on those of some neighbours; or several there, taken together.
 
     Attributes:
+        is_remote: whether it is on other devices instead, to which rank 0 sends the weights.
         number: of engines there.
         utilization: ``rollout.gpu_memory_utilization``.
         can_sleep: whether it gives its memory back during an update.
@@ -56,6 +57,7 @@ class Engine:
         max_batched_tokens: that one of its forward passes sees.
     """
 
+    is_remote: bool = False
     number: int = 1
     utilization: float = 0.45
     can_sleep: bool = True
@@ -102,6 +104,11 @@ class Work:
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     empties_cache: bool = False
+
+    @property
+    def local_engine(self) -> Engine | None:
+        """The engine that shares the ranks' devices."""
+        return None if self.engine is None or self.engine.is_remote else self.engine
 
     @property
     def master_itemsize(self) -> int:

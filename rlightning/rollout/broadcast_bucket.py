@@ -1,7 +1,8 @@
 """Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL or on the CPU by gloo."""
 
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,22 +47,27 @@ class BroadcastBucket:
         self.destination = destination
         self.chunks, num_bytes = plan_chunks(shapes, dtype, bucket_bytes)
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._sender: TransferSender | None = None
+        self._senders: list[TransferSender] = []
 
-    def handles(self, num_workers: int) -> list[bytes]:
-        """See :meth:`~rlightning.rollout.weights.SendingEnd.handles`."""
+    def handles(self, groups: Sequence[int]) -> list[bytes]:
+        """See :meth:`~rlightning.rollout.weights.SendingEnd.handles`. NCCL knows each device once in a group."""
         self._leave("The trainer connects anew.")
-        self._sender = TransferSender(num_workers, self.device, host=self.host, timeout=self.timeout)
+        sizes = dict(sorted(Counter(groups).items()))
+        self._senders = [
+            TransferSender(size, self.device, host=self.host, timeout=self.timeout) for size in sizes.values()
+        ]
+        places = {group: iter(sender.places) for group, sender in zip(sizes, self._senders, strict=True)}
         contents = (self.chunks, self.dtype, self._bytes.numel())
-        return [pickle.dumps((BroadcastEnd, *contents, place)) for place in self._sender.places]
+        return [pickle.dumps((BroadcastEnd, *contents, next(places[group]))) for group in groups]
 
     def connect(self) -> None:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.connect`."""
-        assert self._sender is not None, "handles() comes first"
+        assert self._senders, "handles() comes first"
         try:
-            self._sender.connect()
+            for sender in self._senders:
+                sender.connect()
         except (OSError, RuntimeError) as error:
-            self._sender.leave(str(error))
+            self._tell(str(error))
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
     def fill(self, weights: Weights) -> Iterator[int]:
@@ -76,17 +82,17 @@ class BroadcastBucket:
 
     def send(self, index: int) -> None:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.send`. The bucket is free when this returns."""
-        assert self._sender is not None, "handles() and connect() come first"
+        assert self._senders, "handles() and connect() come first"
         try:
-            self._sender.broadcast(_used(self._bytes, self.chunks[index], self.dtype))
+            for sender in self._senders:
+                sender.broadcast(_used(self._bytes, self.chunks[index], self.dtype))
         except (OSError, RuntimeError) as error:
-            self._sender.leave(str(error))
+            self._tell(str(error))
             raise EngineError(f"The engines' workers did not take chunk {index} of the weights: {error}.") from error
 
     def interrupt(self, reason: str) -> None:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.interrupt`."""
-        sender = self._sender
-        if sender is not None:
+        for sender in self._senders:
             sender.interrupt(reason)
 
     def close(self) -> None:
@@ -95,9 +101,12 @@ class BroadcastBucket:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _leave(self, reason: str) -> None:
-        if self._sender is not None:
-            self._sender.leave(reason)
-            self._sender = None
+        self._tell(reason)
+        self._senders = []
+
+    def _tell(self, reason: str) -> None:
+        for sender in self._senders:
+            sender.leave(reason)
 
 
 class BroadcastEnd:

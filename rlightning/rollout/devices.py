@@ -1,5 +1,6 @@
 """Which devices an engine runs on, by the names that CUDA has for them."""
 
+import logging
 import os
 import socket
 
@@ -7,6 +8,8 @@ import torch
 
 from rlightning.distributed.collectives import gather_objects
 from rlightning.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
@@ -24,7 +27,7 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """For each standalone engine the devices that no rank of this host has.
+    """For each standalone engine the devices that no rank of this host has; further engines share them in turn.
 
     Args:
         own: this rank's.
@@ -32,7 +35,7 @@ def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -
         devices_per_engine: of each.
 
     Raises:
-        ConfigError: if there are too few.
+        ConfigError: if there are too few for one.
     """
     host = socket.gethostname()
     taken = {name for other, name in gather_objects((host, _name(own)), name="devices") if other == host}
@@ -41,13 +44,16 @@ def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     free = [name for name in names if name not in taken]
-    needed = num_engines * devices_per_engine
-    if len(free) < needed:
+    starts = range(0, len(free) - devices_per_engine + 1, devices_per_engine)
+    places = [tuple(free[start : start + devices_per_engine]) for start in starts]
+    if not places:
         raise ConfigError(
-            f"rollout.num_engines={num_engines} of {devices_per_engine} devices each need {needed} beside the "
-            f"trainer's, which leaves {len(free)} of {len(names)}. Lower trainer.devices or rollout.num_engines."
+            f"A standalone engine of {devices_per_engine} devices (rollout.engine.tensor_parallel_size) needs as many "
+            f"beside the trainer's, which leaves {len(free)} of {len(names)}. Lower trainer.devices."
         )
-    return [tuple(free[first : first + devices_per_engine]) for first in range(0, needed, devices_per_engine)]
+    if num_engines > len(places):
+        log.info("rollout.num_engines=%d share %d free places.", num_engines, len(places))
+    return [places[number % len(places)] for number in range(num_engines)]
 
 
 def _name(own: torch.device) -> str:

@@ -82,11 +82,6 @@ class EngineOptions:
         return MEMORY_SHARE[self.placement] if given is None else given
 
     @property
-    def engines_per_device(self) -> int:
-        """How many engines share a device, and its part that is theirs."""
-        return self.num_engines if self.placement == "colocated" else 1
-
-    @property
     def devices_per_engine(self) -> int:
         """How many devices an engine spans."""
         return int(self.arguments.get("tensor_parallel_size") or 1)
@@ -126,7 +121,9 @@ class EngineOptions:
         if self.placement == "colocated":
             first, num_engines = global_rank() // size * self.num_engines, world_size() // size * self.num_engines
             return [
-                self._configure(module, device, sampling, max_prompt_tokens, folder, first + place, num_engines)
+                self._configure(
+                    module, device, sampling, max_prompt_tokens, folder, first + place, num_engines, self.num_engines
+                )
                 for place in range(self.num_engines)
             ]
         if self.engines:
@@ -137,12 +134,14 @@ class EngineOptions:
                 )
                 for number, url in enumerate(self.engines)
             ]
+        places = free_devices(device, self.num_engines, size)
+        sharing = max(places.count(names) for names in places) if places[0] else 1
         return [
             replace(
-                self._configure(module, device, sampling, max_prompt_tokens, folder, number, self.num_engines),
+                self._configure(module, device, sampling, max_prompt_tokens, folder, number, self.num_engines, sharing),
                 visible_devices=names,
             )
-            for number, names in enumerate(free_devices(device, self.num_engines, size))
+            for number, names in enumerate(places)
         ]
 
     def configure_served(
@@ -174,7 +173,9 @@ class EngineOptions:
         folder: Path,
         number: int,
         num_engines: int,
+        sharing: int = 1,
     ) -> VLLMConfig:
+        """One of them, the ``number``-th, on a device that ``sharing`` of them share."""
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
@@ -192,7 +193,7 @@ class EngineOptions:
             "disable_log_stats": True,
         }
         if is_cuda:
-            share = self.memory_share / self.engines_per_device
+            share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
         else:
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
@@ -200,8 +201,7 @@ class EngineOptions:
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
         work = self._work(module, max_prompt_tokens, num_engines)
         arguments |= derive_settings(work, self.arguments, is_cuda=is_cuda)
-        is_alone = self.engines_per_device == 1
-        arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=is_alone)
+        arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=sharing == 1)
         return VLLMConfig(
             engine_args=arguments,
             device=device,

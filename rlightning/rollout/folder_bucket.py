@@ -3,7 +3,7 @@
 import pickle
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class FolderBucket:
         self._num_syncs = 0
         self._remove_files(PREFIX)
 
-    def handles(self, num_workers: int) -> list[bytes]:
+    def handles(self, groups: Sequence[int]) -> list[bytes]:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.handles`."""
         files = [str(self._file(index)) for index in range(len(self.chunks))]
         handle = pickle.dumps((FolderEnd, self.chunks, files, self._num_syncs, self.timeout))
-        return [handle] * num_workers
+        return [handle] * len(groups)
 
     def connect(self) -> None:
         """The workers open files when they load them."""

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -13,6 +13,12 @@ from rlightning.rollout.vllm_engine import VLLMEngine, check_complete
 from rlightning.rollout.weights import SendingEnd, Weights
 
 Answers = dict[Member, Future[Any]]
+
+
+def group_by_device(links: Sequence[EngineLink]) -> list[int]:
+    """For each engine how many before it run on the same devices, as far as the trainer has chosen these."""
+    devices = [link.config.visible_devices for link in links]
+    return [devices[:number].count(names) if names else 0 for number, names in enumerate(devices)]
 
 
 class WeightSwap:
@@ -94,7 +100,7 @@ class WeightSwap:
                 link.ended.result()  # what it interrupts is the connection of before, not the next
         self._opened = links
         size = int(links[0].config.engine_args.get("tensor_parallel_size") or 1) if links else 1
-        handles = self.end.handles(len(links) * size)
+        handles = self.end.handles([group for group in group_by_device(links) for _ in range(size)])
         answers = {
             member: link.submit("open_bucket", handles[number * size : (number + 1) * size])
             for number, (member, link) in enumerate(self._loading.items())

@@ -85,8 +85,12 @@ def plan_chunks(shapes: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[
 class SendingEnd(Protocol):
     """What the trainer sends weights with. All but :meth:`interrupt` is called by one thread."""
 
-    def handles(self, num_workers: int) -> list[bytes]:
-        """What each worker needs for :func:`open_end`. Called for each new set of engines; the set before is left."""
+    def handles(self, groups: Sequence[int]) -> list[bytes]:
+        """What each worker needs for :func:`open_end`. Called for each new set of engines; the set before is left.
+
+        Args:
+            groups: for each worker a number that no other worker on its device has.
+        """
 
     def connect(self) -> None:
         """Return when all workers are connected. Called after they have been asked to open their ends.
@@ -247,9 +251,9 @@ class WeightBucket:
             where = (os.getpid(), self._fd, self._bytes.numel())
         return pickle.dumps((_open_shared, self.chunks, self.dtype, where))
 
-    def handles(self, num_workers: int) -> list[bytes]:
+    def handles(self, groups: Sequence[int]) -> list[bytes]:
         """See :meth:`SendingEnd.handles`."""
-        return [self.handle()] * num_workers
+        return [self.handle()] * len(groups)
 
     def connect(self) -> None:
         """Nothing is left to do once the workers have opened the memory."""

@@ -8,7 +8,7 @@ from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, TWO_PROMPTS, all
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import GIB, read_device_memory
-from rlightning.memory_plan.phases import FRESH_FRAGMENTATION, MemoryPlan, total, transient
+from rlightning.memory_plan.phases import ENGINE_CONTEXT_BYTES, FRESH_FRAGMENTATION, MemoryPlan, total, transient
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer_memory import TrainerMemory
 from rlightning.memory_plan.work import Engine, Parallelism, Work
@@ -163,6 +163,16 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
     asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
+
+
+def test_of_a_remote_engine_there_is_the_bucket() -> None:
+    here, remote = plan_of(COLOCATED, H200), plan_of(replace(COLOCATED, engine=Engine(is_remote=True)), H200)
+    sent = here.update()["weight bucket"]
+    assert sent == 2 * small().trainer.weights.total
+    assert remote.sync()["weight bucket"] == remote.update()["weight bucket"] == sent
+    assert remote.generate() == {} and not {"engine's weights", "KV cache"} & remote.sync().keys()
+    assert total(here.update()) - total(remote.update()) == ENGINE_CONTEXT_BYTES
+    assert "gpu_memory_utilization" not in format_plan(remote)
 
 
 @pytest.mark.parametrize(

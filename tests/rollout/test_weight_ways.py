@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
 from rlightning.rollout.folder_bucket import FolderBucket
 from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weight_swap import group_by_device
 from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, open_end
 
 CPU = torch.device("cpu")
@@ -130,8 +132,8 @@ def start_workers(workers_on_cpu: list[Worker]) -> Iterator[Callable[[int], list
             os.kill(worker.process.pid or 0, signal.SIGCONT)
 
 
-def connect(end: SendingEnd, workers: list[Worker]) -> None:
-    for worker, handle in zip(workers, end.handles(len(workers)), strict=True):
+def connect(end: SendingEnd, workers: list[Worker], groups: list[int] | None = None) -> None:
+    for worker, handle in zip(workers, end.handles(groups or [0] * len(workers)), strict=True):
         worker.ask(handle)
     end.connect()
     for worker in workers:
@@ -171,10 +173,30 @@ def test_two_workers_get_all_of_every_sync(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Callable[[int], list[Worker]]) -> None:
+    workers = start_workers(3)
+    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=PATIENCE_SECONDS)
+    connect(end, workers, groups=[0, 1, 0])
+    send(end, workers, WEIGHTS)
+    # One has died: new handles for the others, of whom two share a device.
+    connect(end, workers[1:], groups=[1, 0])
+    send(end, workers[1:], WEIGHTS)
+    end.close()
+
+
+def test_engines_on_the_same_devices_are_told_apart() -> None:
+    def link(*names: str) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(visible_devices=names))
+
+    assert group_by_device([link("2"), link("3"), link("2"), link("2"), link("3")]) == [0, 0, 1, 2, 1]
+    assert group_by_device([link("2", "3"), link("4", "5"), link("2", "3")]) == [0, 0, 1]
+    assert group_by_device([link(), link()]) == [0, 0]  # on other hosts, or on CPUs
+
+
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=5.0)
-    workers[0].ask(end.handles(2)[0])
+    workers[0].ask(end.handles([0, 0])[0])
     with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 5 s"):
         end.connect()
     with pytest.raises(EngineError, match=r"No weights from 127\.0\.0\.1"):
@@ -238,20 +260,20 @@ def test_workers_learn_that_the_trainer_has_gone(start_workers: Callable[[int], 
 
 def test_strangers_cannot_reach_where_the_workers_meet() -> None:
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600)
-    port = pickle.loads(end.handles(1)[0])[-1].port
+    port = pickle.loads(end.handles([0])[0])[-1].port
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if f":{port:04X} " in line]
     assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
     end.close()
     elsewhere = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        elsewhere.handles(1)
+        elsewhere.handles([0])
 
 
 def test_an_old_file_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
     """As a disk behind a network may show one."""
     weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
     bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
-    first, late = (open_end(handle, CPU) for handle in bucket.handles(2))
+    first, late = (open_end(handle, CPU) for handle in bucket.handles([0, 0]))
     old: dict[Path, bytes] = {}
     for index in bucket.fill(weights.items()):
         ((name, tensor),) = first.receive(index)
@@ -278,7 +300,7 @@ def test_an_old_file_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
 def test_a_sync_that_breaks_off_leaves_no_file_and_the_next_is_whole(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
     bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
-    (end,) = (open_end(handle, CPU) for handle in bucket.handles(1))
+    (end,) = (open_end(handle, CPU) for handle in bucket.handles([0]))
     for index in bucket.fill(weights.items()):
         end.receive(index)
         break
@@ -306,7 +328,7 @@ def fill_from_two_ranks(folder: Path) -> None:
         assert list(ShardGiver(shapes, torch.bfloat16, 400, destination=0).fill(net.named_parameters()))[:2] == [0, 1]
         return
     bucket = FolderBucket(shapes, torch.bfloat16, CPU, 400, folder=folder / "weights", destination=0)
-    (end,) = (open_end(handle, CPU) for handle in bucket.handles(1))
+    (end,) = (open_end(handle, CPU) for handle in bucket.handles([0]))
     weights = dict(sharded_net.make_net().named_parameters())
     seen = []
     for index in bucket.fill(net.named_parameters()):
@@ -338,7 +360,7 @@ def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, fold
     actor.perturb(version)
     weights = {name: weight.detach() for name, weight in actor.weights()}
     end = make_end(WAYS[version], shapes_of(weights), torch.float32, 50_000, tmp_path)
-    opened = engine.submit("open_bucket", end.handles(1))
+    opened = engine.submit("open_bucket", end.handles([0]))
     end.connect()
     opened.result(PATIENCE_SECONDS)
     engine.submit("pause").result(PATIENCE_SECONDS)
@@ -355,6 +377,22 @@ def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, fold
         expected = actor.logprobs(prompt, completion, 1.0).numpy()
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
         assert completion.weight_versions.tolist() == [version] * len(completion.token_ids)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(300)
+def test_two_workers_on_one_other_gpu() -> None:
+    sender, other = (torch.device("cuda", index) for index in range(2))
+    weights = {name: weight.to(sender) for name, weight in LARGE.items()}
+    workers = [Worker(other), Worker(other)]
+    end = BroadcastBucket(shapes_of(weights), torch.bfloat16, sender, 4000, timeout=20.0)
+    connect(end, workers, groups=[0, 1])
+    for factor in (1.0, 2.0):
+        send(end, workers, {name: weight * factor for name, weight in weights.items()})
+    end.close()
+    for worker in workers:
+        worker.end()
 
 
 @pytest.mark.multigpu
