@@ -14,6 +14,7 @@ some 100% it is what the others wait for.
 """
 
 import argparse
+import json
 import os
 import signal
 import time
@@ -69,6 +70,7 @@ def serve(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         scheduler_cls=SCHEDULERS[scheduler],
+        **arguments.engine,
     )
     params = SamplingParams(
         max_tokens=arguments.max_new_tokens,
@@ -129,6 +131,9 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="that share the GPU (1 2)")
     parser.add_argument(
         "--scheduler", nargs="+", choices=SCHEDULERS, default=["rlightning"], help="of the cores (rlightning)"
+    )
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM's engine ({})"
     )
     parser.add_argument("--sequences", type=int, default=512, help="of all engines (512)")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of each (1024)")
