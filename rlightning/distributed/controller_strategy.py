@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.controller_relay import Relay, split_in_order
+from rlightning.distributed.epoch_metrics import log_epoch_metrics
 from rlightning.distributed.execution_mode import ExecutionMode
 from rlightning.distributed.orders import (
     Call,
@@ -102,6 +103,7 @@ class ControllerStrategy(SingleDeviceStrategy):
         results: list[StepResult] = self.order_each([Train(share) for share in shares])
         self._count_steps(results[0].global_step)
         self.lightning_module.log_dict(results[0].metrics)
+        log_epoch_metrics(self.lightning_module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch: each worker takes every n-th element of it."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlightning.distributed.epoch_metrics import EpochMetric
 from rlightning.errors import ConfigError
 
 
@@ -107,9 +108,10 @@ Order = Train | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | 
 
 @dataclass(frozen=True)
 class StepResult:
-    """After a training step: the metrics that it logged, and the trainer's count of steps."""
+    """After a training step: the metrics that it logged, also for the epoch, and the trainer's count of steps."""
 
     metrics: dict[str, float]
+    epoch_metrics: list[EpochMetric]
     global_step: int
 
 

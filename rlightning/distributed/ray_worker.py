@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from rlightning.__main__ import quieten
+from rlightning.distributed.epoch_metrics import take_epoch_metrics
 from rlightning.distributed.execution_mode import ExecutionMode, resolve_execution_mode
 from rlightning.distributed.failure import active_watch, describe
 from rlightning.distributed.orders import (
@@ -151,8 +152,11 @@ class Worker:
 
     def _step_result(self) -> StepResult:
         assert self.trainer is not None
-        metrics = self.trainer._logger_connector.metrics["callback"]
-        return StepResult(as_floats([metrics]), self.trainer.global_step)
+        logged = as_floats([self.trainer._logger_connector.metrics["callback"]])
+        of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
+        twice = set[str]().union(*(metric.step_names for metric in of_epoch))
+        metrics = {name: value for name, value in logged.items() if name not in twice}
+        return StepResult(metrics, of_epoch, self.trainer.global_step)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.trainer is not None

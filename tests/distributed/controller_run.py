@@ -24,9 +24,25 @@ from rlightning.algorithms import SFT
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF, Throughput
 from rlightning.data import PromptDataModule
 from rlightning.distributed import FSDP, RayController
+from rlightning.distributed.collectives import global_rank
 from rlightning.hooks import RLCallback
 
 RAY_OPTIONS = {"num_cpus": 4, "object_store_memory": 200 << 20}
+
+
+class LoggingSFT(SFT):
+    """Logs for an epoch's end, in all ways, what each rank has of its own."""
+
+    def training_step(self, prompts: Any, batch_idx: int) -> None:
+        super().training_step(prompts, batch_idx)
+        value = float((global_rank() + 1) * self.weight_version)
+        size = 1 + self.weight_version % 2
+        self.log("own/mean", value, on_step=False, on_epoch=True, batch_size=size)
+        self.log("own/both", value, on_step=True, on_epoch=True, batch_size=size)
+        self.log("all/mean", value, on_step=False, on_epoch=True, batch_size=size, sync_dist=True)
+        self.log("all/sum", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("all/max", value, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("all/min", value, on_step=True, on_epoch=True, reduce_fx="min", sync_dist=True)
 
 
 class Record(RLCallback):
@@ -36,6 +52,14 @@ class Record(RLCallback):
         self.steps: list[dict[str, float]] = []
         self.validations: list[dict[str, float]] = []
         self.hooks: list[str] = []
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch:
+            self.epochs.append(measured(trainer))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.epochs.append(measured(trainer))
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         self.hooks.append("on_train_batch_start")
@@ -70,7 +94,7 @@ def train(
     """Train up to ``max_steps`` with a checkpoint a step and a validation each second step."""
     folder.mkdir(exist_ok=True)
     source = folder.parent
-    module = SFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
+    module = LoggingSFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
     rows = str(source / "rows.jsonl")
     data = PromptDataModule(rows, validation={"rows": rows}, max_prompt_tokens=16, validation_batch_size=6)
     record = Record()
@@ -97,6 +121,7 @@ def train(
             "steps": record.steps,
             "validations": record.validations,
             "hooks": record.hooks,
+            "epochs": record.epochs,
             "global_step": trainer.global_step,
             "device_callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
             "cuda": torch.cuda.is_initialized(),

@@ -80,6 +80,16 @@ def test_the_controller_logs_what_rank_0_does(name: str, folder: Path) -> None:
     assert "val/rows/loss" in got["validations"][-1]
 
 
+def test_an_epochs_metrics_are_those_of_ranks(folder: Path) -> None:
+    """Sixteen rows are four steps; what rank r logs in step s is (r + 1) s, with a weight of 2, 1, 2, 1."""
+    (expected,), (got,) = seen(folder, "ranks")["epochs"], seen(folder, "workers")["epochs"]
+    assert got == expected
+    assert expected["own/mean"] == expected["own/both"] == expected["own/both_epoch"] == pytest.approx(14 / 6)
+    assert expected["all/mean"] == pytest.approx(14 / 6 * 1.5)
+    assert (expected["all/sum"], expected["all/max"], expected["all/min"]) == (30, 8, 1)
+    assert "own/both_step" in seen(folder, "workers")["steps"][0]
+
+
 def test_hooks_come_in_the_order_of_ranks(folder: Path) -> None:
     hooks = seen(folder, "workers")["hooks"]
     assert hooks == seen(folder, "ranks")["hooks"]

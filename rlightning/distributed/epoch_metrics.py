@@ -1,0 +1,95 @@
+"""Metrics for the end of an epoch, which is the controller's: a worker's epoch has no end.
+
+After each step every worker takes what the step has added to them, and the controller logs that as its own, so that
+Lightning reduces it over the steps of the controller's epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class EpochMetric:
+    """What one step has added to a metric that is logged with ``on_epoch=True``.
+
+    Attributes:
+        name: of the metric.
+        value: of the step.
+        batch_size: its weight in a mean.
+        reduction: over the steps.
+        is_synced: whether it is of all ranks (``sync_dist``), or of rank 0.
+        options: ``on_step``, ``prog_bar`` and ``logger`` of ``LightningModule.log``.
+    """
+
+    name: str
+    value: float
+    batch_size: int
+    reduction: Reduction
+    is_synced: bool
+    options: dict[str, bool]
+
+    @property
+    def step_names(self) -> set[str]:
+        """What Lightning calls it after a step."""
+        return {self.name, f"{self.name}_step"}
+
+
+def take_epoch_metrics(results: Any) -> list[EpochMetric]:
+    """Take them out of a worker's results, which begin anew; of a torchmetrics object its value for the step.
+
+    Args:
+        results: Lightning's collection of what a loop has logged.
+    """
+    taken = []
+    for _, result in results.valid_items():
+        meta = result.meta
+        if not meta.on_epoch:
+            continue
+        reduction = find_reduction(meta) if result.is_tensor else "mean"
+        batch_size = int(result.cumulated_batch_size) if result.is_tensor and reduction == "mean" else 1
+        value = float(result.value if result.is_tensor else result.value.compute())
+        options = {"on_step": meta.on_step, "prog_bar": meta.prog_bar, "logger": meta.logger}
+        taken.append(EpochMetric(meta.name, value / batch_size, batch_size, reduction, meta.sync.should, options))
+        result.reset()
+    return taken
+
+
+def find_reduction(meta: Any) -> Reduction:
+    """By its name, what Lightning does with a metric's values."""
+    if meta.is_mean_reduction:
+        return "mean"
+    if meta.is_sum_reduction:
+        return "sum"
+    return "max" if meta.is_max_reduction else "min"
+
+
+def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:
+    """Log in the controller what the ranks have taken of a step."""
+    others = [{metric.name: metric for metric in taken} for taken in by_rank[1:]]
+    for metric in by_rank[0]:
+        if metric.is_synced:
+            metric = merge([metric, *(other[metric.name] for other in others)])
+        module.log(
+            metric.name,
+            torch.tensor(metric.value),
+            on_epoch=True,
+            batch_size=metric.batch_size,
+            reduce_fx=metric.reduction,
+            **metric.options,
+        )
+
+
+def merge(parts: Sequence[EpochMetric]) -> EpochMetric:
+    """The same metric's parts of several ranks as one."""
+    values, sizes = [part.value for part in parts], [part.batch_size for part in parts]
+    first = parts[0]
+    if first.reduction != "mean":
+        return replace(first, value={"sum": sum, "max": max, "min": min}[first.reduction](values))
+    total = sum(value * size for value, size in zip(values, sizes, strict=True))
+    return replace(first, value=total / sum(sizes), batch_size=sum(sizes))
