@@ -24,7 +24,9 @@ class EpochMetric:
         batch_size: its weight in a mean.
         reduction: over the steps.
         is_synced: whether it is of all ranks (``sync_dist``), or of rank 0.
-        options: ``on_step``, ``prog_bar`` and ``logger`` of ``LightningModule.log``.
+        on_step: see ``LightningModule.log``.
+        prog_bar: see there.
+        logger: see there.
     """
 
     name: str
@@ -32,7 +34,9 @@ class EpochMetric:
     batch_size: int
     reduction: Reduction
     is_synced: bool
-    options: dict[str, bool]
+    on_step: bool
+    prog_bar: bool
+    logger: bool
 
     @property
     def step_names(self) -> set[str]:
@@ -54,8 +58,18 @@ def take_epoch_metrics(results: Any) -> list[EpochMetric]:
         reduction = find_reduction(meta) if result.is_tensor else "mean"
         batch_size = int(result.cumulated_batch_size) if result.is_tensor and reduction == "mean" else 1
         value = float(result.value if result.is_tensor else result.value.compute())
-        options = {"on_step": meta.on_step, "prog_bar": meta.prog_bar, "logger": meta.logger}
-        taken.append(EpochMetric(meta.name, value / batch_size, batch_size, reduction, meta.sync.should, options))
+        taken.append(
+            EpochMetric(
+                meta.name,
+                value / batch_size,
+                batch_size,
+                reduction,
+                is_synced=meta.sync.should,
+                on_step=meta.on_step,
+                prog_bar=meta.prog_bar,
+                logger=meta.logger,
+            )
+        )
         result.reset()
     return taken
 
@@ -81,7 +95,9 @@ def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochM
             on_epoch=True,
             batch_size=metric.batch_size,
             reduce_fx=metric.reduction,
-            **metric.options,
+            on_step=metric.on_step,
+            prog_bar=metric.prog_bar,
+            logger=metric.logger,
         )
 
 
@@ -89,7 +105,9 @@ def merge(parts: Sequence[EpochMetric]) -> EpochMetric:
     """The same metric's parts of several ranks as one."""
     values, sizes = [part.value for part in parts], [part.batch_size for part in parts]
     first = parts[0]
+    if first.reduction == "sum":
+        return replace(first, value=sum(values))
     if first.reduction != "mean":
-        return replace(first, value={"sum": sum, "max": max, "min": min}[first.reduction](values))
+        return replace(first, value=max(values) if first.reduction == "max" else min(values))
     total = sum(value * size for value, size in zip(values, sizes, strict=True))
     return replace(first, value=total / sum(sizes), batch_size=sum(sizes))
