@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,29 +102,30 @@ def run(args: list[str]) -> None:
         return
     with ending_at_once():
         quieten()
-    # An installed script does not have the folder it is called from on its path, and a user's classes are there.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        # An installed script does not have the folder it is called from on its path, and a user's classes are there.
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        command = load(args)
+    command()
+
+
+def load(args: list[str]) -> Callable[[], Any]:
+    """Import what runs the command of ``args``."""
     if args[0] == "plan":
-        with ending_at_once():
-            from rlightning.memory_plan.command import plan
+        from rlightning.memory_plan.command import plan
 
-        sys.stdout.write(plan(args[1:]))
-        return
+        return lambda: sys.stdout.write(plan(args[1:]))
     if args[0] == "serve":
-        with ending_at_once():
-            from rlightning.serve_command import serve
+        from rlightning.serve_command import serve
 
-        serve(args[1:])
-        return
-    with ending_at_once():
-        from rlightning.cli import RLCLI
+        return lambda: serve(args[1:])
+    from rlightning.cli import RLCLI
 
-        if not sys.stderr.isatty():
-            from transformers.utils.logging import disable_progress_bar
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
 
-            disable_progress_bar()
-    RLCLI(args=args)
+        disable_progress_bar()
+    return lambda: RLCLI(args=args)
 
 
 @contextmanager

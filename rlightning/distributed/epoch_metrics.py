@@ -53,10 +53,10 @@ def take_epoch_metrics(results: Any) -> list[EpochMetric]:
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
-        if not meta.on_epoch:
-            continue
         reduction = find_reduction(meta) if result.is_tensor else "mean"
         batch_size = int(result.cumulated_batch_size) if result.is_tensor and reduction == "mean" else 1
+        if not meta.on_epoch or not batch_size:
+            continue
         value = float(result.value if result.is_tensor else result.value.compute())
         taken.append(
             EpochMetric(
@@ -64,7 +64,7 @@ def take_epoch_metrics(results: Any) -> list[EpochMetric]:
                 value / batch_size,
                 batch_size,
                 reduction,
-                is_synced=meta.sync.should,
+                is_synced=meta.sync.should and not meta.sync.rank_zero_only,
                 on_step=meta.on_step,
                 prog_bar=meta.prog_bar,
                 logger=meta.logger,
@@ -85,10 +85,12 @@ def find_reduction(meta: Any) -> Reduction:
 
 def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:
     """Log in the controller what the ranks have taken of a step."""
-    others = [{metric.name: metric for metric in taken} for taken in by_rank[1:]]
-    for metric in by_rank[0]:
-        if metric.is_synced:
-            metric = merge([metric, *(other[metric.name] for other in others)])
+    named = [{metric.name: metric for metric in taken} for taken in by_rank]
+    for name in dict.fromkeys(name for taken in named for name in taken):
+        parts = [taken[name] for taken in named if name in taken]
+        if not parts[0].is_synced and name not in named[0]:
+            continue
+        metric = merge(parts) if parts[0].is_synced else parts[0]
         module.log(
             metric.name,
             torch.tensor(metric.value),

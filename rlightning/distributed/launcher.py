@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from rlightning.distributed.execution_mode import read_launch
+from rlightning.distributed.execution_mode import ExecutionMode, execution_mode, read_launch
 from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
 from rlightning.distributed.platform import share_host_threads
 from rlightning.errors import ConfigError
@@ -38,7 +38,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
-        share_host_threads(self.num_processes)
+        if execution_mode() is not ExecutionMode.WORKER:  # a worker has its share
+            share_host_threads(self.num_processes)
         try:
             return function(*args, **kwargs)
         except BaseException as error:

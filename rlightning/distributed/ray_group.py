@@ -47,7 +47,7 @@ class WorkerGroup:
                 num_cpus=each["CPU"],
                 num_gpus=each.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._place, rank),
-            ).remote(rank, num_workers, sys.path, "OMP_NUM_THREADS" in os.environ)
+            ).remote(rank, num_workers, sys.path, os.environ.get("OMP_NUM_THREADS"))
             for rank in range(num_workers)
         ]
 

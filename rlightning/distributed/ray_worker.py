@@ -50,14 +50,17 @@ class Worker:
         rank: its own.
         num_workers: of the run.
         import_paths: where the user's classes are found: where the controller finds them.
-        has_own_threads: whether the user has set OMP_NUM_THREADS.
+        host_threads: the controller's OMP_NUM_THREADS; None: a share of the cores, as if all were on this host.
     """
 
-    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str], has_own_threads: bool) -> None:
+    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str], host_threads: str | None) -> None:
         sys.path += [path for path in import_paths if path not in sys.path]
-        if not has_own_threads:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
+        if host_threads is None:
             share_host_threads(num_workers)
+        else:
+            os.environ["OMP_NUM_THREADS"] = host_threads
+            torch.set_num_threads(int(host_threads.split(",")[0]))
         self.rank, self.num_workers = rank, num_workers
         self.inbox = Inbox()
         self.trainer: Trainer | None = None

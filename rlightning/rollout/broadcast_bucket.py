@@ -62,7 +62,6 @@ class BroadcastBucket:
 
     def connect(self) -> None:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.connect`."""
-        assert self._senders, "handles() comes first"
         try:
             for sender in self._senders:
                 sender.connect()
@@ -82,7 +81,6 @@ class BroadcastBucket:
 
     def send(self, index: int) -> None:
         """See :meth:`~rlightning.rollout.weights.SendingEnd.send`. The bucket is free when this returns."""
-        assert self._senders, "handles() and connect() come first"
         try:
             for sender in self._senders:
                 sender.broadcast(_used(self._bytes, self.chunks[index], self.dtype))

@@ -135,10 +135,12 @@ class EngineOptions:
                 for number, url in enumerate(self.engines)
             ]
         places = free_devices(device, self.num_engines, size)
-        sharing = max(places.count(names) for names in places) if places[0] else 1
+        sharing = [places.count(names) if names else 1 for names in places]
         return [
             replace(
-                self._configure(module, device, sampling, max_prompt_tokens, folder, number, self.num_engines, sharing),
+                self._configure(
+                    module, device, sampling, max_prompt_tokens, folder, number, self.num_engines, sharing[number]
+                ),
                 visible_devices=names,
             )
             for number, names in enumerate(places)

@@ -104,7 +104,7 @@ def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
     }
     # worth keeping, and by default in TMPDIR
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
-    # What torch does in an engine beside a GPU is small; vLLM sees to it itself where it has several workers.
+    # What torch does on the host in an engine beside a GPU is small.
     environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))
     if config.device.type == "cuda":
         if config.visible_devices:

@@ -5,6 +5,7 @@ same group, removes what is left once all of its users are gone: so it has to be
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
@@ -15,8 +16,14 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+PR_SET_PDEATHSIG = 1
 TRACKER_SECONDS = 5.0
 """How long resource trackers get for cleaning up, and then whatever does not die of SIGKILL."""
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when the thread that started it has ended, however that came about."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group(group: int) -> None:

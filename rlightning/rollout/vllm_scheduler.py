@@ -8,6 +8,7 @@ two things that it does for every token are done more rarely:
 - to send log-probabilities: what is seen only when it is whole has them sent :data:`ROWS_AT_ONCE` tokens at a time.
 """
 
+import multiprocessing
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+
+from rlightning.rollout.process_group import die_with_parent
 
 ROWS_AT_ONCE = 32
 """Tokens between two messages with a sequence's log-probabilities: the last ones, when all end at once, are few."""
@@ -33,10 +37,8 @@ class BlockwiseCache(KVCacheManager):
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """See KVCacheManager: a request's new blocks; none for a token that neither begins nor fills one."""
-        is_amid = (
-            0 < request.num_computed_tokens % self.block_tokens < self.block_tokens - 1
-        )  # neither begins nor fills
-        if num_new_tokens == 1 and is_amid and request.status is RequestStatus.RUNNING:
+        offset = request.num_computed_tokens % self.block_tokens
+        if num_new_tokens == 1 and 0 < offset < self.block_tokens - 1 and request.status is RequestStatus.RUNNING:
             return self.empty_kv_cache_blocks
         return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
 
@@ -56,9 +58,11 @@ class CollectedLogprobs:
 
     def __init__(self, logprobs: LogprobsLists, requests: list[Request | None]) -> None:
         self.step, self.requests = logprobs, requests
-        columns = (logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks)
-        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        self._types = [column.dtype for column in columns]
+        self._width = logprobs.logprobs.shape[1]
+        # Flat, so that what is held is numbers, which Python's garbage collector does not go through.
+        self._ids = logprobs.logprob_token_ids.ravel().tolist()
+        self._logprobs = logprobs.logprobs.ravel().tolist()
+        self._ranks = logprobs.sampled_token_ranks.tolist()
         self._first = logprobs.cu_num_generated_tokens or range(len(requests))
 
     def slice_request(self, index: int, num_tokens: int) -> LogprobsLists | None:
@@ -67,15 +71,24 @@ class CollectedLogprobs:
         if request is None or not is_seen_whole(request):
             rows: LogprobsLists = self.step.slice_request(index, num_tokens)
             return rows
-        held: list[Any] = request.__dict__.setdefault("held_logprobs", [])
-        first = self._first[index]
-        held += self._rows[first : first + num_tokens]
-        is_under_way = len(held) < ROWS_AT_ONCE and request.status is RequestStatus.RUNNING
-        if is_under_way or not held:
+        if not num_tokens:
+            return None  # nothing will be sent for it, whatever has become of it
+        held: tuple[list[Any], ...] = request.__dict__.get("held_logprobs") or ([], [], [])
+        ids, logprobs, ranks = held
+        first, end, width = self._first[index], self._first[index] + num_tokens, self._width
+        ids += self._ids[first * width : end * width]
+        logprobs += self._logprobs[first * width : end * width]
+        ranks += self._ranks[first:end]
+        if len(ranks) < ROWS_AT_ONCE and request.status is RequestStatus.RUNNING:
+            request.__dict__["held_logprobs"] = held
             return None
-        ids, logprobs, ranks = (np.array(*column) for column in zip(zip(*held, strict=True), self._types, strict=True))
-        held.clear()
-        return LogprobsLists(ids, logprobs, ranks)
+        request.__dict__.pop("held_logprobs", None)
+        like = self.step
+        return LogprobsLists(
+            np.array(ids, like.logprob_token_ids.dtype).reshape(-1, width),
+            np.array(logprobs, like.logprobs.dtype).reshape(-1, width),
+            np.array(ranks, like.sampled_token_ranks.dtype),
+        )
 
 
 def is_seen_whole(request: Request) -> bool:
@@ -89,9 +102,10 @@ class RolloutScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Several groups of layers may have blocks of different sizes; guessed tokens need slots ahead.
-        is_plain = self.connector is None and not self.num_lookahead_tokens
-        if is_plain and len(self.kv_cache_config.kv_cache_groups) == 1:
+        # Several groups of layers may have blocks of different sizes; those with a window free blocks as they go on.
+        groups = self.kv_cache_config.kv_cache_groups
+        is_plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        if is_plain and self.connector is None and not self.num_spec_tokens:
             manager: Any = self.kv_cache_manager
             manager.__class__ = BlockwiseCache  # the scheduler makes it itself
             manager.block_tokens = self.block_size
@@ -109,6 +123,8 @@ class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
-    """A scheduler; the arguments are those of vLLM's."""
+    """A scheduler, for a core that ends with the process that it was forked from; the arguments are those of vLLM's."""
+    if multiprocessing.parent_process() is not None:
+        die_with_parent()
     kind = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
     return kind(vllm_config=vllm_config, **arguments)

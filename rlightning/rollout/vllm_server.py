@@ -29,7 +29,9 @@ def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
     arguments = AsyncEngineArgs(**engine_args)
     config = arguments.create_engine_config()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    return AsyncLLM.from_vllm_config(
+        config, enable_log_requests=arguments.enable_log_requests, disable_log_stats=arguments.disable_log_stats
+    )
 
 
 class VLLMServer:

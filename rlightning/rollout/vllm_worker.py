@@ -1,7 +1,5 @@
 """What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``."""
 
-import ctypes
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +8,10 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
+from rlightning.rollout.process_group import die_with_parent
 from rlightning.rollout.weights import ReceivingEnd, open_end
 
-PR_SET_PDEATHSIG = 1
-
-# The workers must not outlive the engine process when that one is killed and can end nobody any more.
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+die_with_parent()  # the workers must not outlive an engine process that is killed and can end nobody any more
 
 if current_platform.is_cpu():
     # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.

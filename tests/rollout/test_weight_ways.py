@@ -184,6 +184,30 @@ def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Ca
     end.close()
 
 
+def test_a_worker_of_the_second_group_that_never_comes_ends_the_first_too(
+    start_workers: Callable[[int], list[Worker]],
+) -> None:
+    (worker,) = start_workers(1)
+    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=3.0)
+    worker.ask(end.handles([0, 1])[0])
+    with pytest.raises(EngineError, match="no sign of number 0"):
+        end.connect()
+    worker.answer()  # it had been connected
+    worker.ask(0)
+    with pytest.raises(EngineError, match="Chunk 0 of the weights did not come"):
+        worker.answer()
+    end.close()
+
+
+def test_when_all_engines_are_gone_nothing_is_sent() -> None:
+    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=3.0)
+    assert end.handles([]) == []
+    end.connect()
+    for index in end.fill(WEIGHTS.items()):
+        end.send(index)
+    end.close()
+
+
 def test_engines_on_the_same_devices_are_told_apart() -> None:
     def link(*names: str) -> Any:
         return SimpleNamespace(config=SimpleNamespace(visible_devices=names))
