@@ -1,4 +1,4 @@
-"""benchmarks/host_side.py and engine_output.py measure the real parts, at tiny sizes."""
+"""benchmarks/host_side.py, engine_output.py and scheduling.py measure the real parts, at tiny sizes."""
 
 import csv
 import subprocess
@@ -48,3 +48,11 @@ def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
     said = run(tmp_path, *options, script=SCRIPT.with_name("engine_output.py")).strip().splitlines()[-6:]
     assert said[0].startswith("| output | core, us | front, us | text, us | ")
     assert said[2].startswith("| text in the end | ")
+
+
+@pytest.mark.slow
+def test_schedulers_are_measured(tmp_path: Path) -> None:
+    options = ["--sequences", "4", "--steps", "4", "--repetitions", "1"]
+    said = run(tmp_path, *options, script=SCRIPT.with_name("scheduling.py")).strip().splitlines()[-4:]
+    assert said[0] == "| scheduler | schedule | take in | write | all |"
+    assert [line.split(" | ")[0] for line in said[2:]] == ["| vLLM's own", "| rlightning's"]
