@@ -58,10 +58,9 @@ class CollectedLogprobs:
 
     def __init__(self, logprobs: LogprobsLists, requests: list[Request | None]) -> None:
         self.step, self.requests = logprobs, requests
-        self._width = logprobs.logprobs.shape[1]
-        # Flat, so that what is held is numbers, which Python's garbage collector does not go through.
-        self._ids = logprobs.logprob_token_ids.ravel().tolist()
-        self._logprobs = logprobs.logprobs.ravel().tolist()
+        # The first column is the sampled token's. What is held is numbers, which no garbage collector goes through.
+        self._ids = logprobs.logprob_token_ids[:, 0].tolist()
+        self._logprobs = logprobs.logprobs[:, 0].tolist()
         self._ranks = logprobs.sampled_token_ranks.tolist()
         self._first = logprobs.cu_num_generated_tokens or range(len(requests))
 
@@ -75,9 +74,9 @@ class CollectedLogprobs:
             return None  # nothing will be sent for it, whatever has become of it
         held: tuple[list[Any], ...] = request.__dict__.get("held_logprobs") or ([], [], [])
         ids, logprobs, ranks = held
-        first, end, width = self._first[index], self._first[index] + num_tokens, self._width
-        ids += self._ids[first * width : end * width]
-        logprobs += self._logprobs[first * width : end * width]
+        first, end = self._first[index], self._first[index] + num_tokens
+        ids += self._ids[first:end]
+        logprobs += self._logprobs[first:end]
         ranks += self._ranks[first:end]
         if len(ranks) < ROWS_AT_ONCE and request.status is RequestStatus.RUNNING:
             request.__dict__["held_logprobs"] = held
@@ -85,16 +84,18 @@ class CollectedLogprobs:
         request.__dict__.pop("held_logprobs", None)
         like = self.step
         return LogprobsLists(
-            np.array(ids, like.logprob_token_ids.dtype).reshape(-1, width),
-            np.array(logprobs, like.logprobs.dtype).reshape(-1, width),
+            np.array(ids, like.logprob_token_ids.dtype)[:, None],
+            np.array(logprobs, like.logprobs.dtype)[:, None],
             np.array(ranks, like.sampled_token_ranks.dtype),
         )
 
 
 def is_seen_whole(request: Request) -> bool:
-    """Whether nobody looks at a request before it has ended: nobody streams it, or looks for stop strings in it."""
+    """Whether nobody looks at a request before it has ended, as for stop strings, and then at what it sampled alone."""
     params = request.sampling_params
-    return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
+    if params is None or params.logprobs != 0:
+        return False
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
 
 class RolloutScheduler(Scheduler):

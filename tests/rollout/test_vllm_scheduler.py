@@ -209,6 +209,25 @@ def test_what_is_held_stays_while_a_prompt_is_read_again() -> None:
     assert whole.sampled_token_ranks.tolist() == [0, 2]
 
 
+def test_who_wants_more_columns_gets_them_at_once_and_changes_nothing_for_others() -> None:
+    one, other = (make_request(name, None, length=99, prompt=0, prompt_tokens=20, streams=False) for name in ("0", "1"))
+    assert other.sampling_params is not None
+    other.sampling_params.logprobs = 2
+    one.status = other.status = RequestStatus.RUNNING
+    wide = LogprobsLists(
+        np.array([[5, 6, 7], [8, 9, 4]]), np.array([[-1, -2, -3], [-4, -5, -6]], np.float32), np.array([1, 2])
+    )
+    step = CollectedLogprobs(wide, [one, other])
+    assert step.slice_request(0, 1) is None
+    at_once = step.slice_request(1, 1)
+    assert at_once is not None and at_once.logprob_token_ids.tolist() == [[8, 9, 4]]
+    narrow = LogprobsLists(np.array([[3]]), np.array([[-7]], np.float32), np.array([3]))
+    one.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    whole = CollectedLogprobs(narrow, [one]).slice_request(0, 1)
+    assert whole is not None and whole.logprob_token_ids.tolist() == [[5], [3]]
+    assert whole.logprobs.tolist() == [[-1.0], [-7.0]] and whole.sampled_token_ranks.tolist() == [1, 3]
+
+
 def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
     core = run(folder, make_scheduler, num_blocks=200, is_ahead=True)
     assert not core.scheduler.requests and "4" not in core.reasons
