@@ -1,126 +1,357 @@
 """vLLM's scheduler with less work for a token. Loaded by vLLM's core as ``scheduler_cls``.
 
 The core is one Python process that goes through all running sequences in every step. Where a model is small, that takes
-longer than the GPU's part of the step (docs/performance.md). What runs when, and in which blocks, is as vLLM decides;
-two things that it does for every token are done more rarely:
+longer than the GPU's part of the step (docs/performance.md), and most of it is in vain: a sequence whose last block has
+room, and which the sampled token does not end, needs nothing but one more token. Such sequences rest: their tokens are
+written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something can happen
+to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in which
+blocks, is as vLLM decides.
 
-- to look for a slot in the KV cache: a sequence needs another block when its last one is full, and not before;
-- to send log-probabilities: what is seen only when it is whole has them sent :data:`ROWS_AT_ONCE` tokens at a time.
+Nor is each token sent to the process in front: what is seen only when it is whole is sent :data:`TOKENS_AT_ONCE` at a
+time, and all of it before a pause begins.
 """
 
 import multiprocessing
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
+import vllm.envs as envs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.rollout.process_group import die_with_parent
 
-ROWS_AT_ONCE = 32
-"""Tokens between two messages with a sequence's log-probabilities: the last ones, when all end at once, are few."""
+TOKENS_AT_ONCE = 32
+"""Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
+MOST_IN_FLIGHT = 2
+"""Steps that vLLM has scheduled and not taken in, without pipeline parallelism."""
 
 
-class BlockwiseCache(KVCacheManager):
-    """The KV cache's bookkeeping, for sequences that grow by a token only where they begin or fill a block.
+@dataclass
+class Tokens:
+    """Sampled tokens of a sequence, with the log-probability and the rank of each."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, more: "Tokens") -> None:
+        """Append others, which the sequence has sampled next."""
+        self.ids += more.ids
+        self.logprobs += more.logprobs
+        self.ranks += more.ranks
+
+    def as_lists(self) -> LogprobsLists:
+        """As vLLM sends them: the sampled token's column only."""
+        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
+        return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks, np.int64))
+
+
+class RestingSequences:
+    """Sequences of which each step samples one token, and of which nothing else changes: in arrays, a row for each.
 
     Attributes:
-        block_tokens: of a block.
+        rows: by the request's id.
+        step: the number of the next step to be scheduled.
+        stop_ids: tokens that end one sequence or another.
     """
 
-    block_tokens: int
+    def __init__(self, most: int, block_tokens: int) -> None:
+        self.rows: dict[str, int] = {}
+        self.step = 0
+        self.stop_ids = np.array([], np.int64)
+        self._block_tokens = block_tokens
+        self._free = list(range(most))
+        self._due: dict[int, list[str]] = defaultdict(list)
+        # Of each row: the first step, the step before which it ends, what vLLM counts at the first one.
+        self._first, self._end, self._computed, self._settled, self._prompt = np.zeros((5, most), np.int64)
+        self._count = np.zeros(most, np.int64)
+        size = (most, block_tokens + MOST_IN_FLIGHT)
+        self._ids, self._ranks = np.zeros((2, *size), np.int64)
+        self._logprobs = np.zeros(size, np.float32)
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """See KVCacheManager: a request's new blocks; none for a token that neither begins nor fills one."""
-        offset = request.num_computed_tokens % self.block_tokens
-        if num_new_tokens == 1 and 0 < offset < self.block_tokens - 1 and request.status is RequestStatus.RUNNING:
-            return self.empty_kv_cache_blocks
-        return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+    def begin(self, request: Request, num_steps: int) -> None:
+        """Let a request rest in the next ``num_steps``."""
+        name, row = request.request_id, self._free.pop()
+        self.rows[name] = row
+        self._first[row], self._end[row] = self.step, self.step + num_steps
+        self._computed[row], self._prompt[row] = request.num_computed_tokens, request.num_prompt_tokens
+        self._settled[row] = request.num_computed_tokens - request.num_output_placeholders
+        self._count[row] = 0
+        self._due[self.step + num_steps].append(name)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """See KVCacheManager: let others find the request's full blocks."""
-        if num_computed_tokens % self.block_tokens == 0:
-            super().cache_blocks(request, num_computed_tokens)
+    def end(self, name: str) -> tuple[int, Tokens]:
+        """Let one rest no longer: the steps scheduled meanwhile, and the tokens that came back."""
+        row = self.rows.pop(name)
+        self._free.append(row)
+        columns = (column[row, : self._count[row]].tolist() for column in (self._ids, self._logprobs, self._ranks))
+        return int(self.step - self._first[row]), Tokens(*columns)
 
+    def due(self) -> list[str]:
+        """Those that have rested long enough when the next step is scheduled."""
+        names = self._due.pop(self.step, [])
+        return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
-class CollectedLogprobs:
-    """A step's log-probabilities, in the place of vLLM's: gives a request's own together with those held back before.
+    def schedule(self, output: Any) -> None:
+        """Add a token of each to a step of vLLM's."""
+        names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
+        computed = self._computed[rows] + self.step - self._first[rows]
+        cached = output.scheduled_cached_reqs
+        cached.req_ids += names
+        cached.new_block_ids += [None] * len(names)
+        cached.num_computed_tokens += computed.tolist()
+        cached.num_output_tokens += (computed + 1 - self._prompt[rows]).tolist()
+        output.num_scheduled_tokens |= dict.fromkeys(names, 1)
+        output.total_num_scheduled_tokens += len(names)
 
-    Args:
-        logprobs: of the step, a row a token.
-        requests: in the order of the rows; None for one that is gone.
-    """
+    def take_in(self, output: Any) -> tuple[set[str], list[str]]:
+        """Write down a step's samples.
 
-    def __init__(self, logprobs: LogprobsLists, requests: list[Request | None]) -> None:
-        self.step, self.requests = logprobs, requests
-        # The first column is the sampled token's. What is held is numbers, which no garbage collector goes through.
-        self._ids = logprobs.logprob_token_ids[:, 0].tolist()
-        self._logprobs = logprobs.logprobs[:, 0].tolist()
-        self._ranks = logprobs.sampled_token_ranks.tolist()
-        self._first = logprobs.cu_num_generated_tokens or range(len(requests))
-
-    def slice_request(self, index: int, num_tokens: int) -> LogprobsLists | None:
-        """The rows that are to be sent for the request at ``index``, which has sampled so many tokens; or None."""
-        request = self.requests[index]
-        if request is None or not is_seen_whole(request):
-            rows: LogprobsLists = self.step.slice_request(index, num_tokens)
-            return rows
-        if not num_tokens:
-            return None  # nothing will be sent for it, whatever has become of it
-        held: tuple[list[Any], ...] = request.__dict__.get("held_logprobs") or ([], [], [])
-        ids, logprobs, ranks = held
-        first, end = self._first[index], self._first[index] + num_tokens
-        ids += self._ids[first:end]
-        logprobs += self._logprobs[first:end]
-        ranks += self._ranks[first:end]
-        if len(ranks) < ROWS_AT_ONCE and request.status is RequestStatus.RUNNING:
-            request.__dict__["held_logprobs"] = held
-            return None
-        request.__dict__.pop("held_logprobs", None)
-        like = self.step
-        return LogprobsLists(
-            np.array(ids, like.logprob_token_ids.dtype)[:, None],
-            np.array(logprobs, like.logprobs.dtype)[:, None],
-            np.array(ranks, like.sampled_token_ranks.dtype),
-        )
+        Returns:
+            Whose were written down; who rested and must not any longer, because something happens to them in this step.
+        """
+        names, sampled = output.req_ids, output.sampled_token_ids
+        rows = np.fromiter(map(self.rows.get, names, repeat(-1)), np.int64, len(names))
+        places = np.flatnonzero(rows >= 0)
+        if not len(places):
+            return set(), []
+        rows = rows[places]
+        ids = np.array([sampled[place][0] if len(sampled[place]) == 1 else -1 for place in places], np.int64)
+        fills_block = (self._settled[rows] + self._count[rows] + 1) % self._block_tokens == 0
+        is_loud = fills_block | (ids < 0) | np.isin(ids, self.stop_ids)
+        loud = [names[place] for place in places[is_loud]]
+        places, rows, ids = places[~is_loud], rows[~is_loud], ids[~is_loud]
+        quiet = {names[place] for place in places}
+        column = self._count[rows]
+        starts = output.logprobs.cu_num_generated_tokens
+        if starts is not None:
+            places = np.asarray(starts)[places]
+        self._ids[rows, column] = ids
+        self._logprobs[rows, column] = output.logprobs.logprobs[places, 0]
+        self._ranks[rows, column] = output.logprobs.sampled_token_ranks[places]
+        self._count[rows] += 1
+        return quiet, loud
 
 
 def is_seen_whole(request: Request) -> bool:
     """Whether nobody looks at a request before it has ended, as for stop strings, and then at what it sampled alone."""
     params = request.sampling_params
-    if params is None or params.logprobs != 0:
+    if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
-    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
+    if request.use_structured_output or request.has_encoder_inputs or request.resumable or request.lora_request:
+        return False
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and params.repetition_detection is None
 
 
 class RolloutScheduler(Scheduler):
-    """What makes a scheduler do less for a token; see the module's docstring."""
+    """What makes a scheduler do less for a token; see the module's docstring.
+
+    Attributes:
+        resting: what vLLM's code is not shown.
+        unsent: of requests that are seen whole, from their first token on.
+    """
+
+    has_placeholders = False
+    """Whether vLLM counts the tokens in flight as placeholders of the output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Several groups of layers may have blocks of different sizes; those with a window free blocks as they go on.
-        groups = self.kv_cache_config.kv_cache_groups
-        is_plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        if is_plain and self.connector is None and not self.num_spec_tokens:
-            manager: Any = self.kv_cache_manager
-            manager.__class__ = BlockwiseCache  # the scheduler makes it itself
-            manager.block_tokens = self.block_size
+        self.resting = RestingSequences(self.max_num_running_reqs, self.block_size)
+        self.unsent: dict[str, Tokens] = {}
+        limits = "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens"
+        self._limits = [name for name in limits if hasattr(self, name)]
+        self._may_rest = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether a step does nothing with a sequence amid a block but what this module knows of."""
+        groups = self.kv_cache_config.kv_cache_groups  # those with a window free blocks as they go on
+        is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
+        has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
+        is_fair = not self.scheduler_config.long_prefill_token_threshold
+        return is_single and not has_more and has_room and is_fair and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """See Scheduler: what runs in the next step."""
+        resting = self.resting
+        self._wake(resting.due())
+        awake = [request for request in self.running if request.request_id not in resting.rows]
+        if resting.rows and (throttle_prefills or not self._fits(awake)):
+            self._wake(list(resting.rows))
+            awake = self.running
+        running, num_awake, num_resting = self.running, len(awake), len(resting.rows)
+        self.running = awake
+        self._lower_limits(num_resting)
+        output = super().schedule(throttle_prefills)
+        self._lower_limits(-num_resting)
+        begun = [request for request in self.running if output.num_scheduled_tokens.get(request.request_id) == 1]
+        if num_resting:
+            self.running = running + self.running[num_awake:]
+            self._schedule_resting(output)
+        resting.step += 1
+        self._let_rest(begun)
+        return output
+
+    def _schedule_resting(self, output: Any) -> None:
+        """Add those that rest to a step of the others."""
+        if not output.num_scheduled_tokens:  # vLLM has seen nobody to ask for
+            blocks = self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
+            output.num_common_prefix_blocks = blocks
+        self.resting.schedule(output)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids |= self.resting.rows.keys()
+
+    def _lower_limits(self, number: int) -> None:
+        """Leave the limits of a step to all but so many sequences, which take one token each."""
+        for name in self._limits:
+            setattr(self, name, getattr(self, name) - number)
+
+    def _num_free_blocks(self) -> int:
+        return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _fits(self, awake: list[Request]) -> bool:
+        """Whether the KV cache has room for these, so that none has to make way, be it one that rests."""
+        needed = 0
+        for request in awake:
+            if request.is_prefill_chunk:
+                needed += request.num_tokens // self.block_size + 1
+            elif request.num_computed_tokens % self.block_size == 0:
+                needed += 1
+        return needed <= self._num_free_blocks()
+
+    def _let_rest(self, requests: Iterable[Request]) -> None:
+        """Let those of ``requests`` rest that may, unless the KV cache is so full that they would soon be woken."""
+        if self._is_paused() or self._num_free_blocks() <= len(self.running):
+            return
+        for request in requests:
+            if num_steps := self._steps_to_rest(request):
+                self.resting.begin(request, num_steps)
+
+    def _steps_to_rest(self, request: Request) -> int:
+        """How many steps from the next one on need nothing but a token of a request."""
+        if not self._may_rest or request.request_id not in self.unsent or request.is_prefill_chunk:
+            return 0
+        # A piece of a prompt is still in flight, or what was when the request had to make way for others.
+        if getattr(request, "num_in_flight_tokens", 0) > MOST_IN_FLIGHT:
+            return 0
+        if getattr(request, "num_stale_output_tokens", 0) or getattr(request, "async_tokens_to_discard", 0):
+            return 0
+        computed = request.num_computed_tokens
+        offset = computed % self.block_size
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        # A step that computes token p samples token p + 2 of all, if p counts from 0.
+        num_steps = min(self.block_size - 1 - offset, most_tokens - 3 - computed)
+        return num_steps if offset and num_steps > 0 else 0
+
+    def _wake(self, names: Iterable[str]) -> None:
+        """Bring requests that rest up to date, for vLLM's code."""
+        for name in names:
+            if name not in self.resting.rows:
+                continue
+            request = self.requests[name]
+            num_scheduled, tokens = self.resting.end(name)
+            in_flight = num_scheduled - len(tokens)
+            request.num_computed_tokens += num_scheduled
+            if self.has_placeholders:
+                request.num_output_placeholders += in_flight
+            if hasattr(request, "num_in_flight_tokens"):
+                request.num_in_flight_tokens += in_flight
+            if tokens.ids:
+                request.append_output_token_ids(tokens.ids)
+                self.unsent[name].add(tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See Scheduler: take in what a step has sampled."""
-        if model_runner_output.logprobs is not None:
-            requests = [self.requests.get(request_id) for request_id in model_runner_output.req_ids]
-            model_runner_output.logprobs = CollectedLogprobs(model_runner_output.logprobs, requests)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        loud: list[str] = []
+        if self.resting.rows:
+            quiet, loud = self.resting.take_in(model_runner_output)
+            self._wake(loud)
+            left = {name: n for name, n in scheduler_output.num_scheduled_tokens.items() if name not in quiet}
+            scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._let_rest(self.requests[name] for name in loud if name in self.requests)
+        if self._is_paused():
+            for name in [name for name, tokens in self.unsent.items() if tokens]:
+                output = EngineCoreOutput(name, [])
+                outputs.setdefault(self.requests[name].client_index, EngineCoreOutputs()).outputs.append(output)
+        for client, of_client in list(outputs.items()):
+            of_client.outputs = [one for one in of_client.outputs if self._is_sent(one)]
+            if not (of_client.outputs or of_client.finished_requests or of_client.scheduler_stats):
+                del outputs[client]
+        return outputs
+
+    def _is_sent(self, output: EngineCoreOutput) -> bool:
+        """Whether a request's output goes to the process in front now, then with all that has been held back."""
+        name, has_ended = output.request_id, output.finish_reason is not None
+        unsent = self.unsent.get(name)
+        if unsent is None:  # the first one also says what vLLM found of the prompt
+            if not has_ended and is_seen_whole(self.requests[name]):
+                self._expect(self.requests[name])
+            return True
+        if output.new_logprobs is not None:
+            ids, logprobs, ranks = output.new_logprobs[:3]
+            unsent.add(Tokens(ids[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist()))
+        if not (has_ended or len(unsent) >= TOKENS_AT_ONCE or self._is_paused()):
+            return False
+        if unsent:
+            output.new_token_ids, output.new_logprobs = unsent.ids, unsent.as_lists()
+        self.unsent[name] = Tokens()
+        if has_ended:
+            del self.unsent[name]
+        return True
+
+    def _expect(self, request: Request) -> None:
+        """Hold back what a request samples from now on."""
+        self.unsent[request.request_id] = Tokens()
+        params: Any = request.sampling_params
+        stop_ids = {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
+        if not stop_ids <= (known := set(self.resting.stop_ids.tolist())):
+            self.resting.stop_ids = np.array(sorted(stop_ids | known), np.int64)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
+        """See Scheduler: end requests from outside; None: all. What is held back of them is not sent."""
+        ids = self.requests if request_ids is None else request_ids
+        names = [ids] if isinstance(ids, str) else list(ids)
+        self._wake(names)
+        for name in names:
+            self.unsent.pop(name, None)
+        return super().finish_requests(names, finished_status)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """See Scheduler: pause, or go on."""
+        self._wake(list(self.resting.rows))
+        super().set_pause_state(pause_state)
+
+    def _is_paused(self) -> bool:
+        return bool(self._pause_state != PauseState.UNPAUSED)
+
+    def has_requests(self) -> bool:
+        """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
+        return bool(super().has_requests()) or (self._is_paused() and any(self.unsent.values()))
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """See Scheduler: forget what is in the KV cache, if need be by letting all begin again."""
+        self._wake(list(self.resting.rows))
+        return super().reset_prefix_cache(*args, **kwargs)
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
     """The same, for steps that are scheduled ahead of the device."""
+
+    has_placeholders = True
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
