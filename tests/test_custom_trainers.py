@@ -74,9 +74,10 @@ def test_each_callback_is_at_work_and_the_loop_learns_the_same(script: str, monk
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes(script: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, str(FOLDER / script), "2"] if script == "fabric.py" else [*launch, str(FOLDER / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(
+        [*launch, str(FOLDER / script)], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     learned = [float(reward) for reward in re.findall(r"reward [\d.]+ -> ([\d.]+)", output)]

@@ -1,6 +1,6 @@
 """The four cures of colocated training in a loop of Lightning Fabric, here with two processes::
 
-    python examples/custom_trainers/fabric.py 2
+    torchrun --nproc-per-node 2 examples/custom_trainers/fabric.py
 
 Teaches a network to choose the one of four actions that its input names, by REINFORCE. A copy of the network stands for
 the engine.
@@ -8,7 +8,7 @@ the engine.
 
 import copy
 import logging
-import sys
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -76,4 +76,4 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    main(devices=int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
