@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -180,9 +180,14 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
         two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
         layer = three - two
         rest.append(two - layer * 2)
-        if decoder.is_compiled and not decoder.gradient_checkpointing:
-            saved = max(layer.kept - _trace_compiled(config, decoder, kind, tokens, longest), 0)
-            layer = layer - ActivationBytes(kept=saved, forward=saved, backward=saved, scoring=0)
+        if decoder.is_compiled:
+            whole = replace(decoder, gradient_checkpointing=False)
+            one, other = (_trace(config, whole, [kind] * number, tokens, longest).kept for number in (2, 3))
+            saved = max(other - one - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            if decoder.gradient_checkpointing:  # the backward has the activations of a layer at a time
+                rest[-1] = rest[-1] - ActivationBytes(kept=0, forward=0, backward=saved, scoring=0)
+            else:
+                layer = layer - ActivationBytes(kept=saved, forward=saved, backward=saved, scoring=0)
         layers = layers + layer * count
     return layers + ActivationBytes(
         **{field.name: max(getattr(part, field.name) for part in rest) for field in fields(ActivationBytes)}

@@ -22,6 +22,9 @@ QWEN3: dict[str, Any] = {
 }
 SMALL = Qwen3Config(**QWEN3, hidden_size=1024, intermediate_size=3072)
 MIDDLE = Qwen3Config(**QWEN3, hidden_size=2048, intermediate_size=6144)
+LARGE = Qwen3Config(
+    **QWEN3 | {"num_hidden_layers": 36, "num_attention_heads": 32}, hidden_size=2560, intermediate_size=9728
+)
 H200 = read_device_memory("H200")
 TWO_PROMPTS = BatchPlan(
     prompts_per_step=16,
@@ -51,9 +54,14 @@ def middle() -> MemoryPlan:
     return MemoryPlan(replace(COLOCATED, config=MIDDLE, reference=MIDDLE), H200)
 
 
+@cache
+def large() -> MemoryPlan:
+    return MemoryPlan(replace(COLOCATED, config=LARGE, reference=None), H200)
+
+
 def plan_of(work: Work, device_memory: int) -> MemoryPlan:
     """A plan that shares what was traced for the same model."""
-    same = small() if work.config is SMALL else middle()
+    same = small() if work.config is SMALL else middle() if work.config is MIDDLE else large()
     return MemoryPlan(work, device_memory, like=same.trainer)
 
 
