@@ -1,4 +1,4 @@
-"""Tokens/s of one or several vLLM engines that share a GPU and the same work, and how busy their processes are.
+"""Tokens/s of one or several vLLM engines that share a GPU and the same work.
 
     python benchmarks/engines_a_gpu.py --engines 1 2 3
     python benchmarks/engines_a_gpu.py --scheduler vllm rlightning
@@ -9,8 +9,7 @@ be faster than one. --sequences prompts of 128 tokens are completed by --max-new
 rlightning asks for them; the engines begin together, and the time is that until the last has ended. A core's scheduler
 is vLLM's own or rlightning's (rlightning/rollout/vllm_scheduler.py).
 
-Prints one table: the best of --repetitions. "busiest" is the largest share of a core that one of the processes used: at
-some 100% it is what the others wait for.
+Prints one table: the best of --repetitions.
 """
 
 import argparse
@@ -21,34 +20,11 @@ import time
 from contextlib import suppress
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from launch import PROMPT_TOKENS, benchmark_parser, finish, prepare, say
 
-TICKS = os.sysconf("SC_CLK_TCK")
 SCHEDULERS = {"vllm": None, "rlightning": "rlightning.rollout.vllm_scheduler.make_scheduler"}
-
-
-def cpu_seconds(root: int) -> dict[int, float]:
-    """CPU time so far of a process and of all that it has started, by process id."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        pid = int(path.parent.name)
-        parents[pid] = int(fields[1])
-        seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
-
-    def is_below(pid: int) -> bool:
-        while pid in parents and pid != root:
-            pid = parents[pid]
-        return pid == root
-
-    return {pid: spent for pid, spent in seconds.items() if is_below(pid)}
 
 
 def serve(
@@ -99,16 +75,13 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
     ]
     for engine in engines:
         engine.start()
-    best, busiest = float("inf"), 0.0
+    best = float("inf")
     try:
         for _ in range(arguments.repetitions):
             begin.wait(arguments.timeout)
-            started, before = time.perf_counter(), cpu_seconds(os.getpid())
+            started = time.perf_counter()
             end.wait(arguments.timeout)
-            seconds, after = time.perf_counter() - started, cpu_seconds(os.getpid())
-            if seconds < best:
-                best = seconds
-                busiest = max(spent - before.get(pid, 0.0) for pid, spent in after.items()) / seconds
+            best = min(best, time.perf_counter() - started)
     finally:
         for engine in engines:
             with suppress(ProcessLookupError):
@@ -121,7 +94,6 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
         "sequences": share,
         "s": best,
         "tokens/s": tokens / best,
-        "busiest, %": 100 * busiest,
     }
 
 
