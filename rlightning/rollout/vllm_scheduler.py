@@ -211,6 +211,8 @@ class RolloutScheduler(Scheduler):
             blocks = self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
             output.num_common_prefix_blocks = blocks
         self.resting.schedule(output)
+        scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
+        output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in their order
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids |= self.resting.rows.keys()
 
