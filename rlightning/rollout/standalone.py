@@ -15,10 +15,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
@@ -53,12 +55,42 @@ class Consumed(NamedTuple):
     Attributes:
         prompts: as many, of any rank and any time.
         completions: of each.
-        metrics: of what all ranks got.
+        metrics: of what all ranks have got in this step.
     """
 
     prompts: list[Prompt]
     completions: list[list[Completion]]
     metrics: dict[str, float]
+
+
+@dataclass
+class StepTotals:
+    """Of all that a step consumes, at once or, with refills, by and by.
+
+    Attributes:
+        ages: of each token, in updates: [T] by part.
+        expired: prompts that had grown too old.
+        waited: seconds that the trainer waited for completions.
+        idle: seconds that an engine had nothing to do, in the mean.
+    """
+
+    ages: list[NDArray[np.int64]] = field(default_factory=list)
+    expired: int = 0
+    waited: float = 0.0
+    idle: float = 0.0
+
+    def metrics(self, max_staleness: int) -> dict[str, float]:
+        """By the names of docs/metrics.md."""
+        age = np.concatenate([np.zeros(0, np.int64), *self.ages])
+        shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
+        return {
+            "async/age_mean": float(age.mean()) if len(age) else 0.0,
+            "async/age_max": float(age.max()) if len(age) else 0.0,
+            **{f"async/age_{years}": float(share) for years, share in enumerate(shares)},
+            "async/expired": float(self.expired),
+            "async/trainer_waited": self.waited,
+            "async/engines_idle": self.idle,
+        }
 
 
 class Arrivals(Generic[T]):
@@ -131,6 +163,7 @@ class StandaloneEngines:
         self._arrivals: Arrivals[Group] = Arrivals(self._changed.set)
         self._pace = Pace(in_flight.max_staleness, len(configs))
         self._waited_seconds = 0.0
+        self._totals = StepTotals()
 
     # Their life
 
@@ -153,7 +186,8 @@ class StandaloneEngines:
         """They share no device with an actor: there is nothing to give back."""
 
     def forgive(self) -> None:
-        """Let each engine die once more."""
+        """Let each engine die once more: a step begins."""
+        self._totals = StepTotals()
         if self._pool is not None:
             self._pool.forgive()
 
@@ -304,15 +338,16 @@ class StandaloneEngines:
             sentence = self._pace.add(waited, idle)
             if sentence is not None:
                 log.info(sentence)
-            num_expired = flight.num_expired
+            totals = self._totals
+            totals.waited += waited
+            totals.idle += idle
+            totals.expired += flight.num_expired
             taken = flight.take(num_wanted)
+            totals.ages.append(ages(taken, weight_version))
             if flight.max_staleness == 0:
                 self._pool.cancel(self._arrivals.forget(flight.stop()))
             metrics = {
-                **age_metrics(taken, weight_version, flight.max_staleness),
-                "async/expired": float(num_expired),
-                "async/trainer_waited": waited,
-                "async/engines_idle": idle,
+                **totals.metrics(flight.max_staleness),
                 "async/swap_pause": self._swap.pause_seconds if isinstance(self._swap, WeightSwap) else 0.0,
                 "async/running": float(len(flight) - flight.num_finished),
                 "async/finished": float(flight.num_finished),
@@ -368,14 +403,3 @@ def sending_end(shapes: Shapes, configs: Sequence[VLLMConfig]) -> SendingEnd:
     if config.device.type == "cpu" and not urls:
         return WeightBucket(*bucket, destination=destination)
     return BroadcastBucket(*bucket, host=own_address(urls), timeout=timeout, destination=destination)
-
-
-def age_metrics(groups: Sequence[Group], weight_version: int, max_staleness: int) -> dict[str, float]:
-    """How old the tokens of what is consumed are, in updates: their mean, the oldest, and the share of each age."""
-    age = ages(groups, weight_version)
-    shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
-    return {
-        "async/age_mean": float(age.mean()) if len(age) else 0.0,
-        "async/age_max": float(age.max()) if len(age) else 0.0,
-        **{f"async/age_{years}": float(share) for years, share in enumerate(shares)},
-    }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 from lightning.pytorch.callbacks import ModelCheckpoint
 from metrics_table import undocumented
@@ -93,6 +94,34 @@ def test_the_slowest_of_more_prompts_wait_for_the_next_step(model_folder: str, t
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert len(in_flight) == 1
     assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, 4 * PER_STEP + 1))
+
+
+class Refill(RLCallback):
+    """Has a step take half as many prompts again, as one that refills its batch does."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[dict[str, float], dict[str, float], Any]] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        first = module.generator.last
+        batches = [batch, module.rollout(module.take_prompts(PER_STEP // 2))]
+        versions = [batch.weight_versions[batch.completion_mask] for batch in batches]
+        self.steps.append((first, module.generator.last, module.weight_version - torch.cat(versions)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Path) -> None:
+    refill = Refill()
+    rollout = make_rollout(placement="standalone", max_staleness=1)
+    make_trainer(tmp_path, 4, rollout, refill).fit(make_module(model_folder), make_data(tmp_path))
+    for first, whole, ages in refill.steps:
+        assert whole["async/age_mean"] == pytest.approx(ages.float().mean().item())
+        assert whole["async/age_1"] == pytest.approx((ages == 1).float().mean().item())
+        assert whole["async/trainer_waited"] > first["async/trainer_waited"] > 0
+        assert whole["async/engines_idle"] >= first["async/engines_idle"]
+    waited = [whole["async/trainer_waited"] for _, whole, _ in refill.steps]
+    assert len(waited) == 4 and waited[1] < waited[0]  # the first has waited for the engine's start
 
 
 class Sleeper(RLCallback):
