@@ -20,10 +20,10 @@ def free_port() -> int:
 
 def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
     """Run a Python script on ``num_ranks`` processes, with the variables that torch reads its rank from."""
-    port = free_port()
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
+        "FREE_PORTS": f"{free_port()} {free_port()}",  # for those who connect again
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -27,11 +27,12 @@ def note(key, name, **kwargs):
         result[key + " missing"] = list(error.missing_ranks)
     result[key + " seconds"] = time.monotonic() - start
 
+ports = os.environ["FREE_PORTS"].split()
+
 def connect():
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Rank 0 may be the last to let go of the old store.
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = ports.pop()  # rank 0 may be the last to let go of the old store
     dist.init_process_group("gloo")
 
 connect()

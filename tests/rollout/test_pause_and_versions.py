@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -207,18 +208,18 @@ def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tm
         engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
     )
     program = Path(__file__).with_name("pausing_server.py")
-    with config.log_file.open("wb") as log:
+    with config.log_file.open("wb") as log, TemporaryDirectory() as scratch:  # a socket's path has to be short
         process = subprocess.Popen(
             [sys.executable, str(program), policy.folder],
-            env=engine_environment(config, str(tmp_path)),
+            env=engine_environment(config, scratch),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        assert process.wait(timeout=240) == 0, config.log_file.read_text()[-4000:]
-    finally:
-        end_group(process.pid)
+        try:
+            assert process.wait(timeout=240) == 0, config.log_file.read_text()[-4000:]
+        finally:
+            end_group(process.pid)
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
