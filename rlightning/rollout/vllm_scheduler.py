@@ -286,7 +286,7 @@ class RolloutScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._let_rest(self.requests[name] for name in loud if name in self.requests)
         if self._is_paused():
-            for name in [name for name, tokens in self.unsent.items() if tokens]:
+            for name in [name for name, tokens in self.unsent.items() if tokens and name in self.requests]:
                 output = EngineCoreOutput(name, [])
                 outputs.setdefault(self.requests[name].client_index, EngineCoreOutputs()).outputs.append(output)
         for client, of_client in list(outputs.items()):
