@@ -19,6 +19,7 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
+import vllm
 import vllm.envs as envs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,6 +34,8 @@ from rlightning.rollout.process_group import die_with_parent
 
 TOKENS_AT_ONCE = 32
 """Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
+TESTED_VERSIONS = "0.24.", "0.32."
+"""Of vLLM, whose schedulers are known well enough to let sequences rest."""
 MOST_IN_FLIGHT = 2
 """Steps that vLLM has scheduled and not taken in, without pipeline parallelism."""
 
@@ -73,12 +76,10 @@ class RestingSequences:
         self.rows: dict[str, int] = {}
         self.step = 0
         self.stop_ids = np.array([], np.int64)
-        self._block_tokens = block_tokens
         self._free = list(range(most))
         self._due: dict[int, list[str]] = defaultdict(list)
-        # Of each row: the first step, the step before which it ends, what vLLM counts at the first one.
-        self._first, self._end, self._computed, self._settled, self._prompt = np.zeros((5, most), np.int64)
-        self._count = np.zeros(most, np.int64)
+        # Of each row: the first step, the step before which it ends, what vLLM counts at the first; what has come back.
+        self._first, self._end, self._computed, self._prompt, self._count = np.zeros((5, most), np.int64)
         size = (most, block_tokens + MOST_IN_FLIGHT)
         self._ids, self._ranks = np.zeros((2, *size), np.int64)
         self._logprobs = np.zeros(size, np.float32)
@@ -89,7 +90,6 @@ class RestingSequences:
         self.rows[name] = row
         self._first[row], self._end[row] = self.step, self.step + num_steps
         self._computed[row], self._prompt[row] = request.num_computed_tokens, request.num_prompt_tokens
-        self._settled[row] = request.num_computed_tokens - request.num_output_placeholders
         self._count[row] = 0
         self._due[self.step + num_steps].append(name)
 
@@ -130,8 +130,7 @@ class RestingSequences:
             return set(), []
         rows = rows[places]
         ids = np.array([sampled[place][0] if len(sampled[place]) == 1 else -1 for place in places], np.int64)
-        fills_block = (self._settled[rows] + self._count[rows] + 1) % self._block_tokens == 0
-        is_loud = fills_block | (ids < 0) | np.isin(ids, self.stop_ids)
+        is_loud = (ids < 0) | np.isin(ids, self.stop_ids)
         loud = [names[place] for place in places[is_loud]]
         places, rows, ids = places[~is_loud], rows[~is_loud], ids[~is_loud]
         quiet = {names[place] for place in places}
@@ -174,15 +173,19 @@ class RolloutScheduler(Scheduler):
         limits = "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
         self._may_rest = self._is_plain()
+        further = "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"  # outputs of a token
+        self._may_hold_back = not any(getattr(self, name, None) for name in further)
 
     def _is_plain(self) -> bool:
         """Whether a step does nothing with a sequence amid a block but what this module knows of."""
+        if not vllm.__version__.startswith(TESTED_VERSIONS):
+            return False
         groups = self.kv_cache_config.kv_cache_groups  # those with a window free blocks as they go on
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
-        is_fair = not self.scheduler_config.long_prefill_token_threshold
-        return is_single and not has_more and has_room and is_fair and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # who runs
+        return is_single and not has_more and has_room and not counts and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """See Scheduler: what runs in the next step."""
@@ -207,9 +210,6 @@ class RolloutScheduler(Scheduler):
 
     def _schedule_resting(self, output: Any) -> None:
         """Add those that rest to a step of the others."""
-        if not output.num_scheduled_tokens:  # vLLM has seen nobody to ask for
-            blocks = self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id)
-            output.num_common_prefix_blocks = blocks
         self.resting.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
         output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in their order
@@ -277,22 +277,22 @@ class RolloutScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See Scheduler: take in what a step has sampled."""
-        loud: list[str] = []
         if self.resting.rows:
             quiet, loud = self.resting.take_in(model_runner_output)
             self._wake(loud)
             left = {name: n for name, n in scheduler_output.num_scheduled_tokens.items() if name not in quiet}
             scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._let_rest(self.requests[name] for name in loud if name in self.requests)
-        if self._is_paused():
-            for name in [name for name, tokens in self.unsent.items() if tokens and name in self.requests]:
-                output = EngineCoreOutput(name, [])
-                outputs.setdefault(self.requests[name].client_index, EngineCoreOutputs()).outputs.append(output)
         for client, of_client in list(outputs.items()):
             of_client.outputs = [one for one in of_client.outputs if self._is_sent(one)]
             if not (of_client.outputs or of_client.finished_requests or of_client.scheduler_stats):
                 del outputs[client]
+        if self._is_paused():
+            for name, tokens in self.unsent.items():
+                if tokens:
+                    output = EngineCoreOutput(name, tokens.ids, new_logprobs=tokens.as_lists())
+                    outputs.setdefault(self.requests[name].client_index, EngineCoreOutputs()).outputs.append(output)
+                    self.unsent[name] = Tokens()
         return outputs
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
@@ -300,13 +300,13 @@ class RolloutScheduler(Scheduler):
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
         if unsent is None:  # the first one also says what vLLM found of the prompt
-            if not has_ended and is_seen_whole(self.requests[name]):
+            if not has_ended and self._may_hold_back and is_seen_whole(self.requests[name]):
                 self._expect(self.requests[name])
             return True
         if output.new_logprobs is not None:
             ids, logprobs, ranks = output.new_logprobs[:3]
             unsent.add(Tokens(ids[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist()))
-        if not (has_ended or len(unsent) >= TOKENS_AT_ONCE or self._is_paused()):
+        if not (has_ended or len(unsent) >= TOKENS_AT_ONCE):
             return False
         if unsent:
             output.new_token_ids, output.new_logprobs = unsent.ids, unsent.as_lists()

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import vllm
 from engine_models import save_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -63,7 +64,11 @@ class Core:
         blocks = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
         blocks |= dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
         preempted = scheduled.preempted_req_ids or set()
-        self.steps.append((scheduled.num_scheduled_tokens, computed, blocks, scheduled.finished_req_ids, preempted))
+        outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        whole = scheduled.total_num_scheduled_tokens, cached.all_token_ids, cached.resumed_req_ids, outputs
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        ended = scheduled.finished_req_ids
+        self.steps.append((scheduled.num_scheduled_tokens, computed, blocks, ended, whole, free, preempted))
         rows, sampled = [], []
         for request_id in scheduled.num_scheduled_tokens:
             rows.append(sample(request_id, computed[request_id] + scheduled.num_scheduled_tokens[request_id]))
@@ -265,6 +270,19 @@ def test_all_may_begin_again_amid_their_blocks(folder: str, is_ahead: bool) -> N
     for name in "012":
         assert core.tokens[name] == [sample(name, 20 + place)[0] for place in range(len(core.tokens[name]))]
         assert len(core.logprobs[name]) == len(core.tokens[name]) > 30
+
+
+def test_in_an_unknown_vllm_nobody_rests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
+    monkeypatch.setattr(vllm, "__version__", "0.28.1")
+    unknown, _ = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
+    for core in (known, unknown):
+        core.scheduler.add_request(make_request("0", hasher, length=60, prompt=0, prompt_tokens=20, streams=False))
+        for _ in range(10):
+            core.end(*core.begin())
+    assert list(known.scheduler.resting.rows) == ["0"] and not unknown.scheduler.resting.rows
+    unknown.run({0: []}, {}, is_ahead=True)
+    assert unknown.tokens["0"] == [sample("0", 20 + place)[0] for place in range(len(unknown.tokens["0"]))]
 
 
 def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
