@@ -26,6 +26,8 @@ async def pause_often(model_folder: str) -> None:
             "enforce_eager": True,
             "kv_cache_memory_bytes": 1 << 28,
             "distributed_executor_backend": "uni",
+            "logprobs_mode": "processed_logprobs",
+            "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
         }
     )
     server = VLLMServer(engine)
