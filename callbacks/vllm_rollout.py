@@ -60,8 +60,8 @@ class VLLMRollout(RLCallback, Generator):
         dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
         placement: "colocated" on the actor's devices, or "standalone" on others of the host.
         num_engines: that the run starts: standalone in all, on ``engine["tensor_parallel_size"]`` devices each, in turn
-            where there are fewer; colocated on each rank's device, which they share. Two on a device are faster than
-            one where a GPU waits for the Python of vLLM's core, as it does for small models.
+            where there are fewer; colocated on each rank's device, which they share. Two on a device may be faster
+            than one where a GPU waits for the Python of vLLM's core.
         engines: URLs of standalone engines that `rlightning serve` has started on other hosts, ``tcp://host:8100``; the
             run starts none then.
         weight_folder: a folder that trainer and engines see by this name, for the weights of standalone engines that

@@ -181,9 +181,12 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
         layer = three - two
         rest.append(two - layer * 2)
         if decoder.is_compiled:
-            whole = replace(decoder, gradient_checkpointing=False)
-            one, other = (_trace(config, whole, [kind] * number, tokens, longest).kept for number in (2, 3))
-            saved = max(other - one - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            kept = layer.kept
+            if decoder.gradient_checkpointing:
+                whole = replace(decoder, gradient_checkpointing=False)
+                fewer, more = (_trace(config, whole, [kind] * number, tokens, longest).kept for number in (2, 3))
+                kept = more - fewer
+            saved = max(kept - _trace_compiled(config, decoder, kind, tokens, longest), 0)
             if decoder.gradient_checkpointing:  # the backward has the activations of a layer at a time
                 rest[-1] = rest[-1] - ActivationBytes(kept=0, forward=0, backward=saved, scoring=0)
             else:

@@ -310,9 +310,10 @@ class RolloutScheduler(Scheduler):
             return False
         if unsent:
             output.new_token_ids, output.new_logprobs = unsent.ids, unsent.as_lists()
-        self.unsent[name] = Tokens()
         if has_ended:
             del self.unsent[name]
+        else:
+            self.unsent[name] = Tokens()
         return True
 
     def _expect(self, request: Request) -> None:

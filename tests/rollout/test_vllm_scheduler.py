@@ -181,7 +181,7 @@ def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, m
         assert all(own.tokens[name] == vllms.tokens[name] for name in own.reasons)
         assert set(own.reasons.values()) == {"stop", "length"}
         num_preempted = sum(len(preempted) for *_, preempted in own.steps)
-        assert len(own.reasons) >= 28 and (num_preempted > 2) == (num_blocks < 200)  # two are aborted
+        assert len(own.reasons) >= 28 and (num_preempted > 5) == (num_blocks < 200)  # two are aborted
 
 
 @pytest.mark.parametrize(("num_blocks", "max_batched_tokens"), SIZES)
