@@ -8,16 +8,18 @@
     prompts               own  ->  0        own  ->  2              completions go back the same way
 
 With an engine a rank, which is the usual case, each group is one rank, and nothing passes between ranks but the shards
-of the weights. A group may have several engines, which all load what is in the buckets, and share its prompts.
+of the weights. A group may have several engines, which all load what is in the buckets, and share its prompts. Where
+more prompts are begun than a step needs, rank 0 deals them out, and keeps those that were not complete in time.
 """
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import any_rank, exchange, gather_objects, global_rank, world_size
@@ -25,6 +27,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.devices import lent_devices
 from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.in_flight import OWNER, Consumed, Group, InFlight
 from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.rollout.weights import WeightBucket, Weights
 from rlightning.types import Completion
@@ -32,20 +35,34 @@ from rlightning.types import Completion
 log = logging.getLogger(__name__)
 
 
+class Share(NamedTuple):
+    """What the engines of a rank are to begin.
+
+    Attributes:
+        groups: at least as many as are wanted.
+        wanted: by rank of the engines' group; nothing on a rank that only lends its device.
+    """
+
+    groups: list[Group]
+    wanted: dict[int, int]
+
+
 class EngineGroup:
     """The engines of this rank, which it may share with its neighbours. All ranks make one, and call it alike.
 
     Args:
         configs: of the engines, as this rank would start them alone; all share its device.
+        in_flight: what :meth:`consume` was handed and has not given back; rank 0's counts.
         num_ranks: neighbours, this one among them, that lend them their devices: their ``tensor_parallel_size``.
 
     Attributes:
         engines: none on a rank that only lends its device.
     """
 
-    def __init__(self, configs: Sequence[VLLMConfig], *, num_ranks: int = 1) -> None:
+    def __init__(self, configs: Sequence[VLLMConfig], in_flight: InFlight, *, num_ranks: int = 1) -> None:
         first = global_rank() // num_ranks * num_ranks
         self.ranks = range(first, first + num_ranks)
+        self.in_flight = in_flight
         devices = lent_devices(configs[0].device, self.ranks)
         configs = [replace(config, visible_devices=devices) for config in configs]
         self.config = configs[0]
@@ -129,11 +146,77 @@ class EngineGroup:
             send_weights: brings the current ones to all engines that need them; a collective.
         """
         work = self.take_in(requests)
+        done = self._complete(work, len(work), num_samples, sampling, on_completed, send_weights)
+        return self.hand_back([(work[i][0], done[i]) for i in range(len(work))])
+
+    def consume(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        send_weights: Callable[[], None],
+        *,
+        num_groups: int,
+        room: int,
+        weight_version: int,
+    ) -> Consumed:
+        """Hand in requests, and get the first that are complete; the others are stopped, and begin again next time.
+
+        Args:
+            requests: of this rank.
+            num_samples: as of :meth:`generate`.
+            sampling: as of :meth:`generate`.
+            on_completed: called for each that is consumed, on a rank that shares its engines with no other.
+            send_weights: as of :meth:`generate`.
+            num_groups: how many this rank wants, at most as many as it has handed in ever.
+            room: how many of all ranks' are begun; the others wait.
+            weight_version: of the actor's weights.
+        """
+        received = exchange({OWNER: (list(requests), num_groups)}, name="prompts")
+        shares: dict[int, Share] = {}
+        if global_rank() == OWNER:
+            self.in_flight.admit(request for handed, _ in received.values() for request in handed)
+            wanted = {rank: int(number) for rank, (_, number) in received.items()}
+            begun = self.in_flight.waiting[: max(room, sum(wanted.values()))]
+            for group in begun:
+                group.begun = weight_version
+            shares = deal(begun, wanted, len(self.ranks))
+        share: Share = next(iter(exchange(shares, name="prompts to begin").values()))
+
+        work = [(global_rank(), (group.prompt, group.stream)) for group in share.groups]
+        told = on_completed if len(self.ranks) == 1 else None
+        done = self._complete(work, sum(share.wanted.values()), num_samples, sampling, told, send_weights)
+        completed = [(share.groups[i], done[i]) for i in sorted(done)]
+
+        numbers = exchange({OWNER: [group.number for group, _ in completed]}, name="prompts completed")
+        if global_rank() == OWNER:
+            self.in_flight.take_numbers(number for some in numbers.values() for number in some)
+            self.in_flight.stop()
+        parcels = {}
+        for rank, number in share.wanted.items():
+            parcels[rank], completed = Consumed.of(completed[:number], {}), completed[number:]
+        if len(self.ranks) == 1:
+            return parcels[global_rank()]
+        consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
+        return consumed
+
+    def _complete(
+        self,
+        work: Sequence[tuple[int, Request]],
+        num_wanted: int,
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        send_weights: Callable[[], None],
+    ) -> dict[int, list[Completion]]:
+        """Of this rank's work the first that is complete, by its place; what is under way then is stopped."""
         done: dict[int, list[Completion]] = {}
-        while any_rank(len(done) < len(work), name="completions are there"):
+        while any_rank(len(done) < num_wanted, name="completions are there"):
             send_weights()
             self._death = None
-            asked = self._ask([(i, work[i][1]) for i in range(len(work)) if i not in done], num_samples, sampling)
+            missing = range(len(work)) if len(done) < num_wanted else ()
+            asked = self._ask([(i, work[i][1]) for i in missing if i not in done], num_samples, sampling)
             for answer in as_completed(asked):
                 try:
                     completions = make_completions(answer.result())
@@ -144,9 +227,19 @@ class EngineGroup:
                 rank, (prompt, _) = work[asked[answer]]
                 if on_completed is not None and rank == global_rank():
                     on_completed(prompt, completions)
+                if len(done) == num_wanted:
+                    break
+            self._stop([answer for answer in asked if not answer.done()])
             if self._death is not None:
                 self.restart(self._death)
-        return self.hand_back([(work[i][0], done[i]) for i in range(len(work))])
+        return done
+
+    def _stop(self, answers: list[Future[Any]]) -> None:
+        """End what is under way; the engines have nothing to do then."""
+        for engine in self.engines:
+            if answers and engine.process is not None:
+                engine.process.cancel(answers)
+        wait(answers)
 
     def _ask(
         self, requests: Sequence[tuple[int, Request]], num_samples: int, sampling: Sampling
@@ -225,6 +318,24 @@ class EngineGroup:
     def _meet(self, name: str) -> None:
         if len(self.ranks) > 1:
             barrier(name)
+
+
+def deal(groups: Iterable[Group], wanted: Mapping[int, int], num_ranks: int) -> dict[int, Share]:
+    """Share groups out by rank, in proportion to what each wants.
+
+    Args:
+        groups: at least as many as are wanted.
+        wanted: by rank.
+        num_ranks: neighbours whose engines belong to the first of them.
+    """
+    shares = {rank: Share([], {}) for rank in wanted}
+    for rank, number in wanted.items():
+        shares[rank // num_ranks * num_ranks].wanted[rank] = number
+    # Those that were too slow before come first, so that each rank gets some of them.
+    turns = sorted(((i + 0.5) / number, rank) for rank, number in wanted.items() for i in range(number))
+    for group, (_, rank) in zip(groups, cycle(turns), strict=False):
+        shares[rank // num_ranks * num_ranks].groups.append(group)
+    return shares
 
 
 def check_group_size(size: int) -> None:

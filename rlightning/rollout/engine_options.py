@@ -64,9 +64,6 @@ class EngineOptions:
                 self.max_staleness == 0 or is_standalone
             ),
             f"oversample={self.oversample} must be at least 0, where 0 begins what a step needs": self.oversample >= 0,
-            f"oversample={self.oversample} needs placement: standalone, whose engines can be stopped one by one": (
-                self.oversample == 0 or is_standalone
-            ),
             f"gpu_memory_utilization={self.memory_share} must be above 0 and at most 1": 0 < self.memory_share <= 1,
             f"bucket_bytes={self.bucket_bytes} must be at least 1": self.bucket_bytes >= 1,
             f"start_timeout={self.start_timeout} must be above 0 seconds": self.start_timeout > 0,

@@ -11,11 +11,33 @@ The age of a token is the number of updates between the weights that sampled it 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlightning.types import Completion, Prompt
+
+OWNER = 0
+"""The rank that knows what is in flight."""
+
+
+class Consumed(NamedTuple):
+    """What a rank gets for the prompts that it handed in.
+
+    Attributes:
+        prompts: as many, of any rank and any time.
+        completions: of each.
+        metrics: of what all ranks have got in this step.
+    """
+
+    prompts: list[Prompt]
+    completions: list[list[Completion]]
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, completed: Sequence[tuple["Group", list[Completion]]], metrics: dict[str, float]) -> "Consumed":
+        """Groups and their completions."""
+        return cls([group.prompt for group, _ in completed], [found for _, found in completed], metrics)
 
 
 @dataclass(eq=False, slots=True)
@@ -130,6 +152,11 @@ class InFlight:
         self._groups = [group for group in self._groups if group not in set(taken)]
         self.num_expired = 0
         return sorted(taken, key=lambda group: group.number)
+
+    def take_numbers(self, numbers: Iterable[int]) -> None:
+        """Consume the groups of these numbers, whose completions are where they are needed."""
+        taken = set(numbers)
+        self._groups = [group for group in self._groups if group.number not in taken]
 
     def clear(self) -> None:
         """Forget everything: another run begins."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,38 +29,22 @@ from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
 from rlightning.rollout.folder_bucket import FolderBucket
-from rlightning.rollout.in_flight import Group, InFlight, ages
+from rlightning.rollout.in_flight import OWNER, Consumed, Group, InFlight, ages
 from rlightning.rollout.pace import Pace
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import WeightSwap
 from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights
-from rlightning.types import Completion, Prompt
+from rlightning.types import Completion
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OWNER = 0
-"""The rank that owns the engines."""
 TRANSFER_SECONDS = 60.0
 """That connecting, or sending a chunk of weights, may take."""
 MEET_SECONDS = 60.0
 """After which the other ranks are met, whose barrier would otherwise take the owner for lost."""
 LOOK_SECONDS = 1.0
 """Between two looks, in case that nothing has been heard."""
-
-
-class Consumed(NamedTuple):
-    """What a rank gets for the prompts that it handed in.
-
-    Attributes:
-        prompts: as many, of any rank and any time.
-        completions: of each.
-        metrics: of what all ranks have got in this step.
-    """
-
-    prompts: list[Prompt]
-    completions: list[list[Completion]]
-    metrics: dict[str, float]
 
 
 @dataclass
@@ -354,8 +338,7 @@ class StandaloneEngines:
             }
             for rank, (_, number) in received.items():
                 own, taken = taken[:number], taken[number:]
-                pairs = [(group.prompt, group.completions or []) for group in own]
-                parcels[rank] = Consumed([p for p, _ in pairs], [c for _, c in pairs], metrics)
+                parcels[rank] = Consumed.of([(group, group.completions or []) for group in own], metrics)
         consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
         return consumed
 

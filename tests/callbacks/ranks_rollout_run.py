@@ -1,6 +1,6 @@
 """One rank of a run with real engines; writes what it saw to ``rank<n>.json``.
 
-Arguments: folder, ranks an engine; and "standalone" for two engines that belong to no rank's device.
+Arguments: folder, ranks an engine, and arguments of VLLMRollout as JSON.
 """
 
 import json
@@ -46,11 +46,10 @@ class Witness(RLCallback):
             self.engines.add(engine.process.pid)
 
 
-def main(folder: Path, ranks_per_engine: int, placement: Any = "colocated") -> None:
+def main(folder: Path, ranks_per_engine: int, arguments: dict[str, Any]) -> None:
     engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
-    elsewhere = {"placement": placement, "num_engines": 2, "max_staleness": 1} if placement == "standalone" else {}
-    rollout = make_rollout(engine=engine, verify_every=1, **elsewhere)
-    witness = Witness(victim=1 if ranks_per_engine == 1 and not elsewhere else 0)
+    rollout = make_rollout(engine=engine, verify_every=1, **arguments)
+    witness = Witness(victim=1 if ranks_per_engine == 1 and "placement" not in arguments else 0)
     strategy = FSDP(tensor_parallel_size=ranks_per_engine)
     trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2)
     module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)
@@ -61,4 +60,4 @@ def main(folder: Path, ranks_per_engine: int, placement: Any = "colocated") -> N
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -12,9 +12,9 @@ SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(folder: Path, ranks_per_engine: int, *placement: str) -> list[dict[str, Any]]:
+def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str, Any]]:
     save_model(folder / "model", num_key_value_heads=2)  # one a tensor-parallel rank
-    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine), *placement)
+    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine), json.dumps(arguments))
     try:
         for process in ranks:
             _, errors = process.communicate(timeout=280)
@@ -59,7 +59,7 @@ def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back
 
 
 def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Path) -> None:
-    first, second = run(tmp_path, 1, "standalone")
+    first, second = run(tmp_path, 1, placement="standalone", num_engines=2, max_staleness=1)
     assert second["num_engines"] == 0  # they belong to rank 0, which saw one of them come back
     seen: list[int] = []
     for number, (one, other) in enumerate(zip(first["steps"], second["steps"], strict=True)):
@@ -70,3 +70,18 @@ def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Pat
     assert len(first["in_flight"]) == 4
     # Sixteen prompts: in three steps and in flight each comes once.
     assert sorted(seen + first["in_flight"]) == list(range(16))
+
+
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
+def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, tmp_path: Path) -> None:
+    first, second = run(tmp_path, ranks_per_engine, oversample=0.5)
+    seen: list[int] = []
+    for number, (one, other) in enumerate(zip(first["steps"], second["steps"], strict=True)):
+        assert len(one["sampled"]) == len(other["sampled"]) == 6
+        assert one["versions"] == other["versions"] == [number]
+        assert one["policy/rollout_gap_max"] == other["policy/rollout_gap_max"] < 1e-3
+        seen += one["sampled"][::3] + other["sampled"][::3]
+    assert first["num_engines"] + second["num_engines"] == (3 if ranks_per_engine == 1 else 2)  # one was killed
+    assert len(first["in_flight"]) == 2
+    seen += first["in_flight"]
+    assert len(seen) == len(set(seen)) == 14
