@@ -255,7 +255,7 @@ def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> 
 
 
 def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
-    answer = trainer.generate(PROMPTS[0], 32)
+    answer = trainer.generate(PROMPTS[0], 128)  # seconds of work: longer than a busy machine lets this process wait
     assert not trainer.ask("adopt", 1, False)
     assert not trainer.ask("adopt", 1, True)
     samples = answer.result(timeout=120)
@@ -274,7 +274,7 @@ def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
 
 
 def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
-    doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (1, 8)]
+    doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (16, 128)]
     others = [trainer.generate(PROMPTS[1], num_samples) for num_samples in (1, 8)]
     cancel(trainer, *doomed)
     assert [len(answer.result(timeout=120)) for answer in others] == [1, 8]
