@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from itertools import product
 from multiprocessing import get_context
+from threading import BrokenBarrierError
 from typing import Any
 
 from launch import PROMPT_TOKENS, benchmark_parser, finish, prepare, say
@@ -32,6 +33,18 @@ def serve(
 ) -> None:
     """An engine in a process of its own: its part of the work, as often as is asked for."""
     os.setsid()
+    try:
+        work(arguments, scheduler, share, cache_bytes, begin, end, offset)
+    except BaseException:
+        begin.abort()  # nobody is to wait for this engine
+        end.abort()
+        raise
+
+
+def work(
+    arguments: argparse.Namespace, scheduler: str, share: int, cache_bytes: int, begin: Any, end: Any, offset: int
+) -> None:
+    """Start the engine and complete the prompts, with the others."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -82,6 +95,8 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
             started = time.perf_counter()
             end.wait(arguments.timeout)
             best = min(best, time.perf_counter() - started)
+    except BrokenBarrierError:
+        raise SystemExit(f"An engine failed (see above), or took longer than --timeout {arguments.timeout:g}") from None
     finally:
         for engine in engines:
             with suppress(ProcessLookupError):

@@ -19,8 +19,8 @@ from rlightning.rollout.canary import canary_tokens, check_agreement, default_to
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
-from rlightning.rollout.in_flight import InFlight
-from rlightning.rollout.standalone import OWNER, StandaloneEngines
+from rlightning.rollout.in_flight import OWNER, InFlight
+from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -169,7 +169,7 @@ class VLLMRollout(RLCallback, Generator):
         if self.options.placement == "standalone":
             self._engines = StandaloneEngines(configs, self.in_flight, keeps_cache=self.keeps_cache)
         else:
-            self._engines = EngineGroup(configs, num_ranks=self.options.devices_per_engine)
+            self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
         self._engines.start()
         self._num_syncs = 0
 
@@ -242,15 +242,10 @@ class VLLMRollout(RLCallback, Generator):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was in flight."""
-        saved = state_dict.get("in_flight", {"groups": []})
-        if self.options.placement == "standalone":
-            self.in_flight.load_state_dict(saved)
-        elif saved["groups"]:
-            log.warning(
-                "%d prompts that were in flight in the checkpoint are left out, since the engines are colocated now. "
-                "To complete them, resume with rollout.placement: standalone.",
-                len(saved["groups"]),
-            )
+        groups = state_dict.get("in_flight", {"groups": []})["groups"]
+        if self.options.placement == "colocated":
+            groups = [group | {"completions": None} for group in groups]  # complete or not, they begin again
+        self.in_flight.load_state_dict({"groups": groups})
 
     # Sampling
 
@@ -300,9 +295,6 @@ class VLLMRollout(RLCallback, Generator):
         Returns:
             Prompts, and for each its completions.
         """
-        engines = self._running_engines
-        if isinstance(engines, EngineGroup):
-            return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
         plan = getattr(self._module, "plan", None)
         per_step = len(prompts) * world_size() if plan is None else plan.prompts_per_step
         ahead = self.options.prompts_ahead(per_step)
@@ -312,7 +304,7 @@ class VLLMRollout(RLCallback, Generator):
         requests = self._requests(prompts, sampling)
         if take_prompts is not None and ahead - in_flight >= world_size():
             requests += self._requests(take_prompts((ahead - in_flight) // world_size()), sampling)
-        consumed = engines.consume(
+        consumed = self._running_engines.consume(
             requests,
             num_samples,
             sampling,
