@@ -187,6 +187,14 @@ class RolloutScheduler(Scheduler):
         counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # who runs
         return is_single and not has_more and has_room and not counts and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
+    def add_request(self, request: Request) -> None:
+        """See Scheduler. A canary goes first: the trainer waits for it, and all else may be a step's work."""
+        super().add_request(request)
+        params = request.sampling_params
+        if params is not None and params.prompt_logprobs is not None and request in self.waiting:
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
+
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """See Scheduler: what runs in the next step."""
         resting = self.resting

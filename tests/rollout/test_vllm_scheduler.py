@@ -292,3 +292,18 @@ def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
     assert not core.scheduler.resting.rows and not core.scheduler.unsent
     free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == 200 - 1  # one is vLLM's own, for padding
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_canary_goes_before_what_waits(folder: str, is_ahead: bool) -> None:
+    core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)
+    waiting = [
+        make_request(str(number), hasher, length=20 + number, prompt=number, prompt_tokens=20, streams=False)
+        for number in range(20)  # of which twelve run at once
+    ]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+    canary = Request("canary", list(range(32)), sampling_params=params, pooling_params=None, block_hasher=hasher)
+    core.run({0: waiting, 3: [canary]}, {}, is_ahead=is_ahead)
+    begun = list(dict.fromkeys(name for scheduled, *_ in core.steps for name in scheduled))
+    assert begun == [*(str(number) for number in range(12)), "canary", *(str(number) for number in range(12, 20))]
+    assert len(core.reasons) == 21
