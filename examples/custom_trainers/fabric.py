@@ -68,6 +68,7 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
             fabric.barrier("end of a step")
     finally:
         fire(loop, policy, "teardown", "fit")
+    del policy  # as the last that holds gloo's threads, DDP would wait for one that waits for Python's lock
     if dist.is_initialized():
         dist.destroy_process_group()  # which Fabric leaves to the end of Python, and gloo may abort there
     log.info("reward %.2f -> %.2f", rewards[0], rewards[-1])

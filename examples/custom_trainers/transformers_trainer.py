@@ -115,9 +115,12 @@ def main(num_steps: int = 20, callbacks: Sequence[Any] | None = None) -> list[fl
             cures() if callbacks is None else callbacks, model=model, args=arguments, train_dataset=rows
         )
         trainer.train()
-        trainer.accelerator.end_training()
-    log.info("reward %.2f -> %.2f", trainer.rewards[0], trainer.rewards[-1])
-    return trainer.rewards
+    accelerator, rewards = trainer.accelerator, trainer.rewards
+    del trainer  # as the last that holds gloo's threads, its DDP would wait for one that waits for Python's lock
+    accelerator.free_memory()
+    accelerator.end_training()
+    log.info("reward %.2f -> %.2f", rewards[0], rewards[-1])
+    return rewards
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """DDP: the whole actor on every device, as a Lightning strategy."""
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
 
 from rlightning.distributed.parallel_strategy import ConnectedRanks
 
@@ -14,6 +15,17 @@ class DDP(ConnectedRanks, DDPStrategy):
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
+
+    def teardown(self) -> None:
+        """Have DDP let go of the process group, though a traceback may hold DDP itself until Python ends.
+
+        As the last to hold the group it would end gloo's threads while it holds Python's lock, and wait for ever for
+        one that waits for the lock (https://github.com/pytorch/pytorch/issues/56297).
+        """
+        wrapped = self.model
+        super().teardown()
+        if isinstance(wrapped, DistributedDataParallel):
+            vars(wrapped).update(reducer=None, logger=None)
 
 
 def replace_lightning_ddp() -> None:

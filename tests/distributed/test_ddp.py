@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from tiny import bare_trainer
+from torch.nn.parallel import DistributedDataParallel
 
 from rlightning.distributed import barrier as barriers
 from rlightning.distributed.cpu_group import barrier_timeout, cpu_group
@@ -61,13 +62,25 @@ class AskStrategy(Callback):
         (Path(trainer.default_root_dir) / f"rank{rank}.json").write_text(json.dumps(answers))
 
 
+class ObservedDDP(DDP):
+    """Writes what is left of DDP, which this holds, when its time is over."""
+
+    def teardown(self) -> None:
+        wrapped, module = self.model, self.lightning_module
+        assert isinstance(wrapped, DistributedDataParallel) and wrapped.reducer is not None and module is not None
+        super().teardown()
+        left = [wrapped.reducer, wrapped.logger]
+        (Path(module.trainer.default_root_dir) / f"left{self.global_rank}.json").write_text(json.dumps(left))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_agree(tmp_path: Path) -> None:
-    strategy = DDP(start_method="spawn", barrier_timeout=60)
+    strategy = ObservedDDP(start_method="spawn", barrier_timeout=60)
     bare_trainer(tmp_path, 2, AskStrategy(), devices=2, strategy=strategy).fit(BoringModel())
     for rank in range(2):
         answers = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert json.loads((tmp_path / f"left{rank}.json").read_text()) == [None, None]  # of what holds gloo's threads
         names = answers.pop("names")
         assert answers == {
             "broadcast": [{"rank": 0}, 1],
