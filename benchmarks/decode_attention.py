@@ -147,15 +147,15 @@ def time_graph(call: Callable[[], Tensor], device: torch.device, layers: int, re
 
 def measure(arguments: argparse.Namespace, length: int, way: str) -> dict[str, Any]:
     """One line."""
-    batch = make_batch(arguments, length)
     row = {"sequences": arguments.sequences, "tokens each": length, "way": way}
     try:
+        batch = make_batch(arguments, length)
         call = WAYS[way](batch)
         exact = reference(batch)
         error = float((call()[0] - exact).norm() / exact.norm())
         microseconds = time_graph(call, batch.query.device, arguments.layers, arguments.repetitions)
-    except (AttributeError, ImportError, RuntimeError, TypeError) as failure:
-        reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:120]}"
+    except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as failure:
+        reason = f"{type(failure).__name__}: {str(failure).strip()[:120]}".splitlines()[0]
         return row | {"us": None, "TB/s": None, "error": None, "end": reason}
     read = 4 * arguments.sequences * length * arguments.key_heads * arguments.head_size
     return row | {"us": microseconds, "TB/s": read / microseconds / 1e6, "error": error, "end": "ok"}

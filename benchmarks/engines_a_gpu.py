@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
     ]
     for engine in engines:
         engine.start()
-    best = float("inf")
+    best, end_of_it = float("inf"), "ok"
     try:
         for _ in range(arguments.repetitions):
             begin.wait(arguments.timeout)
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
             end.wait(arguments.timeout)
             best = min(best, time.perf_counter() - started)
     except BrokenBarrierError:
-        raise SystemExit(f"An engine failed (see above), or took longer than --timeout {arguments.timeout:g}") from None
+        end_of_it = f"an engine failed (see its output), or took longer than --timeout {arguments.timeout:g}"
     finally:
         for engine in engines:
             with suppress(ProcessLookupError):
@@ -107,8 +107,9 @@ def measure(arguments: argparse.Namespace, scheduler: str, num_engines: int) -> 
         "scheduler": scheduler,
         "engines": num_engines,
         "sequences": share,
-        "s": best,
-        "tokens/s": tokens / best,
+        "s": best if end_of_it == "ok" else None,
+        "tokens/s": tokens / best if end_of_it == "ok" else None,
+        "end": end_of_it,
     }
 
 

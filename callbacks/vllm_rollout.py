@@ -289,21 +289,22 @@ class VLLMRollout(RLCallback, Generator):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: as of :meth:`generate`.
+            on_completed: as of :meth:`generate`, where nothing is in flight; else of what is consumed, on a rank that has
+                the engine, or the engines, to itself.
             take_prompts: gives this rank that many further prompts; without it there are no others than those given.
 
         Returns:
             Prompts, and for each its completions.
         """
         plan = getattr(self._module, "plan", None)
-        per_step = len(prompts) * world_size() if plan is None else plan.prompts_per_step
-        ahead = self.options.prompts_ahead(per_step)
-        in_flight = gather_objects(len(self.in_flight), name="prompts in flight")[OWNER]
+        counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
+        per_step = sum(number for number, _ in counts) if plan is None else plan.prompts_per_step
+        ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
         if not ahead and not in_flight:
             return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
         requests = self._requests(prompts, sampling)
-        if take_prompts is not None and ahead - in_flight >= world_size():
-            requests += self._requests(take_prompts((ahead - in_flight) // world_size()), sampling)
+        if take_prompts is not None and ahead > in_flight:
+            requests += self._requests(take_prompts(-(-(ahead - in_flight) // world_size())), sampling)
         consumed = self._running_engines.consume(
             requests,
             num_samples,

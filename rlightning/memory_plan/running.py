@@ -108,6 +108,7 @@ def arguments_of(rollout: Any) -> dict[str, Any]:
         "dtype": rollout.options.dtype,
         "placement": rollout.options.placement,
         "num_engines": rollout.options.num_engines,
+        "oversample": rollout.options.oversample,
         "gpu_memory_utilization": rollout.options.memory_share,
         "sleep": rollout.options.sleep,
         "bucket_bytes": rollout.options.bucket_bytes,

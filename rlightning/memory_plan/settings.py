@@ -1,5 +1,6 @@
 """From a parsed configuration to the work that a plan is about, without building anything of it."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -192,8 +193,9 @@ def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prom
             f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks, "
             f"but there are {ranks} ranks. Set trainer.devices to a multiple of {size}."
         )
+    prompts = batch.prompts_per_step + math.ceil(float(rollout.get("oversample") or 0) * batch.prompts_per_step)
     work = RolloutWork(
-        num_prompts=-(-batch.prompts_per_step * size // ranks // number),
+        num_prompts=-(-prompts * size // ranks // number),
         samples_per_prompt=batch.samples_per_prompt,
         max_prompt_tokens=max_prompt_tokens,
     )

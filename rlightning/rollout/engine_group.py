@@ -163,6 +163,8 @@ class EngineGroup:
     ) -> Consumed:
         """Hand in requests, and get the first that are complete; the others are stopped, and begin again next time.
 
+        The first are those of each group of ranks: none of them takes over what another has begun.
+
         Args:
             requests: of this rank.
             num_samples: as of :meth:`generate`.
@@ -230,7 +232,7 @@ class EngineGroup:
                 if len(done) == num_wanted:
                     break
             self._stop([answer for answer in asked if not answer.done()])
-            if self._death is not None:
+            if self._death is not None and len(done) < num_wanted:
                 self.restart(self._death)
         return done
 

@@ -19,6 +19,9 @@ from rlightning.types import Completion, Prompt
 
 OWNER = 0
 """The rank that knows what is in flight."""
+NEXT_STREAM = 1 << 52
+"""From a group's random stream to that of its next attempt; a step's streams are below
+(:class:`~rlightning.callbacks.VLLMRollout`)."""
 
 
 class Consumed(NamedTuple):
@@ -46,7 +49,7 @@ class Group:
 
     Attributes:
         prompt: what is completed.
-        stream: number of its random stream.
+        stream: number of its random stream; another one when it begins again.
         number: its place in the order of admission.
         begun: the version of the weights that its first token may be of; None: nobody has been asked yet.
         completions: once all of them have ended.
@@ -64,6 +67,11 @@ class Group:
         if self.completions is None:
             return self.begun
         return min((int(c.weight_versions.min()) for c in self.completions if len(c.weight_versions)), default=None)
+
+    def begin_again(self) -> None:
+        """Forget what has been sampled; the same numbers under nearly the same weights would take as long again."""
+        self.begun = self.completions = None
+        self.stream += NEXT_STREAM
 
 
 @dataclass(slots=True)
@@ -128,7 +136,7 @@ class InFlight:
         old = [group for group in self._groups if (oldest := group.oldest_version) is not None and oldest < least]
         running = [group for group in old if group.completions is None]
         for group in old:
-            group.begun = group.completions = None
+            group.begin_again()
         self._finished = [group for group in self._finished if group.completions is not None]
         self.num_expired += len(old)
         return running
@@ -137,7 +145,7 @@ class InFlight:
         """Have all that are under way begin again later; those of them."""
         running = [group for group in self._groups if group.begun is not None and group.completions is None]
         for group in running:
-            group.begun = None
+            group.begin_again()
         return running
 
     def take(self, num_groups: int) -> list[Group]:

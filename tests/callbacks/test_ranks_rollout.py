@@ -72,9 +72,9 @@ def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Pat
     assert sorted(seen + first["in_flight"]) == list(range(16))
 
 
-@pytest.mark.parametrize("ranks_per_engine", [1, 2])
-def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, tmp_path: Path) -> None:
-    first, second = run(tmp_path, ranks_per_engine, oversample=0.5)
+@pytest.mark.parametrize(("ranks_per_engine", "oversample"), [(1, 0.25), (2, 0.5)])
+def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, oversample: float, tmp_path: Path) -> None:
+    first, second = run(tmp_path, ranks_per_engine, oversample=oversample)
     seen: list[int] = []
     for number, (one, other) in enumerate(zip(first["steps"], second["steps"], strict=True)):
         assert len(one["sampled"]) == len(other["sampled"]) == 6
@@ -82,6 +82,6 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, tmp_
         assert one["policy/rollout_gap_max"] == other["policy/rollout_gap_max"] < 1e-3
         seen += one["sampled"][::3] + other["sampled"][::3]
     assert first["num_engines"] + second["num_engines"] == (3 if ranks_per_engine == 1 else 2)  # one was killed
-    assert len(first["in_flight"]) == 2
+    assert len(first["in_flight"]) == 2  # also where a step may begin one of them: each rank has taken one
     seen += first["in_flight"]
     assert len(seen) == len(set(seen)) == 14

@@ -24,6 +24,9 @@ from rlightning.rollout.weights import WeightBucket
 from rlightning.types import RolloutBatch
 
 PER_STEP = 4
+RUNS_AHEAD = {"placement": "standalone", "max_staleness": 1}
+OVERSAMPLES = {"oversample": 1.0}
+"""Colocated: as many prompts in flight."""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,17 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
     assert len(refill.steps) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_refill_takes_what_is_complete_next_on_colocated_engines(model_folder: str, tmp_path: Path) -> None:
+    refill = Refill()
+    rollout = make_rollout(oversample=0.5, engine={"max_num_seqs": 2})
+    make_trainer(tmp_path, 3, rollout, refill).fit(make_module(model_folder), make_data(tmp_path))
+    assert len(refill.steps) == 3
+    assert all(ages.max() == 0 for _, _, ages in refill.steps)
+    assert len(rollout.in_flight.state_dict()["groups"]) == PER_STEP // 2
+
+
 class Sleeper(RLCallback):
     """Puts the engines to sleep where they sleep if they are colocated."""
 
@@ -214,14 +228,16 @@ class Interrupts(RLCallback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("options", [{"placement": "standalone", "max_staleness": 1}, {"oversample": 1.0}])
+@pytest.mark.parametrize(
+    ("first", "second"), [(RUNS_AHEAD, RUNS_AHEAD), (OVERSAMPLES, OVERSAMPLES), (RUNS_AHEAD, OVERSAMPLES)]
+)
 def test_a_resumed_run_loses_no_prompt_and_repeats_none(
-    options: dict[str, Any], model_folder: str, tmp_path: Path
+    first: dict[str, Any], second: dict[str, Any], model_folder: str, tmp_path: Path
 ) -> None:
     batches = []
     for name, callback in (("first", Interrupts(3)), ("second", None)):
         witness = Witness()
-        rollout = make_rollout(**options)
+        rollout = make_rollout(**(first if name == "first" else second))
         checkpoint = ModelCheckpoint(tmp_path / name, save_last=True, every_n_train_steps=1)
         extra = [] if callback is None else [callback]
         trainer = make_trainer(tmp_path, 6, rollout, witness, checkpoint, *extra, enable_checkpointing=True)
@@ -237,7 +253,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none(
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert sorted(consumed(batches) + in_flight) == sorted(drawn(trainer, 7 * PER_STEP))
     for version, batch in enumerate(batches):
-        assert min(versions(batch)) >= version - options.get("max_staleness", 0)
+        assert min(versions(batch)) >= version - (first if version < 3 else second).get("max_staleness", 0)
 
 
 def test_the_engines_process_knows_no_actor() -> None:

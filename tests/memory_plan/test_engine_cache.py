@@ -90,10 +90,10 @@ def test_on_a_cpu_up_to_a_limit(folder: str) -> None:
     assert kv_cache_setting(many, folder, torch.device("cpu")) == {"kv_cache_memory_bytes": 1 << 30}
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize(("number", "oversample"), [(1, 0.0), (3, 0.0), (3, 0.5)])
 @pytest.mark.parametrize("engine", [{}, {"max_num_seqs": 24}, {"kv_cache_memory_bytes": 1 << 24}])
 def test_the_plan_is_about_the_engines_that_fit_starts(
-    folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any], number: int
+    folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any], number: int, oversample: float
 ) -> None:
     device_of(1 << 34)
     batch = BatchPlan(
@@ -105,13 +105,13 @@ def test_the_plan_is_about_the_engines_that_fit_starts(
     )
     config = load_config(folder)
     module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
-    rollout = VLLMRollout(max_new_tokens=24, engine=engine, num_engines=number)
+    rollout = VLLMRollout(max_new_tokens=24, engine=engine, num_engines=number, oversample=oversample)
     started = [one.engine_args for one in rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path)]
     assert len({arguments["seed"] for arguments in started}) == len(started) == number
     section = {"engine": engine, "gpu_memory_utilization": 0.45, "sleep": True, "bucket_bytes": 1 << 30}
-    planned = plan_rollout(section | {"num_engines": number}, batch, 1, 16)
+    planned = plan_rollout(section | {"num_engines": number, "oversample": oversample}, batch, 1, 16)
     assert planned is not None and planned.number == number
-    completions = {1: 10 * 4, 3: 4 * 4}[number]  # of as many prompts as one of them may get
+    completions = 4 * {(1, 0.0): 10, (3, 0.0): 4, (3, 0.5): 5}[number, oversample]  # of the prompts one may get
     assert planned.utilization == pytest.approx(0.45)
     plan = plan_engine(planned, config, longest=40, weights=count_weights(config).total, device_memory=1 << 34)
     for arguments in started:

@@ -51,6 +51,19 @@ def test_what_is_too_old_begins_again() -> None:
     assert fresh.begun == 1 and waiting.begun is None
 
 
+def test_what_begins_again_draws_other_numbers() -> None:
+    flight = InFlight(0)
+    running, finished, waiting = admit(flight, 0, 1, 2)
+    running.begun = finished.begun = 0
+    flight.finish(finished, [completion(0)])
+    flight.stop()
+    assert (running.stream > 1 << 50, finished.stream, waiting.stream) == (True, 1, 2)
+    before = running.stream
+    running.begun = 0
+    flight.expire(1)
+    assert running.stream > before and finished.stream > 1 << 50 and waiting.stream == 2
+
+
 def test_a_completion_without_tokens_has_no_age() -> None:
     flight = InFlight(0)
     (group,) = admit(flight, 0)
