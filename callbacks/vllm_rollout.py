@@ -289,8 +289,8 @@ class VLLMRollout(RLCallback, Generator):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: as of :meth:`generate`, where nothing is in flight; else of what is consumed, on a rank that has
-                the engine, or the engines, to itself.
+            on_completed: as of :meth:`generate`, where nothing is in flight; else of what is consumed, on a rank that
+                has the engine, or the engines, to itself.
             take_prompts: gives this rank that many further prompts; without it there are no others than those given.
 
         Returns:

@@ -82,6 +82,7 @@ class Assassin:
                     mine.set_result(answer.result())
                     if strike is not None:
                         strike(engine)
+                        process.submit("ping")  # if it has nothing left to do, nobody would find it dead
 
             answers: list[Future[Any]] = []
             for answer in ask(engine, requests, num_samples, sampling):
