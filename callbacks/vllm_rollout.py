@@ -312,6 +312,7 @@ class VLLMRollout(RLCallback, Generator):
             on_completed,
             self._update_engines,
             num_groups=len(prompts),
+            per_step=per_step,
             room=per_step + ahead,
             weight_version=self._module.weight_version,
         )

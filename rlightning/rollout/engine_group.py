@@ -158,6 +158,7 @@ class EngineGroup:
         send_weights: Callable[[], None],
         *,
         num_groups: int,
+        per_step: int,
         room: int,
         weight_version: int,
     ) -> Consumed:
@@ -172,6 +173,7 @@ class EngineGroup:
             on_completed: called for each that is consumed, on a rank that shares its engines with no other.
             send_weights: as of :meth:`generate`.
             num_groups: how many this rank wants, at most as many as it has handed in ever.
+            per_step: how many all ranks want in a step.
             room: how many of all ranks' are begun; the others wait.
             weight_version: of the actor's weights.
         """

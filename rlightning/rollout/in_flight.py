@@ -2,11 +2,13 @@
 
 ::
 
-    admit -> running -> finished -> take          at version v of the weights, every token of what is taken has
-               ^            |                     a version of at least v - max_staleness
-               +-- expire <-+                     what could not be taken any more begins again
+    admit -> running -> finished -> choose -> take     at version v of the weights, every token of what is taken
+               ^            |                          has a version of at least v - max_staleness
+               +-- expire <-+                          what could not be taken any more begins again
 
-The age of a token is the number of updates between the weights that sampled it and those that it updates.
+The age of a token is the number of updates between the weights that sampled it and those that it updates. The oldest
+are chosen first, and what no later step could take is waited for, within reason: a group that begins again has been
+sampled for nothing, and it would be the long completions that do.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,8 @@ OWNER = 0
 NEXT_STREAM = 1 << 52
 """From a group's random stream to that of its next attempt; a step's streams are below
 (:class:`~rlightning.callbacks.VLLMRollout`)."""
+PATIENCE = 4
+"""A step waits for a group that no later step could take until as many others are complete beyond what it needs."""
 
 
 class Consumed(NamedTuple):
@@ -51,7 +55,7 @@ class Group:
         prompt: what is completed.
         stream: number of its random stream; another one when it begins again.
         number: its place in the order of admission.
-        begun: the version of the weights that its first token may be of; None: nobody has been asked yet.
+        begun: no token of it is of older weights than this version; None: nobody has been asked yet.
         completions: once all of them have ended.
     """
 
@@ -60,13 +64,6 @@ class Group:
     number: int
     begun: int | None = None
     completions: list[Completion] | None = None
-
-    @property
-    def oldest_version(self) -> int | None:
-        """No token of it is of older weights; None: of no weights yet."""
-        if self.completions is None:
-            return self.begun
-        return min((int(c.weight_versions.min()) for c in self.completions if len(c.weight_versions)), default=None)
 
     def begin_again(self) -> None:
         """Forget what has been sampled; the same numbers under nearly the same weights would take as long again."""
@@ -89,6 +86,7 @@ class InFlight:
     num_expired: int = 0
     _groups: list[Group] = field(default_factory=list)
     _finished: list[Group] = field(default_factory=list)
+    _chosen: list[Group] = field(default_factory=list)
     _at_step_start: list[Group] | None = None
     _num_admitted: int = 0
 
@@ -96,24 +94,24 @@ class InFlight:
         return len(self._groups)
 
     @property
-    def num_begun(self) -> int:
-        """How many are under way or complete."""
-        return len(self._groups) - len(self.waiting)
-
-    @property
-    def finished(self) -> list[Group]:
-        """Those that are complete, in the order in which they ended."""
-        return list(self._finished)
-
-    @property
-    def num_finished(self) -> int:
-        """How many of them nobody works on any more."""
-        return len(self._finished)
+    def running(self) -> list[Group]:
+        """Those that somebody works on."""
+        return [group for group in self._groups if group.begun is not None and group.completions is None]
 
     @property
     def waiting(self) -> list[Group]:
         """Those that nobody works on yet."""
         return [group for group in self._groups if group.begun is None and group.completions is None]
+
+    @property
+    def num_begun(self) -> int:
+        """How many are under way or complete."""
+        return len(self._groups) - len(self.waiting)
+
+    @property
+    def num_finished(self) -> int:
+        """How many are complete and not yet chosen."""
+        return len(self._finished)
 
     def admit(self, prompts: Iterable[tuple[Prompt, int]]) -> None:
         """Take in prompts, each with the number of its random stream."""
@@ -124,6 +122,8 @@ class InFlight:
     def finish(self, group: Group, completions: list[Completion]) -> None:
         """Note that a group is complete."""
         group.completions = completions
+        oldest = (int(one.weight_versions.min()) for one in completions if len(one.weight_versions))
+        group.begun = min(oldest, default=group.begun)
         self._finished.append(group)
 
     def expire(self, weight_version: int) -> list[Group]:
@@ -132,31 +132,70 @@ class InFlight:
         Returns:
             Those of them that somebody still works on.
         """
-        least = weight_version - self.max_staleness
-        old = [group for group in self._groups if (oldest := group.oldest_version) is not None and oldest < least]
+        old = self._begun_by(weight_version - self.max_staleness - 1)
         running = [group for group in old if group.completions is None]
         for group in old:
             group.begin_again()
-        self._finished = [group for group in self._finished if group.completions is not None]
+        # A step that did not end has left what it had chosen.
+        self._finished = [group for group in [*self._chosen, *self._finished] if group.completions is not None]
+        self._chosen = []
         self.num_expired += len(old)
         return running
 
     def stop(self) -> list[Group]:
         """Have all that are under way begin again later; those of them."""
-        running = [group for group in self._groups if group.begun is not None and group.completions is None]
+        running = self.running
         for group in running:
             group.begin_again()
         return running
 
-    def take(self, num_groups: int) -> list[Group]:
-        """Consume the first that finished; what is too old has to be expired before.
+    def choose(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
+        """Set aside complete groups for :meth:`take`, the oldest first; what is too old has to be expired before.
+
+        Args:
+            num_groups: how many are wanted in all.
+            weight_version: that they will be taken at.
+            per_step: how many each later step is going to take.
+            room: how many are under way or complete when a step begins.
 
         Returns:
-            ``num_groups`` groups, in the order of their admission.
+            Those that were set aside now, in no order.
         """
-        assert len(self._finished) >= num_groups
-        taken = self._finished[:num_groups]
-        del self._finished[:num_groups]
+        num_running = len(self.running)
+        num_complete = len(self._chosen) + len(self._finished)
+        num_due = self._count_due(num_groups, weight_version, per_step, room)
+        if num_due == num_running or num_complete - num_groups >= PATIENCE * num_due:
+            num_due = 0  # engines that run nothing else, or the trainer, would wait for too long
+        places = max(num_groups - num_due - len(self._chosen), 0)
+        self._finished.sort(key=lambda group: weight_version if group.begun is None else group.begun)
+        chosen, self._finished = self._finished[:places], self._finished[places:]
+        self._chosen += chosen
+        return chosen
+
+    @property
+    def num_chosen(self) -> int:
+        """How many have been set aside."""
+        return len(self._chosen)
+
+    def _count_due(self, num_groups: int, weight_version: int, per_step: int, room: int) -> int:
+        """How many that are still running have to be among the next ``num_groups``: later steps cannot take them all.
+
+        After this step n more can take what was begun by version ``weight_version - max_staleness + n``.
+        """
+        num_due = 0
+        for num_steps in range(self.max_staleness):
+            pressing = self._begun_by(weight_version - self.max_staleness + num_steps)
+            num_complete = sum(group.completions is not None for group in pressing)
+            can_wait = room - (self.max_staleness + 1 - num_steps) * per_step
+            num_due = max(num_due, min(len(pressing) - can_wait, num_groups) - num_complete)
+        return num_due
+
+    def _begun_by(self, weight_version: int) -> list[Group]:
+        return [group for group in self._groups if group.begun is not None and group.begun <= weight_version]
+
+    def take(self) -> list[Group]:
+        """Consume what has been set aside, in the order of admission."""
+        taken, self._chosen = self._chosen, []
         self._groups = [group for group in self._groups if group not in set(taken)]
         self.num_expired = 0
         return sorted(taken, key=lambda group: group.number)
@@ -168,7 +207,7 @@ class InFlight:
 
     def clear(self) -> None:
         """Forget everything: another run begins."""
-        self._groups, self._finished, self._at_step_start = [], [], None
+        self._groups, self._finished, self._chosen, self._at_step_start = [], [], [], None
         self._num_admitted = self.num_expired = 0
 
     # Checkpoints

@@ -274,6 +274,7 @@ class StandaloneEngines:
         send_weights: Callable[[], None],
         *,
         num_groups: int,
+        per_step: int,
         room: int,
         weight_version: int,
     ) -> Consumed:
@@ -286,6 +287,7 @@ class StandaloneEngines:
             on_completed: called for each that is going to be consumed, if there is one rank.
             send_weights: as of :meth:`generate`.
             num_groups: how many this rank wants, at most as many as it has handed in ever.
+            per_step: how many all ranks want in a step.
             room: how many of all ranks' may be under way or complete; the others wait.
             weight_version: of the weights that they will update: none of their tokens is older than
                 ``weight_version - max_staleness``.
@@ -302,17 +304,14 @@ class StandaloneEngines:
             for group in flight.waiting[: max(max(room, num_wanted) - flight.num_begun, 0)]:
                 group.begun = weight_version
                 self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
-        num_told = 0
 
         def is_done() -> bool:
-            nonlocal num_told
             for group, completions in self._arrivals:
                 flight.finish(group, completions)
-            if on_completed is not None and world_size() == 1:
-                for group in flight.finished[num_told:num_wanted]:
+            for group in flight.choose(num_wanted, weight_version, per_step=per_step, room=room):
+                if on_completed is not None and world_size() == 1:
                     on_completed(group.prompt, group.completions or [])
-                    num_told += 1
-            return flight.num_finished >= num_wanted
+            return flight.num_chosen == num_wanted
 
         before = self._waited_seconds
         self._wait(is_done, send_weights)
@@ -326,7 +325,7 @@ class StandaloneEngines:
             totals.waited += waited
             totals.idle += idle
             totals.expired += flight.num_expired
-            taken = flight.take(num_wanted)
+            taken = flight.take()
             totals.ages.append(ages(taken, weight_version))
             if flight.max_staleness == 0:
                 self._pool.cancel(self._arrivals.forget(flight.stop()))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlightning.rollout.in_flight import Group, InFlight, ages
+from rlightning.rollout.in_flight import PATIENCE, Group, InFlight, ages
 from rlightning.types import Completion, Prompt
 
 
@@ -29,13 +29,98 @@ def admit(flight: InFlight, *numbers: int) -> list[Group]:
     return flight.waiting
 
 
+def begin(flight: InFlight, version: int, *numbers: int) -> list[Group]:
+    """Admit prompts, and have somebody work on them."""
+    groups = [group for group in admit(flight, *numbers) if group.prompt.index in numbers]
+    for group in groups:
+        group.begun = version
+    return groups
+
+
+def finish(flight: InFlight, *groups: Group) -> None:
+    for group in groups:
+        assert group.begun is not None
+        flight.finish(group, [completion(group.begun)])
+
+
+def choose(flight: InFlight, version: int, *, per_step: int, spare: int = 0) -> list[int]:
+    """What a step sets aside, where so many prompts are in flight as the staleness lets it."""
+    room = (flight.max_staleness + 1) * per_step + spare
+    return sorted(indices(flight.choose(per_step, version, per_step=per_step, room=room)))
+
+
 def test_the_first_that_end_are_taken_in_the_order_of_admission() -> None:
     flight = InFlight(1)
-    groups = admit(flight, 0, 1, 2, 3)
-    for place in (3, 1, 2):
-        flight.finish(groups[place], [completion(0)])
-    assert indices(flight.take(2)) == [1, 3]
-    assert (len(flight), flight.num_finished) == (2, 1)
+    groups = begin(flight, 0, 0, 1, 2, 3)
+    finish(flight, groups[3])
+    assert choose(flight, 0, per_step=2) == [3]
+    finish(flight, groups[1], groups[2])
+    assert choose(flight, 0, per_step=2) == [1]
+    assert indices(flight.take()) == [1, 3]
+    assert (len(flight), flight.num_finished, flight.num_chosen) == (2, 1, 0)
+
+
+def test_the_oldest_are_taken_first() -> None:
+    flight = InFlight(3)
+    new, old = begin(flight, 2, 0), begin(flight, 1, 1)
+    finish(flight, *new, *old)
+    assert choose(flight, 2, per_step=1) == [1]
+
+
+def test_what_no_later_step_could_take_is_waited_for() -> None:
+    flight = InFlight(1)
+    old = begin(flight, 0, 0, 1)
+    new = begin(flight, 1, 2, 3, 4, 5)
+    finish(flight, *new[:3])
+    assert choose(flight, 1, per_step=3) == [2]  # two places are kept for the old ones: at 2 they are too old
+    finish(flight, old[0])
+    assert choose(flight, 1, per_step=3) == [0]
+    finish(flight, new[3])
+    assert choose(flight, 1, per_step=3) == [3]  # engines would run nothing but the other one
+    assert flight.running == [old[1]]
+
+
+def test_what_two_steps_cannot_take_in_time_is_waited_for_too() -> None:
+    flight = InFlight(2)
+    old = begin(flight, 0, *range(8))
+    new = begin(flight, 1, *range(8, 12))
+    finish(flight, *new)
+    # At 1 and at 2 four of the old ones can be taken each, so at 1 all four places are theirs.
+    assert choose(flight, 1, per_step=4) == []
+    finish(flight, *old[:3])
+    assert choose(flight, 1, per_step=4) == [0, 1, 2]
+    finish(flight, old[3])
+    assert choose(flight, 1, per_step=4) == [3]
+
+
+def test_few_are_not_waited_for_when_many_others_are_complete() -> None:
+    flight = InFlight(2)
+    old = begin(flight, 0, 0)
+    new = begin(flight, 2, *range(1, 10))
+    finish(flight, *new[: 1 + PATIENCE])
+    assert choose(flight, 2, per_step=2) == [1]
+    finish(flight, new[1 + PATIENCE])
+    assert choose(flight, 2, per_step=2) == [2]
+    flight.take()
+    assert flight.expire(3) == old
+
+
+def test_what_is_more_than_a_step_needs_may_grow_too_old() -> None:
+    flight = InFlight(1)
+    begin(flight, 0, 0, 1)
+    new = begin(flight, 1, 2, 3)
+    finish(flight, *new)
+    assert choose(flight, 1, per_step=1, spare=1) == []  # one of the two old ones can be left out, the other not
+    assert choose(flight, 1, per_step=1, spare=2) == [2]
+
+
+def test_what_an_unfinished_step_has_chosen_is_there_for_the_next() -> None:
+    flight = InFlight(1)
+    finish(flight, *begin(flight, 0, 0), *begin(flight, 1, 1))
+    assert choose(flight, 1, per_step=2) == [0, 1]
+    assert flight.expire(2) == []
+    assert (indices(flight.waiting), flight.num_finished) == ([0], 1)
+    assert choose(flight, 2, per_step=1) == [1]
 
 
 def test_what_is_too_old_begins_again() -> None:
@@ -69,7 +154,8 @@ def test_a_completion_without_tokens_has_no_age() -> None:
     (group,) = admit(flight, 0)
     flight.finish(group, [completion()])
     assert flight.expire(7) == []
-    assert ages(flight.take(1), 7).tolist() == []
+    assert choose(flight, 7, per_step=1) == [0]
+    assert ages(flight.take(), 7).tolist() == []
 
 
 def test_ages_are_counted_in_updates() -> None:
@@ -87,7 +173,8 @@ def test_a_checkpoint_holds_what_is_in_flight() -> None:
     resumed = InFlight(1)
     resumed.load_state_dict(flight.state_dict())
     assert indices(resumed.waiting) == [4]  # it begins again
-    (taken,) = resumed.take(1)
+    assert choose(resumed, 1, per_step=1) == [5]
+    (taken,) = resumed.take()
     assert taken.prompt == prompt(5) and taken.stream == 5
     assert taken.completions is not None
     one = taken.completions[0]
@@ -102,7 +189,8 @@ def test_an_unfinished_step_is_repeated_from_its_start() -> None:
     first.begun = 0
     flight.finish(first, [completion(0)])
     admit(flight, 1)  # the step's own prompt, which the data module will give again
-    assert indices(flight.take(1)) == [0]
+    assert choose(flight, 0, per_step=1) == [0]
+    flight.take()
     resumed = InFlight(1)
     resumed.load_state_dict(flight.state_dict())
     assert (len(resumed), resumed.num_finished) == (1, 1)
@@ -152,15 +240,17 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: i
         for group in flight.waiting:
             group.begun = version
             engines.work[group] = []
-        while flight.num_finished < per_step:
+        choose(flight, version, per_step=per_step)
+        while flight.num_chosen < per_step:
             engines.run([speed + 1 for speed in data.draw(speeds)], version, flight)
-        taken = flight.take(per_step)
+            choose(flight, version, per_step=per_step)
+        taken = flight.take()
         age = ages(taken, version)
         assert age.min() >= 0 and age.max() <= max_staleness
         consumed += indices(taken)
         for _ in range(data.draw(st.integers(0, 2))):  # generation goes on during the update
             engines.run(data.draw(speeds), version, flight)
-    in_flight = {group.prompt.index for group in [*flight.finished, *engines.work]}
+    in_flight = {packed["prompt"]["index"] for packed in flight.state_dict()["groups"]}
     assert len(consumed) == len(set(consumed))
     assert set(consumed) | in_flight == set(range(handed_in)) and not set(consumed) & in_flight
     assert len(flight) == max_staleness * per_step
@@ -179,5 +269,6 @@ def test_a_straggler_never_holds_up_the_others(max_staleness: int) -> None:
             engines.work[group] = []
             num_begun += group.prompt.index == 0
         engines.run([0 if group.prompt.index == 0 else 4 for group in engines.work], version, flight)
-        assert indices(flight.take(1)) == [version + 1]
+        assert choose(flight, version, per_step=1) == [version + 1]
+        flight.take()
     assert num_begun == -(-8 // (max_staleness + 1))  # it begins again whenever it has grown too old
