@@ -2,17 +2,20 @@
 
     python benchmarks/asynchronous.py --gpus 2 4
     python benchmarks/asynchronous.py --gpus 4 --staleness 0 2 --cache recompute
+    python benchmarks/asynchronous.py --prompts 16 32 64 --staleness 2
 
 Half of the GPUs train and half generate, --engines on each; the colocated run trains and generates on all in turn, also
 with so many engines on each.
 The same prompts, random rewards, no reference model. Completions end at random, after a third of --max-new-tokens in
-the mean, so that ranks and steps wait for the longest ones unless something else is to be done.
+the mean, so that ranks and steps wait for the longest ones unless something else is to be done: the fewer prompts a
+step has, the larger is the share of its time in which colocated engines work on a few long ones.
 
 Writes --out/table.md and table.csv, a line a run: medians of the steps after the warm-up. "x colocated" is tokens
 trained a second over those of the colocated run on as many GPUs; "trainer waits" and "engines idle" are shares of the
 time; "swap" is how long generation stands still for new weights; "expired" are prompts that grew too old, a step.
 """
 
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -22,27 +25,30 @@ from weak_scaling import rare_tokens
 COLOCATED = "colocated"
 
 
-def summarise(run: Run, warm_up: int, colocated: dict[int, float]) -> dict[str, Any]:
+def summarise(run: Run, warm_up: int, colocated: dict[tuple[int, int], float]) -> dict[str, Any]:
     """One line.
 
     Args:
         run: of any placement.
         warm_up: steps left out.
-        colocated: tokens/s of the colocated runs, by GPUs; it is added to.
+        colocated: tokens/s of the colocated runs, by GPUs and prompts a step; it is added to.
     """
     steps = run.metrics()[warm_up:]
-    num_gpus, placement = run.job.num_devices, run.job.name.partition("_gpus_")[2]
+    num_gpus, prompts = run.job.num_devices, run.job.config["model"]["init_args"]["prompts_per_step"]
+    placement = run.job.name.partition("_prompts_")[2]
     seconds = sum(row["time/step"] for row in steps)
     rate = sum(row["throughput/tokens_per_second"] * row["time/step"] for row in steps) / seconds
     if placement == COLOCATED:
-        colocated[num_gpus] = rate
+        colocated[num_gpus, prompts] = rate
+    compared = colocated.get((num_gpus, prompts))
     swaps = [1000 * row["async/swap_pause"] for row in steps if "async/swap_pause" in row]
     return {
         "GPUs": num_gpus,
+        "prompts": prompts,
         "run": placement.replace("_", " "),
         "step, s": median(row["time/step"] for row in steps),
         "tokens/s": rate,
-        "x colocated": rate / colocated[num_gpus] if num_gpus in colocated else None,
+        "x colocated": None if compared is None else rate / compared,
         "trainer waits": sum(row.get("async/trainer_waited", 0.0) for row in steps) / seconds,
         "engines idle": sum(row.get("async/engines_idle", 0.0) for row in steps) / seconds,
         "age": mean(row.get("async/age_mean", 0.0) for row in steps),
@@ -61,7 +67,7 @@ def main() -> None:
     parser.add_argument("--cache", choices=["keep", "recompute"], default="keep", help="cache_after_sync (keep)")
     parser.add_argument("--engines", type=int, default=1, help="on each GPU that has any (1)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps that do not count (4)")
-    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="a step (64)")
     parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="the longest completion (1024)")
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
@@ -77,7 +83,7 @@ def main() -> None:
         "stop_token_ids": rare_tokens(arguments.model, arguments.max_new_tokens // 3),
     }
     jobs = []
-    for num_gpus in arguments.gpus:
+    for num_gpus, prompts in product(arguments.gpus, arguments.prompts):
         num_engines = num_gpus // 2 * arguments.engines
         elsewhere = {"placement": "standalone", "num_engines": num_engines, "cache_after_sync": arguments.cache}
         placements = {COLOCATED: (num_gpus, rollout | {"num_engines": arguments.engines})} | {
@@ -86,14 +92,14 @@ def main() -> None:
         for name, (num_ranks, section) in placements.items():
             config = grpo_config(
                 arguments,
-                prompts_per_step=arguments.prompts,
+                prompts_per_step=prompts,
                 samples_per_prompt=arguments.samples,
                 num_devices=num_ranks,
                 model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "kl_coef": 0.0},
                 rollout=section,
             )
-            jobs.append(Job(f"{num_gpus}_gpus_{name}", config, num_gpus))
-    colocated: dict[int, float] = {}
+            jobs.append(Job(f"{num_gpus}_gpus_{prompts}_prompts_{name}", config, num_gpus))
+    colocated: dict[tuple[int, int], float] = {}
     rows: list[dict[str, Any]] = []
     for run in run_jobs(jobs, arguments):
         rows.append(summarise(run.require_success(), arguments.warm_up, colocated))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Po
         "FREE_PORTS": f"{free_port()} {free_port()}",  # for those who connect again
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # an abort says what each thread was at
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     return [
@@ -48,10 +50,24 @@ def end_ranks(ranks: "list[subprocess.Popen[str]]") -> None:
 
 
 def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 60) -> list[dict[str, Any]]:
-    """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none."""
+    """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none.
+
+    Raises:
+        AssertionError: a rank did not end in so many seconds; with what all that had not ended were at.
+    """
     found = []
     for process in ranks:
-        output, _ = process.communicate(timeout=timeout)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{process.args!r} did not end in {timeout} s:\n{_stacks(ranks)}") from None
         lines = output.splitlines()
         found.append(json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
     return found
+
+
+def _stacks(ranks: "list[subprocess.Popen[str]]") -> str:
+    stuck = [process for process in ranks if process.poll() is None]
+    for process in stuck:
+        process.send_signal(signal.SIGABRT)
+    return "\n".join(f"process {process.pid}: {process.communicate()[1][-8000:]}" for process in stuck)
