@@ -25,7 +25,7 @@ NEXT_STREAM = 1 << 52
 """From a group's random stream to that of its next attempt; a step's streams are below
 (:class:`~rlightning.callbacks.VLLMRollout`)."""
 PATIENCE = 4
-"""A step waits for a group that no later step could take until as many others are complete beyond what it needs."""
+"""For each group that no later step could take, a step waits until so many are complete beyond what it needs."""
 
 
 class Consumed(NamedTuple):
@@ -55,7 +55,8 @@ class Group:
         prompt: what is completed.
         stream: number of its random stream; another one when it begins again.
         number: its place in the order of admission.
-        begun: no token of it is of older weights than this version; None: nobody has been asked yet.
+        begun: no token of it is of older weights than this version; None: it has none, and nobody has been asked yet
+            unless it is complete.
         completions: once all of them have ended.
     """
 
@@ -123,7 +124,7 @@ class InFlight:
         """Note that a group is complete."""
         group.completions = completions
         oldest = (int(one.weight_versions.min()) for one in completions if len(one.weight_versions))
-        group.begun = min(oldest, default=group.begun)
+        group.begun = min(oldest, default=None)
         self._finished.append(group)
 
     def expire(self, weight_version: int) -> list[Group]:
@@ -153,7 +154,8 @@ class InFlight:
         """Set aside complete groups for :meth:`take`, the oldest first; what is too old has to be expired before.
 
         Args:
-            num_groups: how many are wanted in all.
+            num_groups: how many are wanted in all. Fewer than a step takes refill one, and wait for none that is too
+                old for the next: that step has done so.
             weight_version: that they will be taken at.
             per_step: how many each later step is going to take.
             room: how many are under way or complete when a step begins.
@@ -161,11 +163,10 @@ class InFlight:
         Returns:
             Those that were set aside now, in no order.
         """
-        num_running = len(self.running)
-        num_complete = len(self._chosen) + len(self._finished)
-        num_due = self._count_due(num_groups, weight_version, per_step, room)
-        if num_due == num_running or num_complete - num_groups >= PATIENCE * num_due:
-            num_due = 0  # engines that run nothing else, or the trainer, would wait for too long
+        num_due = 0 if num_groups < per_step else self._count_due(num_groups, weight_version, per_step, room)
+        num_spare = len(self._chosen) + len(self._finished) - num_groups
+        if num_spare >= 0 and (num_due == len(self.running) or num_spare >= PATIENCE * num_due):
+            num_due = 0  # the engines, which run nothing else, or the trainer would wait for too long
         places = max(num_groups - num_due - len(self._chosen), 0)
         self._finished.sort(key=lambda group: weight_version if group.begun is None else group.begun)
         chosen, self._finished = self._finished[:places], self._finished[places:]
@@ -180,7 +181,8 @@ class InFlight:
     def _count_due(self, num_groups: int, weight_version: int, per_step: int, room: int) -> int:
         """How many that are still running have to be among the next ``num_groups``: later steps cannot take them all.
 
-        After this step n more can take what was begun by version ``weight_version - max_staleness + n``.
+        After this step n more can take what was begun by version ``weight_version - max_staleness + n``. What there is
+        room for beyond what steps take, by ``oversample``, may be left over.
         """
         num_due = 0
         for num_steps in range(self.max_staleness):

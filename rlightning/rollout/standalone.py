@@ -278,7 +278,7 @@ class StandaloneEngines:
         room: int,
         weight_version: int,
     ) -> Consumed:
-        """Hand in requests, and get completed ones as soon as there are enough, perhaps earlier ones.
+        """Hand in requests, and get completed ones, perhaps earlier ones (:meth:`InFlight.choose`).
 
         Args:
             requests: of this rank.

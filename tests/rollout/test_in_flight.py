@@ -93,16 +93,50 @@ def test_what_two_steps_cannot_take_in_time_is_waited_for_too() -> None:
     assert choose(flight, 1, per_step=4) == [3]
 
 
-def test_few_are_not_waited_for_when_many_others_are_complete() -> None:
+def test_steps_to_come_take_their_share_of_what_is_old() -> None:
     flight = InFlight(2)
-    old = begin(flight, 0, 0)
-    new = begin(flight, 2, *range(1, 10))
-    finish(flight, *new[: 1 + PATIENCE])
-    assert choose(flight, 2, per_step=2) == [1]
-    finish(flight, new[1 + PATIENCE])
-    assert choose(flight, 2, per_step=2) == [2]
-    flight.take()
-    assert flight.expire(3) == old
+    begin(flight, 0, *range(5))
+    finish(flight, *begin(flight, 1, *range(5, 9)))
+    # One of the five has to be taken at 1, so that there are no more than four at 2.
+    assert len(choose(flight, 1, per_step=4)) == 3
+
+
+def test_more_than_a_step_takes_is_not_waited_for() -> None:
+    flight = InFlight(1)
+    old = begin(flight, 0, *range(5))
+    begin(flight, 1, 5)
+    finish(flight, *old[:3])
+    assert choose(flight, 1, per_step=3) == [0, 1, 2]  # the other two begin again
+
+
+def test_a_refill_waits_for_none_that_its_step_has_waited_for() -> None:
+    flight = InFlight(1)
+    begin(flight, 0, 0)
+    new = begin(flight, 1, 1, 2, 3)
+    finish(flight, new[0])
+    assert indices(flight.choose(1, 1, per_step=2, room=4)) == [1]
+
+
+@pytest.mark.parametrize("num_old", [1, 2])
+def test_few_are_not_waited_for_when_many_others_are_complete(num_old: int) -> None:
+    flight, beyond = InFlight(3), num_old * PATIENCE
+    old = begin(flight, 0, *range(num_old))
+    new = begin(flight, 3, *range(num_old, num_old + 6 + beyond))
+    finish(flight, *new[: 3 + beyond])
+    assert len(choose(flight, 3, per_step=4)) == 4 - num_old
+    finish(flight, new[3 + beyond])
+    assert len(choose(flight, 3, per_step=4)) == num_old
+    assert flight.take() == new[:4]
+    assert flight.expire(4) == old
+
+
+def test_the_last_that_a_step_needs_is_one_of_the_old() -> None:
+    flight = InFlight(2)
+    old = begin(flight, 0, 0, 1)
+    finish(flight, *begin(flight, 2, 2, 3))
+    assert choose(flight, 2, per_step=3) == [2]  # there are three only when an old one has come
+    finish(flight, old[0])
+    assert choose(flight, 2, per_step=3) == [0, 3]  # nothing but the other one is left to run
 
 
 def test_what_is_more_than_a_step_needs_may_grow_too_old() -> None:
@@ -129,11 +163,15 @@ def test_what_is_too_old_begins_again() -> None:
     finished.begun = running.begun = 0
     fresh.begun = 1
     flight.finish(finished, [completion(2, 2), completion(0, 1, 2)])  # its oldest token decides
+    (queued,) = begin(flight, 0, 4)
+    flight.finish(queued, [completion(1, 2)])  # it has waited in an engine until the next weights were there
     assert flight.expire(1) == []
     assert flight.expire(2) == [running]  # the only one that somebody still works on
     assert indices(flight.waiting) == [0, 1, 3]
-    assert (flight.num_finished, flight.num_expired) == (0, 2)
+    assert (flight.num_finished, flight.num_expired) == (1, 2)
     assert fresh.begun == 1 and waiting.begun is None
+    assert choose(flight, 2, per_step=1) == [4]
+    assert (indices(flight.take()), flight.num_expired) == ([4], 0)
 
 
 def test_what_begins_again_draws_other_numbers() -> None:
@@ -151,9 +189,9 @@ def test_what_begins_again_draws_other_numbers() -> None:
 
 def test_a_completion_without_tokens_has_no_age() -> None:
     flight = InFlight(0)
-    (group,) = admit(flight, 0)
+    (group,) = begin(flight, 0, 0)
     flight.finish(group, [completion()])
-    assert flight.expire(7) == []
+    assert (flight.expire(7), flight.num_expired, flight.num_finished) == ([], 0, 1)
     assert choose(flight, 7, per_step=1) == [0]
     assert ages(flight.take(), 7).tolist() == []
 
@@ -173,6 +211,7 @@ def test_a_checkpoint_holds_what_is_in_flight() -> None:
     resumed = InFlight(1)
     resumed.load_state_dict(flight.state_dict())
     assert indices(resumed.waiting) == [4]  # it begins again
+    assert (resumed.expire(1), resumed.num_expired) == ([], 0)
     assert choose(resumed, 1, per_step=1) == [5]
     (taken,) = resumed.take()
     assert taken.prompt == prompt(5) and taken.stream == 5
@@ -180,6 +219,8 @@ def test_a_checkpoint_holds_what_is_in_flight() -> None:
     one = taken.completions[0]
     assert one.weight_versions.tolist() == [0, 1] and one.weight_versions.dtype == np.int32
     assert one.token_ids.dtype == np.int64 and one.logprobs.tolist() == [-0.5, -0.5]
+    resumed.load_state_dict(flight.state_dict())
+    assert (resumed.expire(2), resumed.num_expired) == ([], 1)  # what was finished grows old too
 
 
 def test_an_unfinished_step_is_repeated_from_its_start() -> None:
@@ -204,9 +245,12 @@ def test_nothing_of_a_run_before_is_left() -> None:
     first, second = admit(flight, 0, 1)
     first.begun = second.begun = 0
     flight.finish(first, [completion(0)])
+    assert choose(flight, 0, per_step=1) == [0]
     flight.begin_step()
     flight.clear()
-    assert (len(flight), flight.num_finished, flight.state_dict()) == (0, 0, {"groups": []})
+    flight.expire(2)
+    assert (len(flight), flight.num_finished, flight.num_chosen, flight.num_expired) == (0, 0, 0, 0)
+    assert flight.state_dict() == {"groups": []}
 
 
 class Engines:
@@ -242,6 +286,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: i
             engines.work[group] = []
         choose(flight, version, per_step=per_step)
         while flight.num_chosen < per_step:
+            assert engines.work
             engines.run([speed + 1 for speed in data.draw(speeds)], version, flight)
             choose(flight, version, per_step=per_step)
         taken = flight.take()
@@ -250,14 +295,15 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: i
         consumed += indices(taken)
         for _ in range(data.draw(st.integers(0, 2))):  # generation goes on during the update
             engines.run(data.draw(speeds), version, flight)
-    in_flight = {packed["prompt"]["index"] for packed in flight.state_dict()["groups"]}
+    complete = flight.choose(flight.num_finished, 5, per_step=len(flight) + 1, room=0)  # all that a refill would find
+    in_flight = {group.prompt.index for group in [*complete, *engines.work]}
     assert len(consumed) == len(set(consumed))
     assert set(consumed) | in_flight == set(range(handed_in)) and not set(consumed) & in_flight
     assert len(flight) == max_staleness * per_step
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_straggler_never_holds_up_the_others(max_staleness: int) -> None:
+def test_one_that_never_ends_does_not_hold_up_all_steps(max_staleness: int) -> None:
     flight, engines = InFlight(max_staleness), Engines()
     num_begun = 0
     for version in range(8):
