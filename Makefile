@@ -42,9 +42,10 @@ endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@
 
+# Two files of tests at a time, as most wait for a process that uses one core; one at a time where they share GPUs.
 # One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
 test: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 2 --dist loadfile) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
