@@ -67,7 +67,13 @@ def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 2
 
 
 def send(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-    """Let the engine load ``weights`` through a bucket of their own."""
+    """Let the engine load ``weights`` through a bucket of their own, and serve with them."""
+    load(engine, weights)
+    engine.finish_loading(weight_version)
+
+
+def load(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """The part of :func:`send` before the engine serves with them."""
     weights = list(weights)
     shapes = [(name, tuple(weight.shape)) for name, weight in weights]
     bucket = WeightBucket(shapes, engine.config.dtype, engine.config.device, engine.config.bucket_bytes)
@@ -76,7 +82,6 @@ def send(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]], weight_versi
     for chunk in bucket.fill(weights):
         engine.load_chunk(chunk)
     bucket.close()
-    engine.finish_loading(weight_version)
 
 
 class Actor:
