@@ -89,5 +89,5 @@ def rlightning(folder: Path, *args: str, as_module: bool = False) -> "subprocess
     script = [str(Path(sys.executable).with_name("rlightning"))]
     command = [sys.executable, "-m", "rlightning"] if as_module else script
     return subprocess.run(
-        [*command, *args], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        [*command, *args], cwd=folder, env=environment(), capture_output=True, text=True, timeout=500, check=False
     )

@@ -21,7 +21,7 @@ SCRIPTS = (
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_says_what_it_takes(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert f" benchmarks/{name}.py" in done.stdout  # the command, from its docstring
     assert list(tmp_path.iterdir()) == []
@@ -31,7 +31,7 @@ def run_benchmark(name: str, options: str, folder: Path) -> str:
     """A benchmark's standard output, run on the CPU with a tiny model."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--device", "cpu", "--model", "tiny", "--out", "out"]
     done = subprocess.run(
-        [*command, *shlex.split(options)], cwd=folder, capture_output=True, text=True, timeout=250, check=False
+        [*command, *shlex.split(options)], cwd=folder, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -44,7 +44,6 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_variants_of_an_update_are_forks_that_may_fail(tmp_path: Path) -> None:
     options = "--tokens 2500 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --variable --profile"
     run_benchmark("update", f"{options} --try lr=1e-5 rate=3 -- --model.compile false", tmp_path)
@@ -67,7 +66,7 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     command = [sys.executable, str(BENCHMARKS / "kernels.py"), str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
     # from 100 to 260; nothing runs from 180 to 240
     assert text.startswith("0.2 ms from the first kernel to the end of the last; idle for 0.1 ms (37.5%)")
     assert "cudaStreamSynchronize 1 times, 0.0 ms" in text
@@ -76,7 +75,6 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_this_project_is_compared_with_trl_where_that_is_installed(tmp_path: Path) -> None:
     options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
     printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false", tmp_path)
@@ -90,7 +88,6 @@ def test_this_project_is_compared_with_trl_where_that_is_installed(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_cost_grows_by_length_and_by_sequences(tmp_path: Path) -> None:
     options = "--lengths 140 160 --sequences 4 8 --samples 2 --microbatch-tokens 512 -- --model.compile false"
     run_benchmark("growth", options, tmp_path)
@@ -100,7 +97,6 @@ def test_cost_grows_by_length_and_by_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> None:
     options = "--part longest --prompts 2 --samples 2 --positions 1024 --device-memory 8GB --steps 1"
     run_benchmark("memory_table", f"{options} -- --model.compile false", tmp_path)
@@ -112,13 +108,12 @@ def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_memory_is_traced_by_step_through_the_real_command(tmp_path: Path) -> None:
     options = (
         "--device cpu --model tiny --steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
     )
     command = [sys.executable, str(BENCHMARKS / "colocated_memory.py"), *options.split(), "--out", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("| run | steps | ")
     out = tmp_path / "out"

@@ -38,7 +38,6 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "die.py").write_text(DIE)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "host_side.py"
 def run(folder: Path, *options: str, script: Path = SCRIPT) -> str:
     """What the script says when it is run in ``folder``."""
     command = [sys.executable, str(script), *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -24,7 +24,6 @@ def test_it_says_what_it_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_part_is_measured(tmp_path: Path) -> None:
     said = run(tmp_path, "--sizes", "80x20", "--repetitions", "1", "--out", "out")
     assert said.startswith("| part | ns at 80x20 | growth | ")

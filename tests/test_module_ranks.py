@@ -60,7 +60,6 @@ def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwar
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # ranks that wait for each other wait long
 @pytest.mark.parametrize(
     ("algorithm", "arguments"),
     [
@@ -81,7 +80,6 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
     train(Picky, tmp_path, {}, **TWO)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))

@@ -19,7 +19,7 @@ def test_the_yaml_of_the_first_screen_is_understood(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(example)
     options = ["--config", "run.yaml", "--model.lr", "2e-6", "--model.model", save_byte_model(tmp_path / "model")]
     command = [sys.executable, "-m", "rlightning", "fit", *options, "--print_config"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     resolved = yaml.safe_load(done.stdout)
     assert resolved["model"]["init_args"]["lr"] == 2e-6

@@ -47,7 +47,6 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(("spelling", "path"), SPELLINGS)
-@pytest.mark.timeout(60)
 def test_a_strategy_by_each_of_its_names(
     project: Path, capsys: pytest.CaptureFixture[str], spelling: str, path: str
 ) -> None:
@@ -67,7 +66,6 @@ def test_a_strategy_by_each_of_its_names(
     assert (extended["class_path"], extended["init_args"]["barrier_timeout"]) == (path, 20.0)
 
 
-@pytest.mark.timeout(60)
 def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_strategy(project, "{class_path: fsdp2, init_args: {tensor_parallel_size: 2, barrier_timeout: 20}}")
     kept = resolved(capsys, "--trainer.strategy", "FSDP", "--trainer.strategy.barrier_timeout", "30")
@@ -117,7 +115,6 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-@pytest.mark.timeout(60)
 def test_a_wrong_strategy(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
     try:
         code = main(["fit", "--config", "run.yaml", *options.split()])
@@ -140,7 +137,6 @@ def test_a_wrong_strategy(project: Path, capsys: pytest.CaptureFixture[str], opt
         ),
     ],
 )
-@pytest.mark.timeout(60)
 def test_torchrun_with_another_number_of_processes(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ANSWER_SECONDS = 5.0
-"""How long the store may take for an answer. It usually takes 0.1 ms."""
+ANSWER_SECONDS = 30.0
+"""How long the store may take for an answer. It usually takes 0.1 ms; on a host with more work than cores, seconds."""
 
 
 class StoreError(RuntimeError):

@@ -40,7 +40,7 @@ class ServedEngine(EngineLink):
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                return self._try(min(MEET_SECONDS, left))
+                return self._try(min(MEET_SECONDS, max(left, TRY_SECONDS)))
             except (EOFError, OSError) as problem:
                 reason = str(problem) or "it closed the connection"
                 if self._is_closing:

@@ -63,7 +63,7 @@ def test_its_yaml_is_what_the_command_takes(tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(read_block("python"))
     (tmp_path / "my_run.yaml").write_text(read_block("yaml"))
     command = [sys.executable, "-m", "rlightning", "fit", "--config", "my_run.yaml", "--print_config"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     assert "class_path: my_algorithm.SquashedRLOO" in result.stdout
     assert "scale: 1.5" in result.stdout

@@ -75,26 +75,25 @@ class Witness(RLCallback):
         self.validations.append((trainer.global_step, metrics))
 
 
-def in_session(session: int) -> list[str]:
-    """The command lines of a session's living processes."""
-    found = []
+def processes(session: int) -> dict[int, str]:
+    """The command lines of a session's living processes, by their numbers."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
             state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(sid) == session and state not in "ZX":
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except (OSError, ValueError):
             continue
     return found
 
 
+def in_session(session: int) -> list[str]:
+    """The command lines of a session's living processes."""
+    return list(processes(session).values())
+
+
 def find_core(session: int) -> int:
     """vLLM's EngineCore among the processes of an engine's session."""
-    for entry in Path("/proc").iterdir():
-        try:
-            sid = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-            if sid == session and "EngineCore" in (entry / "cmdline").read_text():
-                return int(entry.name)
-        except (OSError, ValueError, IndexError):
-            continue
-    raise AssertionError("There is no EngineCore.")
+    (core,) = (pid for pid, command in processes(session).items() if "EngineCore" in command)
+    return core

@@ -94,7 +94,6 @@ def test_all_of_them_around_a_real_algorithm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_all_of_them_from_the_command_line(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "cures.yaml").write_text(yaml.safe_dump({"trainer": yaml.safe_load(as_yaml(tuple(CURES)))}))

@@ -171,7 +171,6 @@ def test_misuse(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.timeout(120)
 def test_blocks_of_all_sizes_go_back_to_the_device() -> None:
     torch.cuda.empty_cache()  # what other tests have left could hold all of these in one block
     kept = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda")]

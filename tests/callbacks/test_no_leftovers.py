@@ -1,7 +1,9 @@
 """Whatever ends a run, no process, no shared memory and no scratch folder of it stays."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from engine_run import in_session, make_data, make_rollout, make_trainer, save_model
+from engine_run import in_session, make_data, make_rollout, make_trainer, processes, save_model
 from tiny import heed_ctrl_c
 
 from rlightning.algorithms import GRPO
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])
 """Where the processes that a test starts find engine_run and tiny."""
-END_SECONDS = 30.0
+END_SECONDS = 120.0
 heed_ctrl_c()
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -47,9 +49,15 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def shared_memory() -> set[str]:
-    """What Python's shared memory, vLLM's and torch's is called."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(("psm_", "sem.", "torch_"))}
+def shared_memory(sessions: set[int]) -> set[str]:
+    """The files of it that processes of these sessions have open."""
+    found = set()
+    for session in sessions:
+        for pid in processes(session):
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                found |= set(re.findall(rf"{SHARED_MEMORY}/(\S+)$", maps, re.MULTILINE))
+    return found
 
 
 def engine_files(scratch: Path) -> list[str]:
@@ -71,12 +79,12 @@ def sessions_below(pid: int) -> set[int]:
     return {sessions[member] for member in family}
 
 
-def leftovers(sessions: set[int], memory_before: set[str], scratch: Path) -> list[str]:
+def leftovers(sessions: set[int], memory: set[str], scratch: Path) -> list[str]:
     """What is still there after a while."""
     deadline = time.monotonic() + END_SECONDS
     while True:
         processes = [line for session in sessions for line in in_session(session)]
-        found = [*processes, *(shared_memory() - memory_before), *engine_files(scratch)]
+        found = [*processes, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
@@ -97,13 +105,14 @@ class NoteSessions(RLCallback):
     def __init__(self) -> None:
         self.before = sessions_below(os.getpid())
         self.sessions: set[int] = set()
+        self.memory: set[str] = set()
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         self.sessions |= sessions_below(os.getpid()) - self.before
+        self.memory |= shared_memory(self.sessions)
 
 
 def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
-    before = shared_memory()
     module = Stumbling(
         model_folder,
         rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"})],
@@ -115,8 +124,8 @@ def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scr
         make_trainer(tmp_path, 5, rollout, note).fit(module, make_data(tmp_path))
     started = time.monotonic()
     assert len(note.sessions) >= 2  # the engine's, and the reward processes'
-    assert leftovers(note.sessions, before, scratch) == []
-    assert time.monotonic() - started < 5
+    assert leftovers(note.sessions, note.memory, scratch) == []
+    assert time.monotonic() - started < END_SECONDS / 2
     assert rollout.engine is None
 
 
@@ -164,7 +173,6 @@ def write_config(folder: Path, model_folder: str) -> Path:
 def test_a_signal(
     number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
 ) -> None:
-    before = shared_memory()
     config = write_config(tmp_path, model_folder)
     environment = os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)}
     output = tmp_path / "output"
@@ -184,10 +192,11 @@ def test_a_signal(
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
         sessions = sessions_below(process.pid)
+        memory = shared_memory(sessions)
         assert len(sessions) >= 2 and engine_files(scratch)
         os.killpg(process.pid, number)  # as a terminal does
         assert process.wait(END_SECONDS) in exit_codes, output.read_text()
-        assert leftovers(sessions, before, scratch) == []
+        assert leftovers(sessions, memory, scratch) == []
     finally:
         process.kill()
         process.wait()
@@ -208,9 +217,10 @@ def test_an_engine_notices_that_its_trainer_is_gone_though_a_child_holds_the_soc
     assert process.stdout is not None
     engine, child = json.loads(process.stdout.readline())
     assert in_session(engine)
+    memory = shared_memory({engine})
     process.kill()
     process.wait()
-    assert leftovers({engine}, shared_memory(), scratch) == []
+    assert leftovers({engine}, memory, scratch) == []
     os.kill(child, signal.SIGKILL)  # it has held the socket all the time
 
 

@@ -264,7 +264,6 @@ def test_misuse() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.timeout(120)
 def test_the_device_is_free_during_the_rollout_and_training_is_the_same() -> None:
     results = []
     for callbacks in ([], [OffloadDuringRollout(parameters=True)]):

@@ -9,7 +9,7 @@ from engine_run import save_model
 from rank_processes import end_ranks, start_ranks
 
 SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str,
     ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine), json.dumps(arguments))
     try:
         for process in ranks:
-            _, errors = process.communicate(timeout=280)
+            _, errors = process.communicate(timeout=500)
             assert process.returncode == 0, errors[-4000:]
     finally:
         end_ranks(ranks)

@@ -70,7 +70,6 @@ class Strikes(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_without_staleness_every_token_is_of_the_weights_that_it_updates(model_folder: str, tmp_path: Path) -> None:
     witness = Witness()
     rollout = make_rollout(placement="standalone", num_engines=2)
@@ -85,7 +84,6 @@ def test_without_staleness_every_token_is_of_the_weights_that_it_updates(model_f
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("placement", ["colocated", "standalone"])
 def test_the_slowest_of_more_prompts_wait_for_the_next_step(placement: Any, model_folder: str, tmp_path: Path) -> None:
     witness = Witness()
@@ -114,7 +112,6 @@ class Refill(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Path) -> None:
     refill = Refill()
     rollout = make_rollout(placement="standalone", max_staleness=1)
@@ -128,7 +125,6 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_refill_takes_what_is_complete_next_on_colocated_engines(model_folder: str, tmp_path: Path) -> None:
     refill = Refill()
     rollout = make_rollout(oversample=0.5, engine={"max_num_seqs": 2})
@@ -151,7 +147,6 @@ class Sleeper(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("cache_after_sync", ["keep", "recompute"])
 def test_tokens_are_at_most_as_old_as_allowed(cache_after_sync: Any, model_folder: str, tmp_path: Path) -> None:
     witness = Witness()
@@ -179,7 +174,6 @@ def test_tokens_are_at_most_as_old_as_allowed(cache_after_sync: Any, model_folde
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +195,6 @@ def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_without_any_engine_left_the_run_ends(model_folder: str, tmp_path: Path) -> None:
     rollout = make_rollout(placement="standalone", num_engines=2, engine={"max_num_seqs": -1})
     trainer = make_trainer(tmp_path, 1, rollout)
@@ -227,7 +220,6 @@ class Interrupts(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("first", "second"), [(RUNS_AHEAD, RUNS_AHEAD), (OVERSAMPLES, OVERSAMPLES), (RUNS_AHEAD, OVERSAMPLES)]
 )
@@ -289,7 +281,6 @@ def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("moment", ["between two chunks", "after the last"])
 def test_an_engine_that_dies_in_the_middle_of_a_swap_is_left_to_the_pool(
     moment: str, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

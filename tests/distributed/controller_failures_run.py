@@ -90,8 +90,8 @@ def run(folder: Path, name: str, kind: str, *, max_restarts: int = 0, saves: boo
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process goes on, within some seconds."""
-    for _ in range(50):
+    """Whether a process goes on, after a minute."""
+    for _ in range(600):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             if state not in "ZX":

@@ -30,7 +30,7 @@ def start_controller(script: Path, *args: str) -> "subprocess.Popen[str]":
     )
 
 
-def finish(processes: "list[subprocess.Popen[str]]", timeout: float) -> None:
+def finish(processes: "list[subprocess.Popen[str]]", timeout: float = 500) -> None:
     """Wait for processes that have to end well; the others are ended when one does not."""
     try:
         for process in processes:

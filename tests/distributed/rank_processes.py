@@ -1,7 +1,9 @@
 """Starting a function on several ranks, each a real process, and reading what each came to."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,10 +15,12 @@ TESTS = Path(__file__).parent.parent
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
@@ -49,7 +53,7 @@ def end_ranks(ranks: "list[subprocess.Popen[str]]") -> None:
         process.communicate()
 
 
-def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 60) -> list[dict[str, Any]]:
+def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 500) -> list[dict[str, Any]]:
     """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none.
 
     Raises:

@@ -11,9 +11,11 @@ from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barri
 
 MEET = """\
 import json, os, signal, sys, time
+from pathlib import Path
 import torch.distributed as dist
 from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier
-from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
+from rlightning.distributed import cpu_group
+from rlightning.distributed.cpu_group import set_barrier_timeout
 
 rank, result = int(os.environ["RANK"]), {}
 
@@ -26,6 +28,13 @@ def note(key, name, **kwargs):
         result[key] = str(error)
         result[key + " missing"] = list(error.missing_ranks)
     result[key + " seconds"] = time.monotonic() - start
+
+def tell(what):
+    Path(f"{what}-{rank}").touch()
+
+def wait_for(what, *ranks):
+    while not all(Path(f"{what}-{other}").exists() for other in ranks):
+        time.sleep(0.02)
 
 ports = os.environ["FREE_PORTS"].split()
 
@@ -53,8 +62,9 @@ for _ in range(50):
 result["hooks"] = len(heard)
 
 if rank == 1:
-    time.sleep(3)
-note("late", "save", timeout=1)
+    wait_for("gave up", 0, 2)
+note("late", "save", timeout=60 if rank == 1 else 5)
+tell("gave up")
 note("after", "next")  # a rank that goes on regardless learns of it at once
 
 connect()
@@ -63,31 +73,33 @@ note("other name", "left" if rank == 2 else "right")
 
 connect()
 if rank == 2:
-    time.sleep(3)
-note("never made", "very first", timeout=1)
+    wait_for("did not meet", 0, 1)
+note("never made", "very first", timeout=5)
+tell("did not meet")
 print(json.dumps(result), flush=True)
-if rank != 2:
-    time.sleep(2.5)  # rank 0 has the store
+if rank == 0:
+    wait_for("did not meet", 2)  # which asks rank 0's store
 """
 )
 
 GOING = (
     MEET
     + """
+cpu_group.ANSWER_SECONDS = 5
 barrier("start")
 if rank == int(sys.argv[1]):
     if sys.argv[2] == "raise":
         raise ValueError("boom")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])
-note("gone", "save", timeout=5)
+note("gone", "save", timeout=5 if sys.argv[2] == "stop" else 600)
 print(json.dumps(result), flush=True)
 os._exit(0)  # the group would wait for the missing at its end
 """
 )
 
 
-@pytest.mark.timeout(60)
-def test_living_ranks(tmp_path: Path) -> None:
+def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "living.py"
     script.write_text(LIVING)
     ranks = start_ranks(script, 3)
@@ -101,16 +113,15 @@ def test_living_ranks(tmp_path: Path) -> None:
     assert [one["late missing"] for one in told] == [[1]] * 3
     late = {one["late"] for one in told}
     assert len(late) == 1
-    assert late.pop().startswith("Barrier 'save' was not reached by rank 1 within 1 s: rank 1 was last seen at barrier")
-    assert all(told[rank]["late seconds"] < 2.5 for rank in (0, 2))
-    assert told[1]["late seconds"] < 0.5
+    assert late.pop().startswith("Barrier 'save' was not reached by rank 1 within 5 s: rank 1 was last seen at barrier")
+    assert all(one["late seconds"] < 30 for one in told)  # of rank 1's 60, too: it learns of it at once
     assert [one["after"] for one in told] == [one["late"] for one in told]
     assert {one["other name"] for one in told} == {
         "The ranks met at different barriers: rank 2 at 'left'; ranks 0 and 1 at 'right'. "
         "They must come to the same ones in one order."
     }
     assert {one["never made"] for one in told} == {
-        "Barrier 'very first' was not reached by rank 2 within 1 s: rank 2 has reached no barrier yet."
+        "Barrier 'very first' was not reached by rank 2 within 5 s: rank 2 has reached no barrier yet."
     }
 
 
@@ -132,7 +143,6 @@ def test_living_ranks(tmp_path: Path) -> None:
         (0, "stop", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
     ],
 )
-@pytest.mark.timeout(60)
 def test_a_rank_that_goes_is_named_on_every_other(tmp_path: Path, rank: int, how: str, message: str) -> None:
     script = tmp_path / "going.py"
     script.write_text(GOING)
@@ -148,7 +158,7 @@ def test_a_rank_that_goes_is_named_on_every_other(tmp_path: Path, rank: int, how
     for one in told:
         assert one["gone"].startswith(message)
         assert one["gone missing"] == [rank]
-        assert one["gone seconds"] < 6.5
+        assert one["gone seconds"] < 60
 
 
 def test_a_process_that_is_alone_runs_the_hooks_and_passes() -> None:

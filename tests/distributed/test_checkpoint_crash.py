@@ -70,7 +70,6 @@ def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
     return status == KILLED
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("save", [save_folder, save_file])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ class ObservedDDP(DDP):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_two_ranks_agree(tmp_path: Path) -> None:
     strategy = ObservedDDP(start_method="spawn", barrier_timeout=60)
     bare_trainer(tmp_path, 2, AskStrategy(), devices=2, strategy=strategy).fit(BoringModel())
@@ -103,7 +102,6 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     bare_trainer(tmp_path, 2, devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
 

@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ranks = start_ranks(SCRIPT, num_ranks, str(folder), model, json.dumps(arms))
         try:
             for process in ranks:
-                _, error = process.communicate(timeout=200)
+                _, error = process.communicate(timeout=500)
                 assert process.returncode == 0, error
         finally:
             end_ranks(ranks)
@@ -64,7 +64,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
 def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[str, Any]) -> None:
     one, other = runs["one"], runs[name]
@@ -80,7 +79,6 @@ def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
 def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
     """Among them the norm of all gradients, thirty times what it is clipped to."""
@@ -91,7 +89,6 @@ def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 def test_ranks_share_the_batch_out(runs: dict[str, Any]) -> None:
     """16 completions: all of them for tensor-parallel neighbours, half for data-parallel ranks, in whole groups."""
     num_sequences = {name: run["num_sequences"][0] for name, run in runs.items()}

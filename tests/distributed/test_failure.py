@@ -7,6 +7,7 @@ import pytest
 import torch
 from rank_processes import end_ranks, start_ranks
 
+from rlightning.distributed import failure_hub
 from rlightning.distributed.failure import describe, exit_code, is_failure
 from rlightning.distributed.failure_hub import Failure, FailureHub, connect
 from rlightning.errors import ConfigError
@@ -19,7 +20,7 @@ from rlightning.distributed.failure import FailureWatch
 
 rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("nccl" if others == "device" else "gloo")
-with FailureWatch(grace=2):
+with FailureWatch(grace=2 if others == "stuck" else 600):
     try:
         if rank == failing:
             time.sleep(0.5)
@@ -30,9 +31,9 @@ with FailureWatch(grace=2):
             if how == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
         elif others == "sleep":
-            time.sleep(60)
+            time.sleep(600)
         elif others == "process":
-            subprocess.run(["sleep", "60"])
+            subprocess.run(["sleep", "600"])
         elif others == "collective":
             dist.all_reduce(torch.ones(1))
         elif others == "device":
@@ -57,14 +58,13 @@ def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int 
     script.write_text(LOOP)
     ranks = start_ranks(script, num_ranks, str(failing), how, others)
     try:
-        errors = [process.communicate(timeout=45)[1] for process in ranks]
+        errors = [process.communicate(timeout=500)[1] for process in ranks]
     finally:
         end_ranks(ranks)
     return [process.returncode for process in ranks], errors
 
 
 @pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
-@pytest.mark.timeout(60)
 def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "raise", others)
     assert codes == [1, 1, 1]
@@ -78,7 +78,6 @@ def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: 
 
 
 @pytest.mark.parametrize(("failing", "others"), [(1, "process"), (0, "stuck")])
-@pytest.mark.timeout(60)
 def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "kill", others)
     assert [code for rank, code in enumerate(codes) if rank != failing] == [1, 1]
@@ -91,7 +90,6 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.timeout(120)
 def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -> None:
     codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
     assert codes[0] == 1
@@ -99,7 +97,6 @@ def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -
     assert "Traceback" not in errors[0]
 
 
-@pytest.mark.timeout(60)
 def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
     codes, errors = run_ranks(tmp_path, 1, "interrupt", "sleep")
     assert codes[0] == codes[2] == 130
@@ -108,7 +105,6 @@ def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert all("cleans up" in error for error in errors)
 
 
-@pytest.mark.timeout(60)
 def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path) -> None:
     codes, errors = run_ranks(tmp_path, 1, "end", "work")
     assert codes == [0, 0, 0]
@@ -117,13 +113,13 @@ def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path) -
     ]
 
 
-@pytest.mark.timeout(20)
-def test_the_hub_takes_a_death_for_the_cause_of_an_exception_at_the_same_time() -> None:
+def test_the_hub_takes_a_death_for_the_cause_of_an_exception_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' connections to the dead break, too, and may be seen first."""
+    monkeypatch.setattr(failure_hub, "SETTLE_SECONDS", 600)  # a death decides at once
     decided: list[Failure] = []
     hub = FailureHub(3, decided.append)
     hub.start()
-    first, second, third = (connect(["localhost"], hub.port, 5.0) for _ in range(3))
+    first, second, third = (connect(["localhost"], hub.port, 60.0) for _ in range(3))
     for rank, link in enumerate((first, second, third)):
         link.send({"token": hub.token, "rank": rank})
     second.send({"failed": {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}})
@@ -135,18 +131,17 @@ def test_the_hub_takes_a_death_for_the_cause_of_an_exception_at_the_same_time() 
     hub.close()
 
 
-@pytest.mark.timeout(20)
 def test_the_hub_does_not_listen_to_strangers() -> None:
     decided: list[Failure] = []
     hub = FailureHub(1, decided.append)
     hub.start()
-    stranger = connect(["localhost"], hub.port, 5.0)
+    stranger = connect(["localhost"], hub.port, 60.0)
     stranger.send({"token": "guessed", "rank": 0})
     assert stranger.receive() is None
-    member = connect(["localhost"], hub.port, 5.0)
+    member = connect(["localhost"], hub.port, 60.0)
     member.send({"token": hub.token, "rank": 0})
     member.send({"bye": True})
-    hub.join(5)
+    hub.join(60)
     assert not hub.is_alive()
     assert decided == []
 

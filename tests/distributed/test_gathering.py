@@ -172,14 +172,12 @@ def check_everything(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_shards_of_four_ranks_are_gathered(tmp_path: Path) -> None:
     run_ranks(check_everything, 4, tmp_path)
 
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.timeout(180)
 def test_shards_of_two_gpus_are_gathered(tmp_path: Path) -> None:
     run_ranks(gather_on_gpus, 2, tmp_path, device_type="cuda")
 

@@ -137,7 +137,6 @@ def test_parameters_of_a_graph_that_awaits_its_backward() -> None:
     assert model.weight.grad is not None and model.weight.grad.eq(1).all()
 
 
-@pytest.mark.timeout(60)
 def test_shards_of_fsdp(process_group: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -161,7 +160,6 @@ def test_shards_of_fsdp(process_group: None) -> None:
         assert torch.equal(weight.full_tensor(), expected.get_parameter(name))
 
 
-@pytest.mark.timeout(60)
 def test_a_dtensor_is_moved_by_its_shard(process_group: None) -> None:
     tensor = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Replicate()])
     memory = HostMemory()
@@ -172,7 +170,6 @@ def test_a_dtensor_is_moved_by_its_shard(process_group: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.timeout(120)
 def test_the_device_gets_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "BLOCK_BYTES", 64 << 20)
     torch.cuda.empty_cache()  # of other tests

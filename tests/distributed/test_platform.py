@@ -56,7 +56,6 @@ def test_device_of_every_kind_of_loop() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.timeout(120)
 def test_memory_on_a_device() -> None:
     torch.cuda.empty_cache()  # of other tests
     block = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
@@ -75,7 +74,6 @@ def test_memory_on_a_device() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.timeout(120)
 def test_synchronizing_a_stream_leaves_others_alone() -> None:
     other = torch.cuda.Stream()
     event = torch.cuda.Event()

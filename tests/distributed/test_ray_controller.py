@@ -14,13 +14,13 @@ from tiny import save_model
 from rlightning.distributed.checkpoint_folder import read_whole
 
 SCRIPT = Path(__file__).parent / "controller_run.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, Any]) -> None:
     """Run the first under FSDP on two ranks, the second under a controller with two workers, at the same time."""
     ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps(as_ranks))
-    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps(as_controller))], timeout=240)
+    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps(as_controller))])
 
 
 @pytest.fixture(scope="module")

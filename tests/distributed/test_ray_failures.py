@@ -13,7 +13,7 @@ from tiny import save_model
 from rlightning.distributed.checkpoint_folder import read_whole
 
 SCRIPT = Path(__file__).parent / "controller_failures_run.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failures")
     save_model(folder / "model", **SIZES)
     write_rows(folder)
-    finish([start_controller(SCRIPT, str(folder))], timeout=280)
+    finish([start_controller(SCRIPT, str(folder))])
     return folder
 
 

@@ -1,5 +1,6 @@
 """GRPO with real engines under a controller: samples, metrics and hooks are those of ranks on the same seed."""
 
+import contextlib
 import json
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,7 @@ from controller_process import finish, start_controller, start_ranks
 from engine_run import save_model
 
 SCRIPT = Path(__file__).parent / "controller_rollout_run.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.slow
 FOUR = {
     "num_ranks": 4,
     "strategy": {"tensor_parallel_size": 2},
@@ -30,7 +31,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollout")
     save_model(folder / "model")
     ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps({"ranks": {}}))
-    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps({"workers": {}}))], timeout=300)
+    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps({"workers": {}}))])
     return folder
 
 
@@ -68,8 +69,8 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
 def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
     save_model(tmp_path / "model", num_key_value_heads=2)
-    finish(start_ranks(SCRIPT, 4, str(tmp_path), json.dumps({"ranks": FOUR})), timeout=200)
-    finish([start_controller(SCRIPT, str(tmp_path), json.dumps({"workers": FOUR}))], timeout=200)
+    finish(start_ranks(SCRIPT, 4, str(tmp_path), json.dumps({"ranks": FOUR})))
+    finish([start_controller(SCRIPT, str(tmp_path), json.dumps({"workers": FOUR}))])
     expected, got = seen(tmp_path, "ranks"), seen(tmp_path, "workers")
     assert got["hooks"] == expected["hooks"]
     for one, other in zip(expected["steps"], got["steps"], strict=True):
@@ -88,7 +89,7 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     elsewhere = {"placement": "standalone", "num_engines": 2}
     ahead = {"rollout": elsewhere | {"max_staleness": 1}, "max_steps": 3}
     runs = json.dumps({"standalone": {"rollout": elsewhere}, "ahead": ahead})
-    finish([start_controller(SCRIPT, str(two), runs)], timeout=300)
+    finish([start_controller(SCRIPT, str(two), runs)])
     expected, got = seen(two, "workers"), seen(two, "standalone")
     assert got["sampled"] == expected["sampled"]
     assert got["validations"] == expected["validations"]
@@ -97,5 +98,6 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     assert all("policy/correction_weight" in step for step in steps)
     for number in range(2):
         assert (two / "standalone" / f"engine.{number}.log").is_file()
-    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(str(two).encode() in line for line in command_lines)
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            assert str(two).encode() not in command_line.read_bytes()

@@ -18,10 +18,9 @@ SCRIPT = Path(__file__).parent / "controller_stages_run.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
     tiny.save_model(tmp_path / "model")
-    finish([start_controller(SCRIPT, str(tmp_path))], timeout=180)
+    finish([start_controller(SCRIPT, str(tmp_path))])
     found: dict[str, Any] = json.loads((tmp_path / "stages.json").read_text())
     assert found["same"]
     for stage in ("tested", "validated"):
@@ -98,7 +97,6 @@ def test_a_configurations_devices_are_the_workers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_the_command_line_has_a_short_name_and_one_line_for_mistakes(tmp_path: Path) -> None:
     make_project(tmp_path)
     fit = ["fit", "--config", "run.yaml", "--trainer.strategy", "ray"]

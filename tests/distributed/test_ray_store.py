@@ -23,14 +23,13 @@ from rlightning.distributed.rtensor import RTensor, localize, remotize
 from rlightning.distributed.tensor_store import LocalStore, StoreFullError, TensorLostError
 from rlightning.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(180)
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A local Ray."""
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 * MB, log_to_driver=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=200 * MB, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -12,7 +12,7 @@ from test_ray_store import become, used_megabytes
 
 from rlightning.distributed.rtensor import localize
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 MB = 1 << 20
 NOTHING = [(0, 0)] * 4
 ONE = (1, RESULT_BYTES)
@@ -22,7 +22,7 @@ HEADS, OTHERS = (0, 2), (1, 3)
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     """Rank = 2 x data-parallel rank + tensor-parallel rank."""
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=400 * MB, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=400 * MB, log_to_driver=False)
     started = start_workers(4, kind=TrainingWorker)
     folder = tmp_path_factory.mktemp("ranks")
     ray.get([worker.join.remote(folder, rank) for rank, worker in enumerate(started)])

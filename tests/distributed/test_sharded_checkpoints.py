@@ -44,7 +44,6 @@ def two_ranks(folder: Path, port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
     """Eight steps in one go are eight steps in five runs; float32 sums in another order make the difference."""
     for folder, sizes in ((tmp_path, SIZES), (tmp_path / "other", {**SIZES, "num_hidden_layers": 3})):

@@ -122,7 +122,6 @@ def two_ranks(folder: Path, states: OptimizerStates) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("states", SMALLER)
 def test_copies_agree_and_checkpoints_are_exact(states: OptimizerStates, tmp_path: Path) -> None:
     for folder, sizes in ((tmp_path, SIZES), (tmp_path / "odd", SIZES | {"intermediate_size": 62})):

@@ -54,7 +54,6 @@ def save_from_shards(folder: Path, model: str, max_file_bytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_what_shards_give_is_what_a_whole_policy_gives(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_key_value_heads=2)
     tokenizer = load_tokenizer(model)

@@ -76,7 +76,6 @@ def count_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt2", 1)])
 def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: str, kinds: int, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
@@ -97,7 +96,6 @@ def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: s
     torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()))
 
 
-@pytest.mark.timeout(200)
 def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
@@ -130,7 +128,6 @@ def counting(runs: list[int], index: int) -> Callable[..., None]:
     return count
 
 
-@pytest.mark.timeout(200)
 def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rlightning")
     model = save_model(tmp_path / "model")

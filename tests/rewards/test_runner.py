@@ -65,7 +65,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -156,7 +156,7 @@ def test_a_failure_of_an_async_function_costs_its_sample_only(
     runner = make_runner(RewardFunction(sample_rewards.misbehave_async, timeout=1.0), sample_rewards.wait_then_length)
     start = time.monotonic()
     scores = score(runner, ["ab", deed, "abc"])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 18  # "block" takes 20
     assert values(scores.rewards) == [3.0, None, 4.0]
     assert ("a reward that raises" if deed == "raise" else "timeout=1 s").split()[-1] in caplog.text
 
@@ -165,7 +165,7 @@ def test_a_failure_in_a_thread_costs_its_sample_only(make_runner: MakeRunner) ->
     def closure(completion: str) -> object:
         return sample_rewards.misbehave(completion)
 
-    runner = make_runner(RewardFunction(closure, timeout=0.5))
+    runner = make_runner(RewardFunction(closure, timeout=3.0))
     assert values(score(runner, ["fine", "sleep", "raise", "nan", "sys.exit", "true"]).rewards) == [
         1.0, None, None, None, None, 1.0,
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_async_calls_run_together(make_runner: MakeRunner) -> None:
     runner = make_runner(sample_rewards.wait_then_length)
     start = time.monotonic()
     score(runner, ["a"] * 50)
-    assert time.monotonic() - start < 3  # one after the other they take 10 s
+    assert time.monotonic() - start < 9  # one after the other they take 10 s
 
 
 def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunner) -> None:
@@ -188,11 +188,11 @@ def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunn
 
 
 def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), max_failed_share=0.1)
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), max_failed_share=0.02)
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"timeout=1 s$"):
-        score(runner, ["sleep"] * 20)
-    assert time.monotonic() - start < 15
+        score(runner, ["sleep"] * 120)
+    assert time.monotonic() - start < 40  # two at a time they take 60 s
 
 
 def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) -> None:

@@ -1,5 +1,7 @@
 """Models that vLLM takes on a CPU (a head_dim of 32), and an engine that holds one."""
 
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,9 +63,20 @@ def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 2
     engine = VLLMEngine(engine_config(model_folder, log_file, bucket_bytes))
     engine.start()
     try:
+        engine.wait_until_ready()
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Within, the process does nothing; what it is sent waits for it, in order."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def send(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:

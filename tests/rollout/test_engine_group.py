@@ -1,6 +1,6 @@
 """How prompts are dealt out to the engines of several ranks when more are begun than a step needs."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlightning.rollout.engine_group import deal
@@ -12,6 +12,7 @@ def make_groups(count: int) -> list[Group]:
     return [Group(Prompt(number, str(number), [number], {}), 0, number) for number in range(count)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from([1, 2]))
 def test_each_rank_gets_what_it_wants_and_the_rest_is_spread(numbers: list[int], more: int, size: int) -> None:
     wanted = dict(enumerate(numbers * size))

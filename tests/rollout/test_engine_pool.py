@@ -60,7 +60,6 @@ def loads(pool: EnginePool) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool, actor: Actor) -> None:
     hold(*pool.members)
     first = pool.submit(make_prompt("1+1="), 0, 6, LONG, conversation="first")
@@ -95,7 +94,6 @@ def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool) -> None:
     for member in pool.members:
         member.has_died = True  # once already

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import Actor, make_prompt, running_engine, save_model
+from engine_models import Actor, make_prompt, running_engine, save_model, stopped
+from engine_run import find_core
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_process import engine_environment
+from rlightning.rollout.engine_process import EngineProcess, engine_environment
 from rlightning.rollout.process_group import end_group
 from rlightning.rollout.token_versions import TokenVersions
 from rlightning.rollout.vllm_engine import VLLMEngine
@@ -109,6 +110,25 @@ class Trainer:
         """Begin to sample completions that end at ``max_tokens``, whatever they say."""
         sampling = {"n": num_samples, "temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True}
         return self.engine.submit("generate", prompt.token_ids, sampling)
+
+    def pause_amid(self, *requests: tuple[Prompt, int]) -> "list[Future[Any]]":
+        """Begin these, and pause before they can end."""
+        with stopped(self.process.pid):
+            begun = [self.generate(prompt, num_samples) for prompt, num_samples in requests]
+            paused = self.engine.submit("pause")
+        paused.result(timeout=120)
+        return begun
+
+    @property
+    def process(self) -> EngineProcess:
+        """The engine's."""
+        assert isinstance(self.engine.process, EngineProcess)
+        return self.engine.process
+
+    @property
+    def core(self) -> int:
+        """The process that samples."""
+        return find_core(self.process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +245,7 @@ def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tm
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
-    running = trainer.generate(PROMPTS[0], 4)
-    trainer.ask("pause")
+    (running,) = trainer.pause_amid((PROMPTS[0], 4))
     trainer.ask("pause")
     waiting = [trainer.generate(LONG_PROMPT, num_samples, max_tokens=16) for num_samples in (1, 3)]
     trainer.load(1)
@@ -255,9 +274,10 @@ def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> 
 
 
 def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
-    answer = trainer.generate(PROMPTS[0], 128)  # seconds of work: longer than a busy machine lets this process wait
-    assert not trainer.ask("adopt", 1, False)
-    assert not trainer.ask("adopt", 1, True)
+    with stopped(trainer.core):
+        answer = trainer.generate(PROMPTS[0], 8)
+        assert not trainer.ask("adopt", 1, False)
+        assert not trainer.ask("adopt", 1, True)
     samples = answer.result(timeout=120)
     assert all(spans(sample["weight_versions"]) == [(0, MAX_TOKENS)] for sample in samples)
     assert trainer.ask("adopt", 1, False)
@@ -265,26 +285,24 @@ def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> Non
 
 def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
     """Have these calls ended, and wait until they are."""
-    process = trainer.engine.process
-    assert process is not None
-    process.cancel(list(answers))
+    trainer.process.cancel(list(answers))
     for answer in answers:
         with pytest.raises(EngineError, match="cancelled"):
             answer.result(timeout=120)
 
 
 def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
-    doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (16, 128)]
-    others = [trainer.generate(PROMPTS[1], num_samples) for num_samples in (1, 8)]
-    cancel(trainer, *doomed)
+    with stopped(trainer.core):
+        doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (16, 128)]
+        others = [trainer.generate(PROMPTS[1], num_samples) for num_samples in (1, 8)]
+        cancel(trainer, *doomed)
     assert [len(answer.result(timeout=120)) for answer in others] == [1, 8]
     trainer.ask("cancel", [10**9])  # answered long ago, as far as it knows
     assert trainer.ask("adopt", 1, False)  # nothing is left
 
 
 def test_requests_can_be_cancelled_during_a_pause(trainer: Trainer) -> None:
-    other, begun = trainer.generate(PROMPTS[1], 2), trainer.generate(PROMPTS[0], 8)
-    trainer.ask("pause")
+    other, begun = trainer.pause_amid((PROMPTS[1], 2), (PROMPTS[0], 8))
     held = trainer.generate(PROMPTS[0], 8)
     cancel(trainer, begun, held)
     trainer.load(1)

@@ -292,12 +292,13 @@ def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, s
         with pytest.raises(EngineError, match="was cancelled"):
             answers[199].result(PATIENCE_SECONDS)
         first.submit("pause").result(PATIENCE_SECONDS)
+        answers.append(first.submit("generate", [1, 2, 3], sampling))  # held back
         hasty = make_config(project, server.url, start_timeout=2.0)
         message = "could not be reached for 2 s: it serves another trainer"
         with connected(hasty) as second, pytest.raises(EngineError, match=message):
             second.ready.result(PATIENCE_SECONDS)
     assert not wait(answers, PATIENCE_SECONDS).not_done
-    assert isinstance(answers[99].exception(), EngineDiedError)
+    assert isinstance(answers[-1].exception(), EngineDiedError)
     with connected(config) as third:
         assert third.submit("adopt", 1, False).result(PATIENCE_SECONDS)  # it was paused
         assert third.submit("adopt", 2, False).result(PATIENCE_SECONDS)  # which is refused while requests run
@@ -402,10 +403,15 @@ def test_a_served_engine_that_dies_is_started_again_by_its_server(
 def test_a_server_that_hangs_is_noticed_and_may_come_back(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def go_on() -> None:
+        while "gave no sign of life for 10 s" not in caplog.text:
+            time.sleep(0.1)
+        os.kill(server.process.pid, signal.SIGCONT)
+
     def stop(_: Any) -> None:
         os.kill(server.process.pid, signal.SIGSTOP)
-        threading.Timer(12.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
+        threading.Thread(target=go_on, daemon=True).start()
 
-    witness = fit(project, tmp_path, [server.url], At(1, stop), hang_timeout=6.0)
+    witness = fit(project, tmp_path, [server.url], At(1, stop), hang_timeout=10.0)
     assert len(witness.steps) == 4
-    assert "gave no sign of life for 6 s" in caplog.text
+    assert "gave no sign of life for 10 s" in caplog.text

@@ -405,7 +405,6 @@ def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, fold
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.timeout(300)
 def test_two_workers_on_one_other_gpu() -> None:
     sender, other = (torch.device("cuda", index) for index in range(2))
     weights = {name: weight.to(sender) for name, weight in LARGE.items()}
@@ -421,7 +420,6 @@ def test_two_workers_on_one_other_gpu() -> None:
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.timeout(300)
 def test_workers_on_other_gpus() -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     sender, others = devices[0], devices[1:3]
