@@ -23,14 +23,14 @@ class EmptyCacheAfterUpdate(RLCallback):
     or the module's. ``module.log_dict`` gets the metrics, where there is one.
 
     Args:
-        every_n_updates: empty it after each n-th update.
+        every_n_updates: empty it after each n-th update only, and at the weight sync and wake that follow that.
         min_free_bytes: empty it only while less than this is free on the device.
         max_reserved_ratio: empty it only while reserved memory is more than this many times what tensors hold; 1.1 is
             10% more. With both, either is reason enough; with neither, it is always emptied.
-        before_wake: also empty it before weights are sent to an engine.
+        before_wake: also empty it before weights are sent to an engine, and before it takes its KV cache.
 
     Attributes:
-        last: the metrics of the last emptying at each of the two moments, by name (docs/metrics.md).
+        last: the metrics of the last emptying at each of the three moments, by name (docs/metrics.md).
     """
 
     runs_in = "workers"
@@ -75,8 +75,7 @@ class EmptyCacheAfterUpdate(RLCallback):
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
         """Empty it after each n-th update."""
         self._num_updates += 1
-        if self._num_updates % self.every_n_updates == 0:
-            self._empty(trainer, module, "after_update")
+        self._empty(trainer, module, "after_update")
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Empty it before the engine wakes."""
@@ -85,12 +84,12 @@ class EmptyCacheAfterUpdate(RLCallback):
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
         """Empty it of what gathering and verifying the weights took: the KV cache is still to come."""
-        device = platform.device_of(trainer, module)
-        memory = platform.memory_use(device)
-        if self.before_wake and memory is not None and self.pays(memory):
-            platform.empty_cache(device)
+        if self.before_wake:
+            self._empty(trainer, module, "before_kv_cache")
 
     def _empty(self, trainer: Any, module: Any, moment: str) -> None:
+        if self._num_updates % self.every_n_updates:
+            return
         device = platform.device_of(trainer, module)
         before = platform.memory_use(device)
         if before is None or not self.pays(before):

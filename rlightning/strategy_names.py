@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import get_loader, set_loader
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from rlightning.errors import ConfigError, did_you_mean
 
@@ -61,16 +61,19 @@ def check_strategy(name: object) -> None:
     """Refuse a name that stands for nothing, or for what does not work here; objects pass."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
         return
-    if name.startswith("fsdp") and name in StrategyRegistry:
-        raise ConfigError(
-            f"{KEY}={name} is Lightning's FSDP1, which cannot hold this actor. "
-            "Use fsdp2 to shard the weights, or ddp to have all of them on every device."
-        )
     if name not in StrategyRegistry:
         raise ConfigError(
             f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
             "One of your own is named by its dotted path."
         )
+    strategy = StrategyRegistry[name]["strategy"]
+    if issubclass(strategy, DDPStrategy) or not strategy.__module__.startswith("lightning."):
+        return
+    what = "Lightning's FSDP1" if name.startswith("fsdp") else f"Lightning's {strategy.__name__}"
+    raise ConfigError(
+        f"{KEY}={name} is {what}, which does not work here. Use fsdp2 to shard the weights, ddp to have all of them on "
+        "every device, or auto for a single one."
+    )
 
 
 def _spell_out_each(options: list[str]) -> Iterator[str]:

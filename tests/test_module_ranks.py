@@ -10,10 +10,14 @@ from lightning.pytorch import Callback
 from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
 
 from rlightning.algorithms import GRPO
+from rlightning.distributed import DDP
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
-TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp_spawn"}
+
+def two_ranks() -> dict[str, Any]:
+    """Arguments of a Trainer."""
+    return {"devices": 2, "strategy": DDP(start_method="spawn")}
 
 
 class Picky(GRPO):
@@ -70,7 +74,7 @@ def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwar
 )
 def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp_path: Path) -> None:
     train(algorithm, tmp_path / "one", arguments)
-    train(algorithm, tmp_path / "two", arguments, **TWO)
+    train(algorithm, tmp_path / "two", arguments, **two_ranks())
     one, first, second = (
         torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
     )
@@ -81,7 +85,7 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
 
 @pytest.mark.slow
 def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
-    train(Picky, tmp_path, {}, **TWO)
+    train(Picky, tmp_path, {}, **two_ranks())
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
     assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

@@ -82,7 +82,11 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
     [
         (
             "--trainer.strategy=fsdp",
-            "trainer.strategy=fsdp is Lightning's FSDP1, which cannot hold this actor. Use fsdp2",
+            "trainer.strategy=fsdp is Lightning's FSDP1, which does not work here. Use fsdp2",
+        ),
+        (
+            "--trainer.strategy=single_device",
+            "trainer.strategy=single_device is Lightning's SingleDeviceStrategy, which does not work here.",
         ),
         ("--trainer.strategy=fsdp3", "trainer.strategy: there is no strategy 'fsdp3'. Did you mean 'fsdp2'?"),
         (

@@ -63,6 +63,8 @@ def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
 def last_checkpoint(folder: Path) -> Path | None:
     """What ``last`` stands for: ``last.ckpt`` or, where a crash has taken that, the newest checkpoint that is whole.
 
+    A crash may also have taken what ``last.ckpt`` leads to, and left its predecessor under another name.
+
     Args:
         folder: the checkpoints'.
     """
@@ -70,8 +72,8 @@ def last_checkpoint(folder: Path) -> Path | None:
     lasts = [path for path in lasts if _is_whole(path)]
     if lasts:
         return max(lasts, key=_written_at)
-    previous = [path for path in folder.glob(f"*{SUFFIX}{PREVIOUS}") if _is_whole(path)]
-    return newest_checkpoint(folder) or max(previous, key=_written_at, default=None)
+    found = [newest_checkpoint(folder), *folder.glob(f"*{SUFFIX}{PREVIOUS}")]
+    return max((path for path in found if path is not None and _is_whole(path)), key=_written_at, default=None)
 
 
 def relink(link: Path, target: Path) -> None:

@@ -29,5 +29,8 @@ class DDP(ConnectedRanks, DDPStrategy):
 
 
 def replace_lightning_ddp() -> None:
-    """Make ``trainer.strategy: ddp``, and what Lightning takes for several devices by itself, this package's DDP."""
-    StrategyRegistry.register("ddp", DDP, description="DDP whose ranks end together", override=True)
+    """Make ``trainer.strategy: ddp``, its variants, and what Lightning takes for several devices this package's DDP."""
+    for name, entry in StrategyRegistry.items():
+        if entry["strategy"] is DDPStrategy:
+            description = f"{entry['description']}; its ranks end together"
+            StrategyRegistry.register(name, DDP, description, override=True, **entry["init_params"])

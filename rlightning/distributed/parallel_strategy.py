@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
+from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import GRACE_SECONDS, FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
 from rlightning.distributed.sigterm import SigtermAgreement
@@ -71,6 +72,8 @@ class ConnectedRanks(ParallelStrategy):
             watch = FailureWatch(grace=self.failure_grace)
             watch.start()
             watch.stop_at_exit()
+        assert self.lightning_module is not None
+        DataPreparation(self.lightning_module.trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""

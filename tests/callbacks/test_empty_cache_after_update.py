@@ -69,6 +69,10 @@ def test_before_an_engine_wakes_too_unless_told_otherwise(device: Device) -> Non
     assert callback.last["memory/before_wake/reserved_before_gib"] == 6
 
 
+def wake(callback: EmptyCacheAfterUpdate) -> None:
+    fire(PlainLoop(callback), PlainModule(), "on_engine_wake")
+
+
 def test_before_the_kv_cache_under_the_same_conditions(device: Device) -> None:
     """The device has 2 GiB free, and the allocator holds three times what is in use."""
     cases: list[tuple[dict[str, Any], bool]] = [
@@ -80,17 +84,20 @@ def test_before_the_kv_cache_under_the_same_conditions(device: Device) -> None:
     ]
     for arguments, is_emptied in cases:
         device.reserved, device.num_emptied = 6 * GIB, 0
-        fire(PlainLoop(EmptyCacheAfterUpdate(**arguments)), PlainModule(), "on_engine_wake")
+        wake(callback := EmptyCacheAfterUpdate(**arguments))
         assert device.num_emptied == is_emptied
+        assert callback.last.get("memory/before_kv_cache/reserved_before_gib") == (6 if is_emptied else None)
 
 
 def test_every_other_update(device: Device) -> None:
     callback = EmptyCacheAfterUpdate(every_n_updates=2)
     counts = []
     for _ in range(5):
-        update(callback)
-        counts.append(device.num_emptied)
-    assert counts == [0, 1, 1, 2, 2]
+        for happens in (sync, wake, update):
+            happens(callback)
+            counts.append(device.num_emptied)
+    # before anything was updated, then nothing until the second update, and so on
+    assert counts == [1, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +148,9 @@ def test_nothing_in_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_mode, "_resolved", ExecutionMode.CONTROLLER)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", None)
-    update(callback := EmptyCacheAfterUpdate())
-    assert callback.last == {}
+    for happens in (sync, wake, update):
+        happens(callback := EmptyCacheAfterUpdate())
+        assert callback.last == {}
 
 
 def test_resume_goes_on_counting(device: Device, tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ from tiny import (
 )
 
 from rlightning.algorithms import GRPO
+from rlightning.callbacks import OffloadDuringRollout
 from rlightning.distributed.fsdp import FSDP
+from rlightning.hooks import fire
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Generator, OnCompleted, Sampling
@@ -55,7 +57,10 @@ class RandomGenerator(Generator):
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
     ) -> list[list[Completion]]:
         """Random tokens, of random lengths."""
-        return [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
+        completions = [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
+        fire(self.module.trainer, self.module, "on_engine_wake")  # as an engine on the same device does
+        fire(self.module.trainer, self.module, "on_engine_sleep")
+        return completions
 
     def _complete(self, prompt: Prompt, sample: int) -> Completion:
         version = self.module.weight_version
@@ -70,9 +75,11 @@ class RecordUpdates(Callback):
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.num_sequences: list[int] = []
+        self.num_tokens: list[int] = []
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         self.num_sequences.append(batch.num_sequences)
+        self.num_tokens.append(int(batch.completion_mask.sum()))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -86,10 +93,16 @@ def train(
     *,
     precision: Any = "32-true",
     accelerator: str = "cpu",
+    offload: OffloadDuringRollout | None = None,
     **kwargs: Any,
 ) -> Any:
     """Three optimizer steps; the whole weights, the reference's too, and what was logged."""
-    arguments: dict[str, Any] = {"max_grad_norm": 0.05, "kl_coef": 0.1, "max_tokens_per_microbatch": WHOLE}
+    arguments: dict[str, Any] = {
+        "max_grad_norm": 0.05,
+        "kl_coef": 0.1,
+        "max_tokens_per_microbatch": WHOLE,
+        "loss_aggregation": "token_mean",  # ranks have different numbers of tokens, and as many sequences
+    }
     module = GRPO(
         model,
         rewards=[RewardFunction(share_of_ones)],
@@ -105,6 +118,7 @@ def train(
         3,
         UseGenerator(RandomGenerator),
         record,
+        *([offload] if offload else []),
         devices=num_ranks,
         strategy=strategy,
         accelerator=accelerator,
@@ -114,7 +128,8 @@ def train(
     assert module.reference is not None
     models = {"actor": module.loaded_actor, "reference": module.reference.model}
     weights = {kind: full_weights(m) for kind, m in models.items()}
-    return weights | {"logged": record.logged, "num_sequences": record.num_sequences}
+    counts = {"num_sequences": record.num_sequences, "num_tokens": record.num_tokens}
+    return weights | counts | {"logged": record.logged, "offloaded": offload.last if offload else {}}
 
 
 def distance(one: Any, other: Any) -> float:
@@ -130,11 +145,14 @@ def main() -> None:
     """Run what the command line asks for."""
     folder, model, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
+    OffloadDuringRollout.device_type = "cpu"
     ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     for name, arguments in runs.items():
         os.environ.update(ranks)  # Lightning takes them away after each fit
         (folder / name).mkdir(exist_ok=True)
         strategy = FSDP(**arguments.pop("strategy", {}))
+        if arguments.get("offload"):
+            arguments["offload"] = OffloadDuringRollout(**arguments["offload"])
         result = train(folder / name, model, strategy, int(ranks["WORLD_SIZE"]), **arguments)
         if ranks["RANK"] == "0":
             torch.save(result, folder / f"{name}.pt")

@@ -75,6 +75,9 @@ def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
 def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: Path) -> None:
     """``last.ckpt`` itself is saved anew, or the checkpoint that it leads to."""
     path = tmp_path / ("epoch=0-step=2.ckpt" if is_linked else "last.ckpt")
+    older = tmp_path / "epoch=0-step=1.ckpt"
+    save(older, 0)
+    os.utime(older, (0, 0))
     moment, seen = 0, set()
     while True:
         save(path, 1)
@@ -92,7 +95,7 @@ def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: 
     assert moment >= 4 and seen == {1, 2}
     save(path, 3)
     assert saved_value(path) == 3
-    assert sorted(left.name for left in tmp_path.iterdir()) == sorted({path.name, "last.ckpt"})
+    assert sorted(left.name for left in tmp_path.iterdir()) == sorted({older.name, path.name, "last.ckpt"})
 
 
 @pytest.mark.parametrize("save", [save_folder, save_file])

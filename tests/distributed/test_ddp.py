@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from tiny import bare_trainer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,10 +112,15 @@ def test_times_that_cannot_be_are_refused(name: str) -> None:
         DDP(**{name: 0})
 
 
-def test_the_short_name_is_replaced() -> None:
-    usual = StrategyRegistry["ddp"]
+def test_the_short_names_are_replaced() -> None:
+    usual = dict(StrategyRegistry)
     try:
         replace_lightning_ddp()
-        assert type(StrategyRegistry.get("ddp")) is DDP
+        names = [name for name, entry in usual.items() if entry["strategy"] is DDPStrategy]
+        assert {"ddp", "ddp_spawn", "ddp_find_unused_parameters_true"} <= set(names)
+        strategies = {name: StrategyRegistry.get(name) for name in names}
+        assert {type(strategy) for strategy in strategies.values()} == {DDP}
+        assert strategies["ddp_spawn"]._start_method == "spawn"
+        assert strategies["ddp_find_unused_parameters_true"]._ddp_kwargs == {"find_unused_parameters": True}
     finally:
-        StrategyRegistry["ddp"] = usual
+        StrategyRegistry.update(usual)
