@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/sharded_loading.py [FOLDER]
 
 FOLDER is a Hugging Face model; without one a random Qwen3 of 190 MB is written to a temporary folder. Runs on the CPU,
-so that a rank's shards are in the host's memory too. Prints one line of JSON, in megabytes: the whole model, rank 0's
-shards, and the most that rank 0's memory grew by while it loaded its shards, and while it loaded the whole model. Pages
-of the files do not count: they are the system's cache, which all ranks share and which it takes back when it likes.
+so that a rank's shards are in the host's memory too. Prints one line of JSON, in megabytes: the whole model, a rank's
+shards, and the most that its memory grew by while it loaded its shards, and while it loaded the whole model, each on
+the rank where it is largest. Pages of the files do not count: they are the system's cache, which all ranks share and
+which it takes back when it likes.
 """
 
 import argparse
@@ -63,6 +64,9 @@ def main() -> None:
         "peak_of_loading_shards": sharded_peak,
         "peak_of_loading_the_whole": whole_peak,
     }
+    largest = torch.tensor(list(num_bytes.values()))
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    num_bytes = dict(zip(num_bytes, largest.tolist(), strict=True))
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps({name: round(size / 1e6, 1) for name, size in num_bytes.items()}) + "\n")
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback
 from tiny import ActorGenerator, UseGenerator, make_data, make_trainer, save_model
 from torch import Tensor
 
+from rlightning import callbacks
 from rlightning.algorithms import GRPO, SFT
 from rlightning.hooks import RLCallback, fire
 from rlightning.module import RLModule
@@ -156,3 +157,15 @@ def test_an_rl_callback_has_every_hook_and_does_nothing() -> None:
     assert hooks == {*SYNCED_ROLLOUT, *UPDATE, *COLOCATED_ENGINE}
     for name in hooks:
         getattr(RLCallback(), name)(*[None] * (2 if name in COLOCATED_ENGINE else 3))
+
+
+def test_those_that_are_about_a_device_run_in_a_controllers_workers() -> None:
+    runs_in = {name: getattr(getattr(callbacks, name), "runs_in", "controller") for name in callbacks.__all__}
+    assert {name for name, where in runs_in.items() if where == "workers"} == {
+        "DeviceSyncBeforeBarrier",
+        "EmptyCacheAfterUpdate",
+        "OffloadDuringRollout",
+        "RemotizeOnHeadOnly",
+        "Throughput",
+        "VLLMRollout",
+    }

@@ -15,7 +15,9 @@ from tiny import make_data, save_model
 from tiny import make_trainer as make_tiny_trainer
 
 from rlightning.algorithms import GRPO
-from rlightning.distributed import execution_mode
+from rlightning.callbacks import OffloadDuringRollout
+from rlightning.distributed import execution_mode, platform
+from rlightning.distributed.platform import MemoryUse
 from rlightning.rewards import RewardFunction
 
 CURES: dict[str, dict[str, Any]] = {
@@ -54,11 +56,21 @@ def read(text: str) -> list[Callback]:
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
-def test_every_subset_trains_to_the_same_weights(subset: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_subset_trains_to_the_same_weights(
+    subset: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On something that they take for a device."""
+    waited: list[Any] = []
+    monkeypatch.setattr(platform, "synchronize", waited.append)
+    monkeypatch.setattr(platform, "empty_cache", lambda device: None)
+    monkeypatch.setattr(platform, "memory_use", lambda device: MemoryUse(1, 2, 2, 3, 4))
+    monkeypatch.setattr(OffloadDuringRollout, "device_type", "cpu")
     callbacks = read(as_yaml(subset)) if subset else []
     assert [type(callback).__name__ for callback in callbacks] == list(subset)
     module = ObservedModule()
     make_trainer(tmp_path, *callbacks).fit(module, loader())
+    assert all(getattr(callback, "last", True) for callback in callbacks), "one of them had nothing to do"
+    assert len(waited) > 0 or not subset or subset == ("ControllerMode",)
     # Three steps of two updates each, towards 1 from 0: each update takes a fifth of what is left.
     assert module.weight.item() == pytest.approx(1 - 0.8**6, rel=1e-6)
 

@@ -1,6 +1,7 @@
 """The strategies' own barrier, broadcast and reductions, asked by Lightning and a callback on two real ranks."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from tiny import bare_trainer
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
 
 from rlightning.distributed import barrier as barriers
-from rlightning.distributed.cpu_group import barrier_timeout, cpu_group
+from rlightning.distributed.cpu_group import barrier_timeout, cpu_group, set_barrier_timeout
 from rlightning.distributed.ddp import DDP, replace_lightning_ddp
 from rlightning.distributed.failure import active_watch
 from rlightning.errors import ConfigError
@@ -99,6 +101,28 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
         assert names[-2:] == ["AskStrategy.on_train_start", "own name"]
         # Lightning's own.
         assert {"post_setup", "run-stage", "train_dataloader()"} <= set(names)
+
+
+class Impatient(DDP):
+    """Once the ranks have met, nobody waits for another for more than 2 s."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        set_barrier_timeout(2)
+
+
+class PreparesForLong(BoringModel):
+    """Called on rank 0 only."""
+
+    def prepare_data(self) -> None:
+        time.sleep(3600)
+
+
+@pytest.mark.slow
+def test_data_is_prepared_before_a_barrier_that_has_a_name_and_an_end(tmp_path: Path) -> None:
+    trainer = bare_trainer(tmp_path, 1, devices=2, strategy=Impatient(start_method="spawn"))
+    with pytest.raises(ProcessRaisedException, match="Barrier 'prepare_data' was not reached by rank 0 within 2 s"):
+        trainer.fit(PreparesForLong())
 
 
 @pytest.mark.slow

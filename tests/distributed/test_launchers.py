@@ -30,6 +30,12 @@ class TellsAtExit(Callback):
         sys.stderr.write(f"in a group at the end: {torch.distributed.is_initialized()}\\n")
 
 
+class EndsEarly(Callback):
+    def __init__(self):
+        if os.environ.get("LOCAL_RANK") == "1":
+            os._exit(7)
+
+
 class Fails(Callback):
     def __init__(self, rank: int, how: str, others: str = "sleep"):
         self.rank, self.how, self.others = rank, how, others
@@ -109,19 +115,21 @@ def losses(project: Path, run: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_same_run_under_three_launchers(project: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_same_run_under_three_launchers(project: Path, strategy: str) -> None:
     port = free_port()
-    tell = "--trainer.callbacks+=own_classes.TellsAtExit"
+    options = ("--trainer.callbacks+=own_classes.TellsAtExit", f"--trainer.strategy={strategy}")
+    lightning, torchrun, srun = (f"{launcher}-{strategy}" for launcher in ("lightning", "torchrun", "slurm"))
     runs = [
-        start(project, "lightning", tell),
-        start(project, "torchrun", tell, by="torchrun"),
-        *(start(project, "slurm", tell, variables=slurm(rank, port)) for rank in range(2)),
+        start(project, lightning, *options),
+        start(project, torchrun, *options, by="torchrun"),
+        *(start(project, srun, *options, variables=slurm(rank, port)) for rank in range(2)),
     ]
     outputs = [run.communicate(timeout=500)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0, 0], "\n".join(outputs)
     # A gloo thread that outlives Python can abort a process that has done all its work.
     assert [output.count("in a group at the end: False") for output in outputs] == [2, 2, 1, 1]
-    one, two, three = (losses(project, run) for run in ("lightning", "torchrun", "slurm"))
+    one, two, three = (losses(project, run) for run in (lightning, torchrun, srun))
     assert len(one) == 3
     assert one == two == three
 
@@ -158,6 +166,14 @@ def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     end = "was killed by SIGKILL (out of host memory?)" if by == "lightning" else "is gone"
     assert f"rank {1 - rank} ends because rank {rank} {end}" in output
     assert f"rank {1 - rank} cleans up" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_before_the_ranks_have_met_ends_the_run(project: Path) -> None:
+    process = start(project, "early", "--trainer.callbacks+=own_classes.EndsEarly")
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 7
+    assert output.count("rank 0 ends because rank 1 ended with exit code 7 before the ranks had met") == 1
 
 
 @pytest.mark.slow
