@@ -13,6 +13,7 @@ import torch
 from rlightning.atomic_save import written_aside
 from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
 from rlightning.callbacks.throughput import memory_gib
+from rlightning.distributed.execution_mode import is_controller
 from rlightning.errors import ConfigError
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
@@ -121,6 +122,8 @@ class RunReport(PhaseTimer):
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
 
+        In a controller those of ``metrics`` count: its workers have measured them, where the work was done.
+
         Args:
             step: counted from 1.
             metrics: numbers, or tensors of one element.
@@ -129,7 +132,9 @@ class RunReport(PhaseTimer):
         if self.num_tokens:
             own["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
         self._step = step
-        self.history.add(step, {n: v for n, v in metrics.items() if n not in ("step", "epoch")} | own | memory_gib())
+        given = {n: v for n, v in metrics.items() if n not in ("step", "epoch")}
+        own |= memory_gib()
+        self.history.add(step, own | given if is_controller() else given | own)
 
     def write(self, path: Path, *, module: Any = None, status: str = "finished", config: str | None = None) -> None:
         """Write the report to ``path``.

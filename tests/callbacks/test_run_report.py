@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_trainer, messages
 
 from rlightning.callbacks import RunReport
+from rlightning.distributed import execution_mode
+from rlightning.distributed.execution_mode import ExecutionMode
 from rlightning.errors import ConfigError
 
 
@@ -35,6 +37,18 @@ def test_the_report_tells_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "lr: 1e-6  # &lt;low&gt;" in page
     assert "ObservedModule" in page and "transformers" in page
     assert messages(caplog)[-1] == f"report of the run: {tmp_path / 'report.html'}"
+
+
+@pytest.mark.parametrize(("mode", "counts"), [(ExecutionMode.SPMD, False), (ExecutionMode.CONTROLLER, True)])
+def test_in_a_controller_what_the_workers_measured_counts(
+    mode: ExecutionMode, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", mode)
+    report = RunReport()
+    report.record(1, {"memory/rss_gib": 1234.0, "time/step": 5678.0, "reward/mean": 0.5})
+    found = {name: report.history.last(name) for name in ("memory/rss_gib", "time/step", "reward/mean")}
+    assert (found["memory/rss_gib"] == 1234.0) is (found["time/step"] == 5678.0) is counts
+    assert found["reward/mean"] == 0.5
 
 
 def test_the_report_loads_nothing(tmp_path: Path) -> None:
