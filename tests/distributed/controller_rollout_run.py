@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from controller_run import RAY_OPTIONS, measured
 from engine_run import make_data, make_module, make_rollout, make_trainer
+from tiny import full_weights
 
-from rlightning.callbacks import CompletionsTable, EmptyCacheAfterUpdate, RemotizeOnHeadOnly
-from rlightning.distributed import FSDP, RayController
+from rlightning.callbacks import (
+    CompletionsTable,
+    DeviceSyncBeforeBarrier,
+    EmptyCacheAfterUpdate,
+    OffloadDuringRollout,
+    RemotizeOnHeadOnly,
+)
+from rlightning.distributed import FSDP, RayController, platform
 from rlightning.distributed.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
 
@@ -88,6 +95,30 @@ class Leftovers(RLCallback):
             file.write(f"{batch_idx} {live_entries()} {stores_results()}\n")
 
 
+class AtWork(RLCallback):
+    """Has a worker take its CPU for a device, and writes what the cures did there, with the weights at the end."""
+
+    runs_in = "workers"
+
+    def __init__(self) -> None:
+        self.num_synchronized = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        OffloadDuringRollout.device_type = "cpu"
+        platform.synchronize = self.synchronize
+
+    def synchronize(self, device: Any = None) -> None:
+        self.num_synchronized += 1
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        weights = full_weights(pl_module.loaded_actor)  # from all ranks
+        (offload,) = (callback for callback in trainer.callbacks if isinstance(callback, OffloadDuringRollout))
+        cures = {"offloaded": offload.last["memory/offloaded_gib"], "synchronized": self.num_synchronized}
+        folder = Path(trainer.default_root_dir)
+        torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
+        (folder / f"cures{trainer.global_rank}.json").write_text(json.dumps(cures | {"pid": os.getpid()}))
+
+
 def train(
     folder: Path, strategy: Any, num_ranks: int, *, max_steps: int = 2, rollout: Any = None, module: Any = None
 ) -> None:
@@ -102,14 +133,18 @@ def train(
         engine,
         record,
         EmptyCacheAfterUpdate(),
+        DeviceSyncBeforeBarrier(),
+        OffloadDuringRollout(),
         RemotizeOnHeadOnly(),
         Leftovers(),
+        AtWork(),
         CompletionsTable(1),
         strategy=strategy,
         devices=num_ranks if isinstance(strategy, FSDP) else 1,
     )
     trainer.fit(make_module(str(folder.parent / "model"), **module or {}), data)
-    (folder / f"seen{trainer.global_rank}.json").write_text(json.dumps({**vars(record), "_trainer": None}, default=str))
+    found = {**vars(record), "_trainer": None, "pid": os.getpid()}
+    (folder / f"seen{trainer.global_rank}.json").write_text(json.dumps(found, default=str))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from controller_process import finish, start_controller, start_ranks
 from engine_run import save_model
 
@@ -60,6 +61,28 @@ def test_hooks_come_in_the_order_of_ranks(two: Path) -> None:
     assert seen(two, "workers")["hooks"] == seen(two, "ranks")["hooks"]
 
 
+def assert_same_weights(folder: Path, num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        expected, got = (torch.load(folder / run / f"weights{rank}.pt") for run in ("ranks", "workers"))
+        assert expected.keys() == got.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=0.0)
+
+
+def test_the_weights_are_those_of_ranks(two: Path) -> None:
+    assert_same_weights(two, 2)
+
+
+def test_the_cures_are_at_work_in_the_workers_and_not_in_the_controller(two: Path) -> None:
+    ranks, workers = (
+        [json.loads((two / run / f"cures{rank}.json").read_text()) for rank in range(2)] for run in ("ranks", "workers")
+    )
+    assert all(found["offloaded"] > 0 for found in workers)
+    assert [found["offloaded"] for found in workers] == [found["offloaded"] for found in ranks]
+    assert all(found["synchronized"] > 0 for found in workers)
+    assert seen(two, "workers")["pid"] not in [found["pid"] for found in workers]
+
+
 def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> None:
     tables = [pyarrow.parquet.read_table(two / run / "completions").to_pydict() for run in ("workers", "ranks")]
     rows = [sorted(zip(t["step"], t["prompt_index"], t["completion"], t["reward"], strict=True)) for t in tables]
@@ -75,6 +98,7 @@ def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
     assert got["hooks"] == expected["hooks"]
     for one, other in zip(expected["steps"], got["steps"], strict=True):
         assert other == pytest.approx(one, abs=1e-5)
+    assert_same_weights(tmp_path, 4)
     heads = [seen(tmp_path, "ranks", rank)["updated"] for rank in (0, 2)]
     assert got["updated"] == [one + other for one, other in zip(*heads, strict=True)]
     sampled = [seen(tmp_path, "ranks", rank)["sampled"] for rank in range(4)]
