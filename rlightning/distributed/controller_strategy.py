@@ -23,6 +23,7 @@ from rlightning.distributed.orders import (
     PromptsWanted,
     Save,
     StepResult,
+    StopWanted,
     Train,
 )
 from rlightning.distributed.ray_group import WorkerGroup
@@ -58,6 +59,8 @@ class ControllerStrategy(SingleDeviceStrategy):
                 relay.add(rank, entry)
             elif isinstance(entry, PromptsWanted) and rank == 0:
                 self._supply(entry.num_prompts)
+            elif isinstance(entry, StopWanted) and self._trainer is not None:
+                self._trainer.should_stop = True
 
         answers = self.group.order(orders, heed)
         relay.flush()

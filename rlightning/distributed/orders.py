@@ -133,6 +133,11 @@ class PromptsWanted:
 
 
 @dataclass(frozen=True)
+class StopWanted:
+    """A callback or the module in a worker has set ``trainer.should_stop``."""
+
+
+@dataclass(frozen=True)
 class Answered:
     """The order has been obeyed."""
 
@@ -158,7 +163,7 @@ class Failed:
     is_first: bool
 
 
-Entry = Fired | PromptsWanted | Answered | Failed
+Entry = Fired | PromptsWanted | StopWanted | Answered | Failed
 
 
 class Inbox:

@@ -24,6 +24,7 @@ from rlightning.distributed.orders import (
     Order,
     Save,
     StepResult,
+    StopWanted,
 )
 from rlightning.distributed.platform import share_host_threads
 from rlightning.distributed.rtensor import remotize
@@ -155,6 +156,7 @@ class Worker:
 
     def _step_result(self) -> StepResult:
         assert self.trainer is not None
+        self._tell_of_stop()
         logged = as_floats([self.trainer._logger_connector.metrics["callback"]])
         of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
         twice = set[str]().union(*(metric.step_names for metric in of_epoch))
@@ -163,10 +165,18 @@ class Worker:
 
     def _evaluate(self) -> dict[str, float]:
         assert self.trainer is not None
-        return as_floats(validate_in_fit(self.trainer))
+        metrics = as_floats(validate_in_fit(self.trainer))
+        self._tell_of_stop()
+        return metrics
+
+    def _tell_of_stop(self) -> None:
+        assert self.trainer is not None
+        if self.trainer.should_stop:
+            self.inbox.note(StopWanted())
 
     def _end(self) -> None:
         assert self.trainer is not None
+        self.trainer.fit_loop.epoch_loop.min_steps = None
         self.trainer.should_stop = True
 
     # What is done between two batches

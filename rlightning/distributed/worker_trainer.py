@@ -120,6 +120,7 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookR
         callbacks=[*config.callbacks, relay],
         max_steps=config.max_steps,
         max_epochs=-1,
+        min_steps=ENDLESS,  # should_stop is for the controller to heed, which may validate and save before the end
         num_sanity_val_steps=0,
         check_val_every_n_epoch=ENDLESS,
         use_distributed_sampler=False,

@@ -23,13 +23,16 @@ MAX_STORE_BYTES = 1 << 24
 
 
 class InWorkers(UseGenerator):
-    """A callback of the user's that needs the actor; what a worker stores is capped there."""
+    """A callback of the user's that needs the actor and ends training; what a worker stores is capped there."""
 
     runs_in = "workers"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         assert tensor_store().max_bytes == MAX_STORE_BYTES
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
 
 
 class Taken(RLCallback):
@@ -76,18 +79,19 @@ def main() -> None:
     )
     trainer = bare_trainer(
         folder,
-        2,
+        4,
         InWorkers(),
         taken,
         JSONLPredictions(),
         strategy=strategy,
-        val_check_interval=2,
+        val_check_interval=4,
         check_val_every_n_epoch=None,
     )
     trainer.fit(module, data)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     position = data.stream.position if data.stream is not None else None
     pids = strategy.group.process_ids() if strategy.group is not None else []
+    num_steps = trainer.global_step
     [tested] = trainer.test(module, data, verbose=False)
     [validated] = trainer.validate(module, data, verbose=False)
     trainer.predict(module, data, return_predictions=False)
@@ -96,6 +100,7 @@ def main() -> None:
         json.dumps(
             {
                 "fitted": fitted,
+                "num_steps": num_steps,
                 "tested": tested,
                 "validated": validated,
                 "taken": taken.indices,
