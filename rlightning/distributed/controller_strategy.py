@@ -28,6 +28,8 @@ from rlightning.distributed.orders import (
 )
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.rtensor import localize
+from rlightning.distributed.worker_hooks import GLOBAL_GROUPS
+from rlightning.errors import ConfigError
 from rlightning.hooks import fire
 
 
@@ -46,12 +48,15 @@ class ControllerStrategy(SingleDeviceStrategy):
         self._trainer: Trainer | None = None
         self._worker_callbacks: list[Callback] = []
         self._is_started = False
+        self._closed_hook: str | None = None  # that is being fired, if no order can be answered in it
 
     # Orders
 
     def order_each(self, orders: Sequence[Order]) -> list[Any]:
         """Have each worker obey its order, relay the hooks that it fires, and return the answers by rank."""
         assert self.group is not None and self._trainer is not None
+        if self._closed_hook is not None:
+            raise refusal(orders[0], self._closed_hook)
         relay = Relay(self.group.num_workers, self._fire)
 
         def heed(rank: int, entry: Entry) -> None:
@@ -83,10 +88,17 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     def _fire(self, fired: Fired, arguments: Sequence[Any]) -> None:
         """Fire a worker's RL hook here."""
+        assert self._trainer is not None
         module: Any = self.lightning_module
         module.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
-        fire(self._trainer, module, fired.hook, *arguments)
+        # Before its update a step may wait for further prompts, and an order behind it would wait for the step.
+        is_closed = self._trainer.training and fired.hook not in GLOBAL_GROUPS
+        self._closed_hook = fired.hook if is_closed else None
+        try:
+            fire(self._trainer, module, fired.hook, *arguments)
+        finally:
+            self._closed_hook = None
 
     def _count_steps(self, global_step: int) -> None:
         """Count optimizer steps as the workers do."""
@@ -212,3 +224,13 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     def model_to_device(self) -> None:
         """There is no model here."""
+
+
+def refusal(order: Order, hook: str) -> ConfigError:
+    """What to raise for an order that could wait for ever."""
+    name = type(order).__name__
+    what = f"trainer.strategy.call({order.method!r})" if isinstance(order, Call) else f"an order to {name.lower()}"
+    return ConfigError(
+        f"{what} came in {hook}, but until its update the workers' step may ask for further prompts, and takes no "
+        "orders. Do it in on_update_start, on_update_end, or a hook of Lightning's such as on_train_batch_end."
+    )

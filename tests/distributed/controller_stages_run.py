@@ -16,6 +16,7 @@ from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
 from rlightning.distributed import RayController
 from rlightning.distributed.tensor_store import tensor_store
+from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 
@@ -36,13 +37,26 @@ class InWorkers(UseGenerator):
 
 
 class Taken(RLCallback):
-    """Counts the prompts of all rollouts: a step that refills its batch asks for more than the loader gave."""
+    """Counts the prompts of all rollouts: a step that refills its batch asks for more than the loader gave.
+
+    It also asks something of the workers, in a hook in which it may not, and in one in which it may.
+    """
 
     def __init__(self) -> None:
         self.indices: list[int] = []
+        self.refused: set[str] = set()
+        self.versions: list[int] = []
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         self.indices += [prompt.index for prompt in prompts]
+        if trainer.training:
+            try:
+                trainer.strategy.call("version")
+            except ConfigError as error:
+                self.refused.add(str(error))
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.versions.append(trainer.strategy.call("version"))
 
 
 class Refilling(GRPO):
@@ -50,6 +64,9 @@ class Refilling(GRPO):
 
     max_refills = 1
     num_calls = 0
+
+    def version(self) -> int:
+        return self.weight_version
 
     def keep_sequences(self, batch: Any) -> torch.Tensor:
         self.num_calls += 1
@@ -106,6 +123,8 @@ def main() -> None:
                 "taken": taken.indices,
                 "position": position,
                 "same": same,
+                "refused": list(taken.refused),
+                "versions": taken.versions,
             }
         )
     )

@@ -33,6 +33,9 @@ def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
     assert [one["index"] for one in predicted] == list(range(16))  # of both workers, in the prompts' order
     # two steps of four prompts and of as many again, each prompt once
     assert found["taken"] == list(range(16)) and found["position"] == 16
+    [refused] = found["refused"]
+    assert refused.startswith("trainer.strategy.call('version') came in on_rollout_start, but until its update")
+    assert found["versions"] == [1, 2]
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
