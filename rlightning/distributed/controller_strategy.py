@@ -130,7 +130,7 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """As :meth:`validation_step`; the predictions, in the batch's order."""
-        parts = self._evaluate_batch(batch, dataloader_idx)
+        parts = localize(self._evaluate_batch(batch, dataloader_idx))
         merged: list[Any] = [None] * len(batch)
         for rank, part in enumerate(parts):
             merged[rank :: len(parts)] = part

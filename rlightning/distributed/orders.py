@@ -58,7 +58,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class EvaluateBatch:
-    """A step on this rank's share of a batch of set ``loader``; answered by what the step returned."""
+    """A step on this rank's share of a batch of set ``loader``; answered by what a prediction's returned."""
 
     batch: Any
     loader: int

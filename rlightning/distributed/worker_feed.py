@@ -51,7 +51,7 @@ class OrderFeed:
         self.inbox = inbox
         self.num_loaders = 1
         self.outputs: Any = None
-        """Of the last step of an evaluation."""
+        """Of the last step of a prediction; those of a validation or a test are for nobody."""
         self._obey, self._evaluate, self._step_result, self._end = obey, evaluate, step_result, end
         self._is_evaluating = False
 

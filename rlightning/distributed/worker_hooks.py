@@ -124,14 +124,11 @@ class HookRelay(Callback):
         """Let go of the step's batches."""
         self._sent = None
 
-    def on_validation_batch_end(
+    def on_predict_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep what the step returned."""
-        trainer.datamodule.feed.outputs = outputs
-
-    on_test_batch_end: Any = on_validation_batch_end
-    on_predict_batch_end: Any = on_validation_batch_end
+        """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
+        trainer.datamodule.feed.outputs = remotize_own(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
         if hook not in self.wanted:

@@ -1,20 +1,30 @@
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from tiny import bare_trainer
 
 from rlightning.distributed.orders import (
     Answered,
     Call,
     End,
+    EndEvaluation,
+    Evaluate,
+    EvaluateBatch,
     Failed,
     Inbox,
+    Order,
     PromptsWanted,
     Train,
     WorkerError,
     raise_failure,
 )
-from rlightning.distributed.worker_feed import OrderFeed
+from rlightning.distributed.rtensor import RTensor, localize
+from rlightning.distributed.worker_feed import OrderFeed, WorkerData
+from rlightning.distributed.worker_hooks import HookRelay
 from rlightning.errors import ConfigError
 
 
@@ -86,3 +96,34 @@ def test_a_failure_is_raised_as_what_it_is() -> None:
         raise_failure(Failed(1, "ValueError: boom", "Traceback ...", is_mistake=False, is_first=True))
     with pytest.raises(ConfigError, match=r"^use another$"):
         raise_failure(Failed(0, "use another", "Traceback ...", is_mistake=True, is_first=True))
+
+
+class Doubling(LightningModule):
+    """Returns a tensor from each step."""
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:
+        return [2 * batch]
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 2 * batch.sum()
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 2 * batch.sum()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_controller_is_sent_no_tensor_that_a_step_returned(stage: str, tmp_path: Path) -> None:
+    """To read one of a GPU it would have to use that GPU itself."""
+    inbox = Inbox()
+    orders: list[Order] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
+    for number, order in enumerate(orders):
+        inbox.submit(number, order)
+    trainer = bare_trainer(tmp_path, 1, HookRelay(inbox, ()))
+    getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed_of(inbox, [])))
+    [answered] = inbox.collect(1, 0)
+    assert isinstance(answered, Answered)
+    if stage != "predict":
+        assert answered.result is None
+    else:
+        assert [type(handle) for handle in answered.result] == [RTensor]
+        assert localize(answered.result)[0].tolist() == [0, 2, 4]
