@@ -116,8 +116,12 @@ class ControllerStrategy(SingleDeviceStrategy):
         assert self.group is not None and self.lightning_module is not None
         shares = split_in_order(batch, self.group.num_workers)
         results: list[StepResult] = self.order_each([Train(share) for share in shares])
-        self._count_steps(results[0].global_step)
-        self.lightning_module.log_dict(results[0].metrics)
+        first = results[0]
+        self._count_steps(first.global_step)
+        for name, value in first.metrics.items():
+            self.lightning_module.log(
+                name, value, logger=name in first.in_logger, prog_bar=name in first.in_progress_bar
+            )
         log_epoch_metrics(self.lightning_module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

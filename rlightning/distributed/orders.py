@@ -108,9 +108,19 @@ Order = Train | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | 
 
 @dataclass(frozen=True)
 class StepResult:
-    """After a training step: the metrics that it logged, also for the epoch, and the trainer's count of steps."""
+    """After a training step: the metrics that it logged, also for the epoch, and the trainer's count of steps.
+
+    Attributes:
+        metrics: by name.
+        in_logger: those that were logged with ``logger=True``.
+        in_progress_bar: those that were logged with ``prog_bar=True``.
+        epoch_metrics: what the step has added to them.
+        global_step: after it.
+    """
 
     metrics: dict[str, float]
+    in_logger: frozenset[str]
+    in_progress_bar: frozenset[str]
     epoch_metrics: list[EpochMetric]
     global_step: int
 

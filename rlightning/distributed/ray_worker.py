@@ -157,11 +157,18 @@ class Worker:
     def _step_result(self) -> StepResult:
         assert self.trainer is not None
         self._tell_of_stop()
-        logged = as_floats([self.trainer._logger_connector.metrics["callback"]])
+        found = self.trainer._logger_connector.metrics
+        logged = as_floats([found["callback"]])
         of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
         twice = set[str]().union(*(metric.step_names for metric in of_epoch))
         metrics = {name: value for name, value in logged.items() if name not in twice}
-        return StepResult(metrics, of_epoch, self.trainer.global_step)
+        return StepResult(
+            metrics,
+            frozenset(found["log"]),
+            frozenset(found["pbar"]),
+            epoch_metrics=of_epoch,
+            global_step=self.trainer.global_step,
+        )
 
     def _evaluate(self) -> dict[str, float]:
         assert self.trainer is not None

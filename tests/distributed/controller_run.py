@@ -27,6 +27,7 @@ from rlightning.distributed import FSDP, RayController
 from rlightning.distributed.collectives import global_rank
 from rlightning.hooks import RLCallback
 
+OF_THROUGHPUT = ("time/", "throughput/", "memory/")
 RAY_OPTIONS = {"num_cpus": 4, "object_store_memory": 200 << 20}
 
 
@@ -37,6 +38,8 @@ class LoggingSFT(SFT):
         super().training_step(prompts, batch_idx)
         value = float((global_rank() + 1) * self.weight_version)
         size = 1 + self.weight_version % 2
+        self.log("own/bar", value, prog_bar=True, logger=False)
+        self.log("own/hidden", value, logger=False)
         self.log("own/mean", value, on_step=False, on_epoch=True, batch_size=size)
         self.log("own/both", value, on_step=True, on_epoch=True, batch_size=size)
         self.log("all/mean", value, on_step=False, on_epoch=True, batch_size=size, sync_dist=True)
@@ -53,12 +56,16 @@ class Record(RLCallback):
         self.validations: list[dict[str, float]] = []
         self.hooks: list[str] = []
         self.epochs: list[dict[str, float]] = []
+        self.shown: list[dict[str, float]] = []
+        self.logged: list[list[str]] = []
+        self.of_throughput: list[str] = []
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch:
             self.epochs.append(measured(trainer))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.of_throughput = sorted(name for name in trainer.logged_metrics if name.startswith(OF_THROUGHPUT))
         self.epochs.append(measured(trainer))
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -77,6 +84,8 @@ class Record(RLCallback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.hooks.append("on_train_batch_end")
         self.steps.append(measured(trainer))
+        self.shown.append(dict(trainer.progress_bar_metrics))
+        self.logged.append(sorted(name for name in trainer.logged_metrics if not name.startswith(OF_THROUGHPUT)))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.validations.append({**measured(trainer), "at": trainer.global_step})
@@ -85,7 +94,7 @@ class Record(RLCallback):
 def measured(trainer: Any) -> dict[str, float]:
     """What was logged, without times and memory."""
     metrics = trainer.callback_metrics.items()
-    return {name: float(v) for name, v in metrics if not name.startswith(("time/", "throughput/", "memory/"))}
+    return {name: float(v) for name, v in metrics if not name.startswith(OF_THROUGHPUT)}
 
 
 def train(
@@ -122,6 +131,9 @@ def train(
             "validations": record.validations,
             "hooks": record.hooks,
             "epochs": record.epochs,
+            "shown": record.shown,
+            "logged": record.logged,
+            "of_throughput": record.of_throughput,
             "global_step": trainer.global_step,
             "device_callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
             "cuda": torch.cuda.is_initialized(),
