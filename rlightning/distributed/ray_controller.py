@@ -193,7 +193,7 @@ class RayController(ControllerStrategy):
         self._is_started = True
 
     def _worker_config(self, trainer: Trainer) -> Any:
-        from rlightning.distributed.worker_trainer import WorkerConfig
+        from rlightning.distributed.worker_trainer import WorkerConfig, settings_of
 
         module: Any = self.lightning_module
         callbacks = [self._start_engines(callback, trainer) for callback in self._worker_callbacks]
@@ -205,6 +205,7 @@ class RayController(ControllerStrategy):
             wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
             accelerator=self.worker_accelerator or "auto",
             precision=trainer.precision,
+            settings=settings_of(trainer),
             max_steps=trainer.max_steps,
             root_dir=str(trainer.default_root_dir),
             checkpoint_io=self._checkpoint_io,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
@@ -26,6 +27,7 @@ class WorkerConfig:
         wanted_hooks: RL hooks that callbacks in the controller wait for.
         accelerator: of each worker.
         precision: of the Trainer.
+        settings: of the Trainer, further ones (:func:`settings_of`).
         max_steps: of the Trainer, for the learning rate's schedule.
         root_dir: the run's folder.
         checkpoint_io: for strategies that write single files.
@@ -41,6 +43,7 @@ class WorkerConfig:
     wanted_hooks: frozenset[str]
     accelerator: str
     precision: Any
+    settings: dict[str, Any]
     max_steps: int
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
@@ -129,7 +132,21 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookR
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=config.root_dir,
+        **config.settings,
     )
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Arguments of a Trainer that say how its process computes; Lightning keeps the first two in torch alone."""
+    deterministic: Any = torch.are_deterministic_algorithms_enabled()
+    if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
+        deterministic = "warn"
+    return {
+        "deterministic": deterministic or None,
+        "benchmark": torch.backends.cudnn.benchmark or None,
+        "detect_anomaly": trainer._detect_anomaly,
+        "inference_mode": trainer.validate_loop.inference_mode,
+    }
 
 
 def make_strategy(strategy: Strategy | str) -> Strategy | str:

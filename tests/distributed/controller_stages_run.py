@@ -16,21 +16,32 @@ from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
 from rlightning.distributed import RayController
 from rlightning.distributed.tensor_store import tensor_store
+from rlightning.distributed.worker_trainer import settings_of
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 
 MAX_STORE_BYTES = 1 << 24
+SETTINGS: dict[str, Any] = {
+    "deterministic": "warn",
+    "benchmark": True,
+    "detect_anomaly": True,
+    "inference_mode": False,
+}
 
 
 class InWorkers(UseGenerator):
-    """A callback of the user's that needs the actor and ends training; what a worker stores is capped there."""
+    """A callback of the user's that needs the actor and ends training.
+
+    What a worker stores is capped there, and its Trainer has the settings of the controller's.
+    """
 
     runs_in = "workers"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         assert tensor_store().max_bytes == MAX_STORE_BYTES
+        assert settings_of(trainer) == SETTINGS
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 2
@@ -103,6 +114,7 @@ def main() -> None:
         strategy=strategy,
         val_check_interval=4,
         check_val_every_n_epoch=None,
+        **SETTINGS,
     )
     trainer.fit(module, data)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
