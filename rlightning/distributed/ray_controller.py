@@ -28,7 +28,7 @@ from rlightning.distributed.execution_mode import check_execution_mode, resolve_
 from rlightning.distributed.ray_cluster import Resources, driver_seed, import_ray, join_cluster
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
-from rlightning.distributed.worker_hooks import wanted_hooks
+from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
 from rlightning.strategy_names import CLASSES, check_strategy
 
@@ -160,6 +160,8 @@ class RayController(ControllerStrategy):
             model = standing.configured  # workers have died; engines in actors of their own have not
         else:
             self.close()
+            callbacks: list[Callback] = model.trainer.callbacks  # type: ignore[attr-defined]
+            warn_of_unheard(callback for callback in callbacks if not belongs_to_workers(callback))
         trainer: Any = model.trainer
         module = ControllerModule(model, self)
         module.trainer = trainer

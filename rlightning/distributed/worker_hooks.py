@@ -1,7 +1,8 @@
 """The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are."""
 
+import logging
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
@@ -14,10 +15,15 @@ from rlightning.distributed.rtensor import localize, remotize, remotize_own
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
 
+log = logging.getLogger(__name__)
+
 RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
 GLOBAL_GROUPS = ("on_update_start", "on_update_end")
 """Hooks whose batches have been shared out: groups are numbered over all ranks, tensor-parallel neighbours have the
 same ones. In the others each rank has what it sampled itself."""
+
+ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Lightning's hooks amid a training step, which are not relayed."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +160,16 @@ def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
         for callback in callbacks
         if getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
     )
+
+
+def warn_of_unheard(callbacks: Iterable[Any]) -> None:
+    """Say which hooks of the controller's callbacks will never be called."""
+    for callback in callbacks:
+        for hook in ACTOR_HOOKS:
+            if getattr(type(callback), hook, None) not in (None, getattr(Callback, hook)):
+                log.warning(
+                    "%s.%s is never called: the callback runs in the controller, and the actor is in the workers. "
+                    'Give the class runs_in = "workers".',
+                    type(callback).__name__,
+                    hook,
+                )

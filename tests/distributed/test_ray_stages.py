@@ -9,6 +9,7 @@ import pytest
 import tiny
 from cli_project import make_project, rlightning
 from controller_process import finish, start_controller
+from lightning.pytorch import Callback, LightningModule
 
 from rlightning.distributed import FSDP, RayController, execution_mode
 from rlightning.distributed.ray_cluster import join_cluster
@@ -99,6 +100,31 @@ def test_a_configurations_devices_are_the_workers() -> None:
     by_itself = RayController()
     by_itself.take_devices("auto", "auto", 1)
     assert by_itself.num_workers is None
+
+
+class NormOfGradients(Callback):
+    """Looks at what only a worker has."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None: ...
+
+
+class NormInWorkers(NormOfGradients):
+    runs_in = "workers"
+
+
+def test_hooks_that_the_controller_never_fires_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    monkeypatch.setattr(RayController, "count_workers", lambda self: 1)  # which would start a cluster
+    strategy = RayController(num_workers=1, accelerator="cpu")
+    trainer = tiny.bare_trainer(tmp_path, 1, NormOfGradients(), NormInWorkers(), strategy=strategy)
+    module = LightningModule()
+    module.trainer = trainer
+    strategy.connect(module)
+    [line] = [record.getMessage() for record in caplog.records if "is never called" in record.getMessage()]
+    assert line.startswith("NormOfGradients.on_before_optimizer_step is never called")
+    assert line.endswith('runs_in = "workers".')
 
 
 @pytest.mark.slow
