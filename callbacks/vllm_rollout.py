@@ -143,6 +143,8 @@ class VLLMRollout(RLCallback, Generator):
             raise ConfigError(f"rollout.verify_every={verify_every} must be at least 0, where 0 verifies nothing.")
         self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
+        # Not by the options: the engines that a controller has started are named by URL there too.
+        self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
         self._engines: EngineGroup | StandaloneEngines | None = None
@@ -167,7 +169,9 @@ class VLLMRollout(RLCallback, Generator):
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
         configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
         if self.options.placement == "standalone":
-            self._engines = StandaloneEngines(configs, self.in_flight, keeps_cache=self.keeps_cache)
+            self._engines = StandaloneEngines(
+                configs, self.in_flight, engines_key=self.engines_key, keeps_cache=self.keeps_cache
+            )
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
         self._engines.start()

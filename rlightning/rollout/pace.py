@@ -13,10 +13,11 @@ class Pace:
     Args:
         max_staleness: ``rollout.max_staleness``.
         num_engines: of the run.
+        engines_key: the key that says which or how many engines there are.
     """
 
-    def __init__(self, max_staleness: int, num_engines: int) -> None:
-        self.max_staleness, self.num_engines = max_staleness, num_engines
+    def __init__(self, max_staleness: int, num_engines: int, engines_key: str) -> None:
+        self.max_staleness, self.num_engines, self.engines_key = max_staleness, num_engines, engines_key
         self._told = ""
         self._begin()
 
@@ -45,7 +46,7 @@ class Pace:
         if side == "trainer":
             return (
                 f"The trainer has waited for completions {trainer:.0%} of the last {WINDOW_STEPS} steps. Add engines "
-                f"(rollout.num_engines, now {self.num_engines}), or allow older tokens (rollout.max_staleness, now "
+                f"({self.engines_key}, now {self.num_engines}), or allow older tokens (rollout.max_staleness, now "
                 f"{self.max_staleness})."
             )
         return (

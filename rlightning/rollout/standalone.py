@@ -126,6 +126,7 @@ class StandaloneEngines:
     Args:
         configs: of the engines.
         in_flight: what has been handed in before, and will be.
+        engines_key: see :class:`~rlightning.rollout.pace.Pace`.
         keeps_cache: see :class:`~rlightning.rollout.weight_swap.WeightSwap`.
     """
 
@@ -136,6 +137,7 @@ class StandaloneEngines:
         configs: Sequence[VLLMConfig],
         in_flight: InFlight,
         *,
+        engines_key: str = "rollout.num_engines",
         keeps_cache: bool = True,
     ) -> None:
         self.config, self._configs = configs[0], configs
@@ -145,7 +147,7 @@ class StandaloneEngines:
         self._pool = EnginePool(configs, self._changed.set) if global_rank() == OWNER else None
         self._swap: WeightSwap | ShardGiver | None = None
         self._arrivals: Arrivals[Group] = Arrivals(self._changed.set)
-        self._pace = Pace(in_flight.max_staleness, len(configs))
+        self._pace = Pace(in_flight.max_staleness, len(configs), engines_key)
         self._waited_seconds = 0.0
         self._totals = StepTotals()
 
@@ -170,7 +172,11 @@ class StandaloneEngines:
         """They share no device with an actor: there is nothing to give back."""
 
     def forgive(self) -> None:
-        """Let each engine die once more: a step begins."""
+        """Let each engine die once more: a step begins, or has ended."""
+        if self._totals.ages:  # several exchanges, where it was refilled; none, if this has been called for it
+            sentence = self._pace.add(self._totals.waited, self._totals.idle)
+            if sentence is not None:
+                log.info(sentence)
         self._totals = StepTotals()
         if self._pool is not None:
             self._pool.forgive()
@@ -317,13 +323,9 @@ class StandaloneEngines:
         self._wait(is_done, send_weights)
         parcels = {}
         if self._pool is not None:
-            waited, idle = self._waited_seconds - before, self._pool.take_idle_seconds()
-            sentence = self._pace.add(waited, idle)
-            if sentence is not None:
-                log.info(sentence)
             totals = self._totals
-            totals.waited += waited
-            totals.idle += idle
+            totals.waited += self._waited_seconds - before
+            totals.idle += self._pool.take_idle_seconds()
             totals.expired += flight.num_expired
             taken = flight.take()
             totals.ages.append(ages(taken, weight_version))

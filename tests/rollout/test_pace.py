@@ -1,7 +1,11 @@
 """What is said of a side that starves: which, how much, and the key to change; and not again and again."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 
+from rlightning.callbacks import VLLMRollout
 from rlightning.rollout.pace import WINDOW_STEPS, Pace
 
 
@@ -24,7 +28,7 @@ def window(told: Pace, clock: list[float], trainer_waited: float, engines_idle: 
 
 
 def test_a_trainer_that_waits_is_told_about_once(clock: list[float]) -> None:
-    told = Pace(max_staleness=1, num_engines=3)
+    told = Pace(max_staleness=1, num_engines=3, engines_key="rollout.num_engines")
     (sentence,) = window(told, clock, 1.0, 0.2)
     assert sentence.startswith("The trainer has waited for completions 50% of the last 20 steps.")
     assert "rollout.num_engines, now 3" in sentence and "rollout.max_staleness, now 1" in sentence
@@ -35,4 +39,19 @@ def test_a_trainer_that_waits_is_told_about_once(clock: list[float]) -> None:
 
 
 def test_a_run_in_balance_is_left_in_peace(clock: list[float]) -> None:
-    assert window(Pace(max_staleness=1, num_engines=1), clock, 0.5, 0.5) == []
+    assert window(Pace(max_staleness=1, num_engines=1, engines_key="rollout.num_engines"), clock, 0.5, 0.5) == []
+
+
+def test_engines_that_are_named_are_added_where_they_are_named(clock: list[float]) -> None:
+    (sentence,) = window(Pace(max_staleness=1, num_engines=2, engines_key="rollout.engines"), clock, 1.0, 0.2)
+    assert "Add engines (rollout.engines, now 2)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("engines", "key"), [(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "rollout.engines"), ([], "rollout.num_engines")]
+)
+def test_the_key_is_the_users_also_where_a_controller_names_its_engines(engines: list[str], key: str) -> None:
+    rollout = VLLMRollout(placement="standalone", num_engines=2, engines=engines)
+    knowing = copy.copy(rollout)
+    knowing.options = replace(rollout.options, engines=("tcp://127.0.0.1:3", "tcp://127.0.0.1:4"))
+    assert knowing.engines_key == key
