@@ -83,3 +83,13 @@ def test_pace_counts_steps_however_often_they_are_refilled(tmp_path: Path, caplo
     assert caplog.text == ""
     run.engines.forgive()
     assert caplog.text.count("of the last 20 steps") == 1
+
+
+def test_a_prompt_that_grew_too_old_is_counted(tmp_path: Path) -> None:
+    run = Consumer(tmp_path, answers=lambda text: text != "9+9=")
+    expired = []
+    for version in range(4):
+        run.begin_step(version)
+        texts = ["1+1=", "9+9="] if version == 0 else ["1+1="]
+        expired.append(run.consume(1, *texts)["async/expired"])
+    assert expired == [0.0, 0.0, 1.0, 0.0]  # begun at version 0, and again at 2
