@@ -222,7 +222,9 @@ class EnginePool:
             if self._failure is not None:
                 request.answer.set_exception(self._failure)
                 return
-            serving = [m for m in self._living() if m.engine.weight_version is not None]
+            # The processes of now: the next one of an engine that dies has no weights, and would refuse.
+            links = {m: m.engine.process for m in self._living() if m.engine.weight_version is not None}
+            serving = {member: link for member, link in links.items() if link is not None}
             home = self._homes.get(request.conversation) if request.conversation is not None else None
             if home not in serving:
                 home = min(serving, key=lambda member: member.load, default=None)
@@ -233,7 +235,7 @@ class EnginePool:
                 self._homes[request.conversation] = home
             home.num_coming += request.num_samples
         # Not under the lock: an engine that reads nothing would keep all others from being asked, and heard.
-        inner = home.engine.submit("generate", *request.arguments)
+        inner = serving[home].submit("generate", *request.arguments)
         with self._lock:
             home.num_coming -= request.num_samples
             home.work[inner] = request

@@ -3,14 +3,17 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_models import Actor, engine_config, make_prompt, save_model, send
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
+from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_pool import Answer, EnginePool, Member
 
 LONG = Sampling(max_new_tokens=200, stop_token_ids=())
@@ -112,3 +115,53 @@ def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool)
         pool.check()
     with pytest.raises(EngineError, match="No engine is left"):
         pool.submit(make_prompt("1"), 0, 1, SHORT).result(1)
+
+
+class Link:
+    """In place of an engine's process: notes what it is asked; dead, it answers as one does."""
+
+    def __init__(self) -> None:
+        self.death: EngineDiedError | None = None
+        self.asked: list[str] = []
+
+    def submit(self, method: str, *_: Any) -> "Future[Any]":
+        self.asked.append(method)
+        answer: Future[Any] = Future()
+        if self.death is not None:
+            answer.set_exception(self.death)
+        return answer
+
+
+class OnRelease:
+    """A lock after whose first release something happens."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self._lock, self._happens = threading.RLock(), [happens]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+        if self._happens:
+            self._happens.pop()()
+
+
+def test_an_engine_that_returns_while_it_is_asked_is_asked_once_it_has_weights(tmp_path: Path) -> None:
+    pool = EnginePool([engine_config("unused", tmp_path / "log")], lambda: None)
+    engine = pool.members[0].engine
+    first, second = Link(), Link()
+
+    def replace() -> None:
+        first.death = EngineDiedError("The engine died.")
+        engine.process, engine.weight_version = second, None  # type: ignore[assignment]
+
+    engine.process, engine.weight_version = first, 0  # type: ignore[assignment]
+    pool._lock = OnRelease(replace)  # type: ignore[assignment]
+    pool.submit(make_prompt("1+1="), 0, 1, SHORT)
+    assert second.asked == []
+    assert pool.members[0].load == 0
+    engine.weight_version = 1
+    pool.resume()
+    assert second.asked == ["generate"]
+    assert pool.members[0].load == 1
