@@ -42,7 +42,9 @@ class ServedEngine(EngineLink):
             try:
                 return self._try(min(MEET_SECONDS, max(left, TRY_SECONDS)))
             except (EOFError, OSError) as problem:
-                reason = str(problem) or "it closed the connection"
+                # EAGAIN is how a read of limited time ends.
+                is_silent = isinstance(problem, BlockingIOError | TimeoutError)
+                reason = "it does not answer" if is_silent else str(problem) or "it closed the connection"
                 if self._is_closing:
                     raise
                 if time.monotonic() > deadline:

@@ -221,14 +221,18 @@ def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
             connection.close()
 
 
-@pytest.mark.parametrize("is_listening", [True, False], ids=["a port that answers nothing", "nobody listens"])
-def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_listening: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_listening", "reason"),
+    [(True, "it does not answer"), (False, ".*refused")],
+    ids=["a port that answers nothing", "nobody listens"],
+)
+def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_listening: bool, reason: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if not is_listening:
             listener.close()
         config = make_config(project, f"tcp://127.0.0.1:{port}", start_timeout=3.0)
-        message = rf"tcp://127\.0\.0\.1:{port} could not be reached for 3 s: .*serve"
+        message = rf"tcp://127\.0\.0\.1:{port} could not be reached for 3 s: {reason}\. Start it with .rlightning serve"
         with connected(config) as link, pytest.raises(EngineError, match=message):
             link.ready.result(PATIENCE_SECONDS)
 
