@@ -172,9 +172,9 @@ class RLModule(PolicyModule):
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
             log.info(
-                "Completions may be %d updates old: each token's loss is weighed by the ratio of its probabilities now "
+                "Completions may be %s old: each token's loss is weighed by the ratio of its probabilities now "
                 "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
-                max_staleness,
+                "1 update" if max_staleness == 1 else f"{max_staleness} updates",
                 self.active_correction.bounds[1],
             )
 

@@ -1,5 +1,6 @@
 """What a step computes: the same update however it is cut, and whatever fails beside it."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,6 +155,47 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
     weights = train(module, tmp_path, 2, precision=precision)
     dtype = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
     assert all(weight.dtype == dtype and weight.isfinite().all() for weight in weights.values())
+
+
+# What an older policy has sampled
+
+
+class HalfAsSure(ActorGenerator):
+    """Samples like the actor, and says that each token was twice as likely: its importance weight is a half."""
+
+    def generate(self, *args: Any) -> list[list[Completion]]:
+        groups = super().generate(*args)
+        return [[c._replace(logprobs=c.logprobs + math.log(2)) for c in group] for group in groups]
+
+
+class OneBehind(HalfAsSure):
+    """May be an update behind the actor."""
+
+    max_staleness = 1
+
+
+def test_the_default_correction_weighs_the_loss_of_what_may_be_old(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def metrics(make: Any, **arguments: Any) -> dict[str, Tensor]:
+        caplog.clear()
+        module = GRPO(model_folder, rewards=REWARDS, kl_coef=0.0, **SMALL | arguments)
+        train(module, tmp_path, 1, UseGenerator(make))
+        return dict(module.trainer.callback_metrics)
+
+    corrected = metrics(OneBehind)
+    assert caplog.text.count("Completions may be 1 update old: each token's loss is weighed") == 1
+    assert corrected["policy/correction_weight"] == pytest.approx(0.5, abs=1e-4)
+    assert corrected["policy/correction_out_of_bounds"] == 0
+
+    for make, arguments in ((OneBehind, {"rollout_correction": None}), (HalfAsSure, {})):
+        plain = metrics(make, **arguments)
+        assert "Completions may be" not in caplog.text
+        assert not [name for name in plain if "correction" in name]
+        assert plain["optim/grad_norm"] > 0
+        assert corrected["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"].item() / 2, rel=1e-3)
 
 
 # Whatever fails beside it
