@@ -58,6 +58,12 @@ class Witness(RLCallback):
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         self.events.append(f"sync {weight_version}")
 
+    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+        self.events.append("engine_sleep")
+
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        self.events.append("engine_wake")
+
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         self.batches.append(batch)
 

@@ -1,10 +1,16 @@
 """What follows from the work, by hand."""
 
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from rlightning.errors import ConfigError
+from rlightning.rollout import Sampling
+from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.engine_settings import (
     RolloutWork,
     argument_names,
@@ -83,3 +89,18 @@ def test_names_are_checked() -> None:
     check_given(["max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size"])
     with pytest.raises(ConfigError, match=r"Did you mean 'max_num_seqs'\?"):
         check_given(["max_num_seq"])
+
+
+@pytest.mark.parametrize(
+    ("placement", "sleep", "can_sleep"),
+    [("colocated", True, True), ("colocated", False, False), ("standalone", True, False)],
+)
+def test_engines_that_share_no_device_with_an_actor_do_not_sleep(
+    placement: Any, sleep: bool, can_sleep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    module = SimpleNamespace(model_path="unused", max_model_length=64)
+    options = EngineOptions(placement=placement, sleep=sleep, arguments={"kv_cache_memory_bytes": 1 << 28})
+    (config,) = options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
+    assert config.can_sleep is can_sleep
+    assert bool(config.engine_args.get("enable_sleep_mode")) is can_sleep
