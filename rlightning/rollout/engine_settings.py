@@ -2,7 +2,7 @@
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ OWN_ARGUMENTS = {
     "worker_extension_cls": "weights are received by it",
 }
 """Engine arguments that are not passed through, with the reason."""
+OTHER_PARALLELISM = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Engine arguments that would take further devices, which nobody has set aside and no weights are sent to."""
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
 """That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
@@ -96,14 +98,19 @@ def capture_sizes(num_seqs: int) -> list[int]:
     return [size for size in sizes if size < num_seqs] + [num_seqs]
 
 
-def check_given(names: Iterable[str]) -> None:
-    """Refuse arguments of ``rollout.engine`` that belong to the run, or that the installed vLLM does not have."""
+def check_given(given: Mapping[str, Any]) -> None:
+    """Refuse what of ``rollout.engine`` belongs to the run, cannot work, or is unknown to the installed vLLM."""
     known = argument_names()
-    for name in names:
+    for name, value in given.items():
         if name in OWN_ARGUMENTS:
             raise ConfigError(f"rollout.engine.{name} cannot be set: {OWN_ARGUMENTS[name]}.")
         if name not in known:
             raise ConfigError(f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}")
+        if name in OTHER_PARALLELISM and value not in (None, 1):
+            raise ConfigError(
+                f"rollout.engine.{name}={value} must be 1: an engine spans tensor_parallel_size devices. Use "
+                "rollout.num_engines for more of them."
+            )
 
 
 def argument_names() -> set[str]:

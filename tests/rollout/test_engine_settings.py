@@ -86,9 +86,17 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
 
 
 def test_names_are_checked() -> None:
-    check_given(["max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size"])
+    check_given({"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28, "tensor_parallel_size": 2})
+    check_given({"data_parallel_size": 1})
     with pytest.raises(ConfigError, match=r"Did you mean 'max_num_seqs'\?"):
-        check_given(["max_num_seq"])
+        check_given({"max_num_seq": 8})
+
+
+@pytest.mark.parametrize("name", ["data_parallel_size", "pipeline_parallel_size"])
+def test_engines_are_parallel_by_tensor_alone(name: str) -> None:
+    message = rf"^rollout\.engine\.{name}=2 must be 1: .*tensor_parallel_size.*rollout\.num_engines"
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(arguments={name: 2}).check()
 
 
 @pytest.mark.parametrize(
