@@ -242,7 +242,11 @@ class VLLMRollout(RLCallback, Generator):
 
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, so that a resumed run loses no prompt and repeats none."""
-        return {"in_flight": self.in_flight.state_dict()} if len(self.in_flight) else {}
+        # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
+        epoch_loop = getattr(getattr(self._trainer, "fit_loop", None), "epoch_loop", None)
+        progress = None if epoch_loop is None else epoch_loop.batch_progress.current
+        state = self.in_flight.state_dict(at_step_start=progress is None or progress.ready > progress.processed)
+        return {"in_flight": state} if state["groups"] else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was in flight."""

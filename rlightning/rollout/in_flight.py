@@ -222,9 +222,13 @@ class InFlight:
         """The step is done, and what it consumed with it."""
         self._at_step_start = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is in flight, or was at the start of an unfinished step: finished completions, prompts to complete."""
-        groups = self._groups if self._at_step_start is None else self._at_step_start
+    def state_dict(self, *, at_step_start: bool = True) -> dict[str, Any]:
+        """What is in flight: finished completions, prompts to complete.
+
+        Args:
+            at_step_start: whether of a step that has not ended what was in flight at its start is wanted.
+        """
+        groups = self._at_step_start if at_step_start and self._at_step_start is not None else self._groups
         return {"groups": [_pack(group) for group in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -248,6 +248,30 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none(
         assert min(versions(batch)) >= version - (first if version < 3 else second).get("max_staleness", 0)
 
 
+class SavesFirst(RLCallback):
+    """Saves at the end of each step, before the callbacks after it have heard of the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_between_two_callbacks_loses_no_prompt_and_repeats_none(model_folder: str, tmp_path: Path) -> None:
+    rollout, witness = make_rollout(**RUNS_AHEAD), Witness()
+    trainer = make_trainer(tmp_path, 3, SavesFirst(tmp_path), rollout, witness)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    for step in (1, 2, 3):
+        saved = torch.load(tmp_path / f"{step}.ckpt", weights_only=False)
+        groups = saved["callbacks"][rollout.state_key]["in_flight"]["groups"]
+        in_flight = [group["prompt"]["index"] for group in groups]
+        position = saved["PromptDataModule"]["position"]
+        assert position == (step + 1) * PER_STEP
+        assert sorted(consumed(witness.batches[:step]) + in_flight) == sorted(drawn(trainer, position))
+
+
 def test_the_engines_process_knows_no_actor() -> None:
     program = (
         "import sys, rlightning.rollout.vllm_process, rlightning.rollout.vllm_worker\n"
