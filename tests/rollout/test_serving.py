@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -360,6 +361,26 @@ class _Touch:
 
 
 # Deaths
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_answers_stays_away(
+    project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        witness = fit(project, tmp_path, [url, server.url], start_timeout=20.0)
+    assert len(witness.steps) == 4
+    assert f"Engine 0 stays away: The engine at {url} could not be reached for 20 s: it does not answer." in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(EngineError, match=r"^No engine is left of 1\. The last one: .* it does not answer\."):
+            fit(project, tmp_path, [url], start_timeout=5.0)
 
 
 @pytest.mark.slow
