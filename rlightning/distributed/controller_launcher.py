@@ -1,7 +1,7 @@
 """Runs a stage in the controller: without CUDA, and again from the last checkpoint when a worker has died."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch.trainer.trainer as trainer_module
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from rlightning.distributed.checkpoint_io import last_checkpoint
+from rlightning.atomic_save import find_saved
+from rlightning.distributed.checkpoint_folder import is_checkpoint_folder
 from rlightning.distributed.orders import WorkerDiedError
 
 if TYPE_CHECKING:
     from rlightning.distributed.ray_controller import RayController
 
 log = logging.getLogger(__name__)
+
+CKPT_PATH = 4
+"""The place of the checkpoint in the arguments of Lightning's fit: module, two loaders, data, checkpoint ..."""
 
 
 class ControllerLauncher(_Launcher):
@@ -39,13 +42,16 @@ class ControllerLauncher(_Launcher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``, Lightning's implementation of a stage."""
+        self.strategy.saved.clear()
         with without_cuda_rng():
             for restart in range(1, self.strategy.max_restarts + 1):
                 try:
                     return function(*args, **kwargs)
                 except WorkerDiedError as error:
-                    path = None if trainer is None else find_last(trainer)
-                    if trainer is None or path is None:
+                    if trainer is None or trainer.state.fn != "fit":
+                        raise
+                    path = find_last(self.strategy.saved) or args[CKPT_PATH]
+                    if path is None:
                         raise
                     log.warning("%s Restart %d of %d, from %s.", str(error), restart, self.strategy.max_restarts, path)
                     prepare_again(trainer)
@@ -66,13 +72,16 @@ def without_cuda_rng() -> Iterator[None]:
         trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]
 
 
-def find_last(trainer: Trainer) -> Path | None:
-    """The last checkpoint of a run that is whole, if its stage is a fit."""
-    if trainer.state.fn != "fit":
-        return None
-    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    found = [last_checkpoint(Path(folder)) for folder in folders if folder is not None]
-    return max((path for path in found if path is not None), key=lambda path: path.stat().st_mtime, default=None)
+def find_last(saved: Sequence[Path]) -> Path | None:
+    """The last checkpoint that is whole and still there.
+
+    Args:
+        saved: as they were written; what else is beside them may be another run's, or of steps that were rolled back.
+    """
+    for path in map(find_saved, reversed(saved)):
+        if path.is_file() or is_checkpoint_folder(path):
+            return path
+    return None
 
 
 def prepare_again(trainer: Trainer) -> None:
@@ -81,6 +90,6 @@ def prepare_again(trainer: Trainer) -> None:
     trainer.training = True
 
 
-def with_checkpoint(args: tuple[Any, ...], path: Path) -> tuple[Any, ...]:
-    """The arguments of Lightning's fit (module, two loaders, data, checkpoint ...) with another checkpoint."""
-    return (*args[:4], str(path), *args[5:])
+def with_checkpoint(args: tuple[Any, ...], path: Path | str) -> tuple[Any, ...]:
+    """The arguments of Lightning's fit with another checkpoint."""
+    return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

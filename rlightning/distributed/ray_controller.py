@@ -84,6 +84,7 @@ class RayController(ControllerStrategy):
         self.address, self.ray_options = address, ray_options or {}
         self.resources = Resources(cpus=cpus_per_worker, gpus=gpus_per_worker, placement=placement)
         self.max_restarts, self.max_store_bytes = max_restarts, max_store_bytes
+        self.saved: list[Path] = []
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
         self._data: Any = None
@@ -228,6 +229,12 @@ class RayController(ControllerStrategy):
             self._engines = RayEngines(options.num_engines, options.devices_per_engine, uses_gpus=self._uses_gpus)
         longest = getattr(self._data, "max_prompt_tokens", None)
         return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Note what has been written: a restart goes on from this run's checkpoints, not from others beside them."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:  # without, there are only weights
+            self.saved.append(Path(filepath).absolute())
 
     def close(self) -> None:
         """End the workers, and with them the weights."""

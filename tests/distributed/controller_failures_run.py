@@ -52,27 +52,43 @@ class Witness(CountSteps):
         super().__init__()
         self.exceptions: list[str] = []
         self.process_ids: set[int] = set()
+        self.begun: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.begun.append(trainer.global_step)
         self.process_ids |= set(trainer.strategy.group.process_ids())
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.exceptions.append(type(exception).__name__)
 
 
-def run(folder: Path, name: str, kind: str, *, max_restarts: int = 0, saves: bool = False) -> dict[str, Any]:
+def save_each(folder: Path, num_steps: int) -> ModelCheckpoint:
+    """A checkpoint each so many steps, of which all stay."""
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=num_steps, save_top_k=-1)
+
+
+def run(
+    folder: Path,
+    name: str,
+    kind: str,
+    *,
+    max_restarts: int = 0,
+    checkpoint: ModelCheckpoint | None = None,
+    ckpt_path: Path | None = None,
+) -> dict[str, Any]:
     """One run, and what is left of it."""
     mark = folder / f"{name}.failed"
     witness = Witness()
     callbacks: list[Any] = [FailOnce(mark, kind), witness]
-    if saves:
-        callbacks.append(ModelCheckpoint(folder / name, "{step}", every_n_train_steps=1, save_top_k=-1))
+    if checkpoint is not None:
+        callbacks.append(checkpoint)
     strategy = RayController(
         num_workers=2, worker_strategy=FSDP(), accelerator="cpu", max_restarts=max_restarts, ray_options=RAY_OPTIONS
     )
     error, text, global_step = "", "", 0
     try:
-        _, trainer = train(folder, 4, *callbacks, strategy=strategy, enable_checkpointing=saves)
+        saves = checkpoint is not None
+        _, trainer = train(folder, 4, *callbacks, ckpt_path=ckpt_path, strategy=strategy, enable_checkpointing=saves)
         global_step = trainer.global_step
     except Exception as caught:
         error, text = type(caught).__name__, "".join(traceback.format_exception(caught))
@@ -85,6 +101,7 @@ def run(folder: Path, name: str, kind: str, *, max_restarts: int = 0, saves: boo
         "exceptions": witness.exceptions,
         "global_step": global_step,
         "num_steps": witness.num_steps,
+        "begun": witness.begun,
         "alive": [pid for pid in witness.process_ids if is_alive(pid)],
     }
 
@@ -105,13 +122,22 @@ def main() -> None:
     """All of them."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    whole = folder / "whole"
     outcomes = {
         "raise": run(folder, "raise", "raise"),
         "mistake": run(folder, "mistake", "mistake"),
         "die": run(folder, "die", "die"),
         "die-without-checkpoint": run(folder, "die-without-checkpoint", "die", max_restarts=1),
-        "restart": run(folder, "restart", "die", max_restarts=1, saves=True),
-        "whole": run(folder, "whole", "none", saves=True),
+        "restart": run(folder, "restart", "die", max_restarts=1, checkpoint=save_each(folder / "restart", 1)),
+        "whole": run(folder, "whole", "none", checkpoint=save_each(whole, 1)),
+        "rollback": run(
+            folder,
+            "rollback",
+            "die",
+            max_restarts=1,
+            checkpoint=save_each(whole, 100),
+            ckpt_path=whole / "step=1.ckpt",
+        ),
     }
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 

@@ -11,6 +11,7 @@ from sft_run import SIZES, write_rows
 from tiny import save_model
 
 from rlightning.distributed.checkpoint_folder import read_whole
+from rlightning.distributed.controller_launcher import find_last
 
 SCRIPT = Path(__file__).parent / "controller_failures_run.py"
 pytestmark = pytest.mark.slow
@@ -65,3 +66,25 @@ def test_a_restart_goes_on_from_the_last_checkpoint(folder: Path, outcomes: dict
     for name, weight in whole["state_dict"].items():
         assert torch.equal(weight, restarted["state_dict"][name]), name
     assert restarted["PromptDataModule"] == whole["PromptDataModule"]
+
+
+def test_a_restart_before_the_first_checkpoint_keeps_to_the_one_that_was_given(outcomes: dict[str, Any]) -> None:
+    """A rollback to step 1, beside a checkpoint of step 4: the third step kills a worker, and all begins anew at 1."""
+    outcome = outcomes["rollback"]
+    assert (outcome["error"], outcome["global_step"]) == ("", 4)
+    assert outcome["begun"] == [1, 2, 1, 2, 3]
+
+
+def test_a_restart_takes_the_last_of_its_own_checkpoints_that_is_whole(tmp_path: Path) -> None:
+    own, later, broken, gone = (tmp_path / f"step={step}.ckpt" for step in (1, 2, 3, 4))
+    for path in (own, later, tmp_path / "last.ckpt"):  # the last one is of another run
+        path.write_bytes(b"")
+    broken.mkdir()
+    assert find_last([]) is None
+    assert find_last([own]) == own
+    assert find_last([own, later, broken, gone]) == later
+
+
+def test_a_restart_finds_what_a_death_amid_a_save_has_left(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt.previous").write_bytes(b"")
+    assert find_last([tmp_path / "last.ckpt"]) == tmp_path / "last.ckpt.previous"
