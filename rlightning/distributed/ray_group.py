@@ -10,11 +10,13 @@ from typing import Any
 
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.distributed.ray_cluster import import_ray
-from rlightning.errors import EngineError
+from rlightning.errors import ConfigError, EngineError
 
 SETTLE_SECONDS = 5.0
 """How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
 so before the neighbour's death has been noticed."""
+PLACE_SECONDS = 60.0
+"""How long a cluster may take to find room for the workers: another run's may be about to end."""
 LEAVE_SECONDS = 2.0
 """How long workers get to say goodbye to each other at the end of a run."""
 
@@ -41,8 +43,18 @@ class WorkerGroup:
         self._runs: dict[Any, int] = {}
         self._engines: list[Any] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
+        self.actors: list[Any] = []
+        if not self._place.wait(PLACE_SECONDS):
+            self.kill()
+            free = ray.available_resources()
+            raise ConfigError(
+                f"trainer.strategy: num_workers={num_workers} x {describe_resources(each)} with placement={placement} "
+                f"found no room in {PLACE_SECONDS:g} s; free in the Ray cluster are {describe_resources(free)}, on "
+                f"{sum(node['Alive'] for node in ray.nodes())} nodes. Lower what is asked for, choose placement=PACK, "
+                "or end what else runs there."
+            )
         actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
-        self.actors: list[Any] = [
+        self.actors = [
             actor.options(
                 num_cpus=each["CPU"],
                 num_gpus=each.get("GPU", 0),
@@ -216,6 +228,11 @@ class WorkerGroup:
             "been ended.",
             [rank],
         ) from None
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Cores and GPUs, as in "2 CPUs, 1 GPUs"."""
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
 
 
 def _reason(error: BaseException) -> str:

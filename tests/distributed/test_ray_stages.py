@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import tiny
 from cli_project import make_project, rlightning
 from controller_process import finish, start_controller
 from lightning.pytorch import Callback, LightningModule
+from ray.util.placement_group import placement_group_table
 
-from rlightning.distributed import FSDP, RayController, execution_mode
+from rlightning.distributed import FSDP, RayController, execution_mode, ray_group
 from rlightning.distributed.ray_cluster import join_cluster
+from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "controller_stages_run.py"
@@ -82,6 +85,19 @@ def test_a_cluster_that_the_environment_names_has_to_be_there(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=message):
         join_cluster(None, {})
+
+
+@pytest.mark.slow
+def test_workers_that_find_no_room_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.init("local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    try:
+        monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
+        asked = r"num_workers=2 x 1 CPUs, 0 GPUs with placement=STRICT_SPREAD"
+        with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 1 nodes"):
+            WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD")
+        assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
+    finally:
+        ray.shutdown()
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
