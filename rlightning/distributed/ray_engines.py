@@ -23,12 +23,16 @@ from typing import Any
 import torch
 
 from rlightning.distributed.ray_cluster import import_ray
+from rlightning.distributed.ray_group import describe_resources
 from rlightning.errors import ConfigError
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.engine_service import EngineService, listen
 from rlightning.rollout.engine_wire import SCHEME
 
 log = logging.getLogger(__name__)
+
+START_SECONDS = 300.0
+"""How long the engines' actors may take to find room and to import what they need."""
 
 
 class EngineActor:
@@ -98,7 +102,14 @@ class RayEngines:
             A copy of ``callback`` that knows where they are.
         """
         ray = import_ray()
-        urls: list[str] = ray.get([actor.url.remote() for actor in self.actors])
+        try:
+            urls: list[str] = ray.get([actor.url.remote() for actor in self.actors], timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise ConfigError(
+                f"rollout.num_engines={len(self.actors)}: their actors have not started in {START_SECONDS:g} s; free "
+                f"in the Ray cluster are {describe_resources(ray.available_resources())}. Lower num_engines or "
+                "devices_per_engine, or end what else runs there."
+            ) from None
         shared = None if self.runs else ray.put(module)
         for number, actor in enumerate([] if self.runs else self.actors):
             log_file = folder.absolute() / f"engine.{number}.log"

@@ -13,8 +13,9 @@ from controller_process import finish, start_controller
 from lightning.pytorch import Callback, LightningModule
 from ray.util.placement_group import placement_group_table
 
-from rlightning.distributed import FSDP, RayController, execution_mode, ray_group
+from rlightning.distributed import FSDP, RayController, execution_mode, ray_engines, ray_group
 from rlightning.distributed.ray_cluster import join_cluster
+from rlightning.distributed.ray_engines import RayEngines
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.errors import ConfigError
 
@@ -88,7 +89,7 @@ def test_a_cluster_that_the_environment_names_has_to_be_there(
 
 
 @pytest.mark.slow
-def test_workers_that_find_no_room_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.init("local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
@@ -96,6 +97,11 @@ def test_workers_that_find_no_room_are_not_waited_for_without_end(monkeypatch: p
         with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 1 nodes"):
             WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD")
         assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
+        monkeypatch.setattr(ray_engines, "START_SECONDS", 1.0)
+        engines = RayEngines(4, 1, uses_gpus=False)
+        with pytest.raises(ConfigError, match=r"num_engines=4: their actors have not started in 1 s"):
+            engines.start(None, None, None, tmp_path)
+        engines.close()
     finally:
         ray.shutdown()
 
