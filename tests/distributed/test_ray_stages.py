@@ -11,6 +11,7 @@ import tiny
 from cli_project import make_project, rlightning
 from controller_process import finish, start_controller
 from lightning.pytorch import Callback, LightningModule
+from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from rlightning.distributed import FSDP, RayController, execution_mode, ray_engines, ray_group
@@ -104,6 +105,24 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
         engines.close()
     finally:
         ray.shutdown()
+
+
+@pytest.mark.slow
+def test_auto_joins_the_cluster_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()
+    small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    nodes = Cluster(initialize_head=True, head_node_args=small)
+    try:
+        nodes.add_node(**small)
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        for _ in range(2):  # leaving does not end it
+            join_cluster("auto", {})
+            assert ray.get_runtime_context().gcs_address == nodes.address
+            assert sum(node["Alive"] for node in ray.nodes()) == 2  # type: ignore[no-untyped-call]
+            ray.shutdown()
+    finally:
+        ray.shutdown()
+        nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
