@@ -1,5 +1,6 @@
 """The engine against the actor: what it samples, with what probability, from which weights."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
+from engine_models import CHARACTERS, Actor, engine_config, load, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
 
@@ -285,3 +286,28 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     config = VLLMConfig(engine_args={}, device=torch.device(device), dtype=torch.float32, log_file=tmp_path / "log")
     expected = str(torch.get_num_threads()) if threads == "own" else threads
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
+
+
+def test_its_process_holds_the_weights_once_and_nothing_that_trains(folder: str, actor: Actor, tmp_path: Path) -> None:
+    """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""
+    config = engine_config(folder, tmp_path / "engine.log")
+    config.engine_args["worker_extension_cls"] = "engine_census.Census"
+    config.environment.update(CENSUS=str(tmp_path / "census.json"), PYTHONPATH=str(Path(__file__).parent))
+    engine = VLLMEngine(config)
+    engine.start()
+    try:
+        send(engine, actor.weights(), 0)
+        engine.generate(PROMPTS, 1, GREEDY)
+        engine.submit("ping").result(500)
+    finally:
+        engine.close()
+    weights = dict(actor.weights())
+    padding = sum(
+        (64 - weight.shape[0]) * weight[0].nbytes for weight in weights.values() if len(weight) == len(VOCABULARY)
+    )
+    assert json.loads((tmp_path / "census.json").read_text()) == {
+        "parameter_bytes": sum(weight.nbytes for weight in weights.values()) + padding,
+        "Optimizer": 0,
+        "FSDPModule": 0,
+        "PreTrainedModel": 0,
+    }
