@@ -67,7 +67,7 @@ def check_strategy(name: object) -> None:
             "One of your own is named by its dotted path."
         )
     strategy = StrategyRegistry[name]["strategy"]
-    if issubclass(strategy, DDPStrategy) or not strategy.__module__.startswith("lightning."):
+    if strategy is DDPStrategy or not strategy.__module__.startswith("lightning."):
         return
     what = "Lightning's FSDP1" if name.startswith("fsdp") else f"Lightning's {strategy.__name__}"
     raise ConfigError(

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from rank_processes import free_port
 from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
 
 from rlightning.algorithms import GRPO
 from rlightning.distributed import DDP
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
+
+
+@pytest.fixture(autouse=True)
+def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that Lightning would choose may be taken by the time that its processes are up."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 def two_ranks() -> dict[str, Any]:

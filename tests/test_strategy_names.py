@@ -8,6 +8,8 @@ import yaml
 from cli_project import make_project
 
 from rlightning.__main__ import main
+from rlightning.errors import ConfigError
+from rlightning.strategy_names import KEY, check_strategy
 
 FSDP, DDP = "rlightning.distributed.fsdp.FSDP", "rlightning.distributed.ddp.DDP"
 
@@ -152,3 +154,14 @@ def test_torchrun_with_another_number_of_processes(
         monkeypatch.setenv(name, value)
     assert main(["fit", "--config", "run.yaml", "--trainer.default_root_dir", "run", *devices]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("name", ["deepspeed_stage_2", "xla", "fsdp", "single_device"])
+def test_lightnings_other_strategies_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY}={name} is Lightning's .*, which does not work here. Use fsdp2"):
+        check_strategy(name)
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp", "fsdp2", "ray", "ddp_spawn", "ddp_find_unused_parameters_true"])
+def test_these_pass(name: str) -> None:
+    check_strategy(name)

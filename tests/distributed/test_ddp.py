@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from rank_processes import free_port
 from tiny import bare_trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,12 @@ from rlightning.distributed.cpu_group import barrier_timeout, cpu_group, set_bar
 from rlightning.distributed.ddp import DDP, replace_lightning_ddp
 from rlightning.distributed.failure import active_watch
 from rlightning.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that Lightning would choose may be taken by the time that its processes are up."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 class AskStrategy(Callback):
@@ -140,7 +147,7 @@ def test_the_short_names_are_replaced() -> None:
     usual = dict(StrategyRegistry)
     try:
         replace_lightning_ddp()
-        names = [name for name, entry in usual.items() if entry["strategy"] is DDPStrategy]
+        names = [name for name, entry in usual.items() if entry["strategy"] in (DDPStrategy, DDP)]
         assert {"ddp", "ddp_spawn", "ddp_find_unused_parameters_true"} <= set(names)
         strategies = {name: StrategyRegistry.get(name) for name in names}
         assert {type(strategy) for strategy in strategies.values()} == {DDP}

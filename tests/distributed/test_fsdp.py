@@ -63,11 +63,13 @@ import torch, torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from rlightning.distributed.fsdp import FSDP
 
-strategy = Trainer(
+trainer = Trainer(
     accelerator="cpu", devices=2, strategy=FSDP(tensor_parallel_size=2, barrier_timeout=123.0), logger=False,
     enable_checkpointing=False,
-).strategy
-strategy._lightning_module = LightningModule()
+)
+strategy, module = trainer.strategy, LightningModule()
+module.trainer = trainer
+strategy._lightning_module = module
 strategy.setup_environment()
 groups = [dist.group.WORLD, *strategy.device_mesh.get_all_groups()]
 backends = [group._get_backend(torch.device("cpu")) for group in groups]
