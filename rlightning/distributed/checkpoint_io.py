@@ -56,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
     """The checkpoint that was written last, a file or a folder; links do not count."""
-    found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and _is_whole(path)]
+    found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
     return max(found, key=_written_at, default=None)
 
 
@@ -69,11 +69,11 @@ def last_checkpoint(folder: Path) -> Path | None:
         folder: the checkpoints'.
     """
     lasts = [find_saved(path) for path in (folder / f"last{SUFFIX}", *sorted(folder.glob(f"last-v*{SUFFIX}")))]
-    lasts = [path for path in lasts if _is_whole(path)]
+    lasts = [path for path in lasts if is_whole(path)]
     if lasts:
         return max(lasts, key=_written_at)
     found = [newest_checkpoint(folder), *folder.glob(f"*{SUFFIX}{PREVIOUS}")]
-    return max((path for path in found if path is not None and _is_whole(path)), key=_written_at, default=None)
+    return max((path for path in found if path is not None and is_whole(path)), key=_written_at, default=None)
 
 
 def relink(link: Path, target: Path) -> None:
@@ -84,7 +84,7 @@ def relink(link: Path, target: Path) -> None:
     partial.replace(link)
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether it is a file, or a folder of which nothing is missing; links count as what they lead to."""
     return path.is_file() or is_checkpoint_folder(path)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.atomic_save import find_saved
-from rlightning.distributed.checkpoint_folder import is_checkpoint_folder
+from rlightning.distributed.checkpoint_io import is_whole
 from rlightning.distributed.orders import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ def find_last(saved: Sequence[Path]) -> Path | None:
     Args:
         saved: as they were written; what else is beside them may be another run's, or of steps that were rolled back.
     """
-    for path in map(find_saved, reversed(saved)):
-        if path.is_file() or is_checkpoint_folder(path):
-            return path
-    return None
+    return next(filter(is_whole, map(find_saved, reversed(saved))), None)
 
 
 def prepare_again(trainer: Trainer) -> None:

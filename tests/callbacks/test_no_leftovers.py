@@ -83,8 +83,8 @@ def leftovers(sessions: set[int], memory: set[str], scratch: Path) -> list[str]:
     """What is still there after a while."""
     deadline = time.monotonic() + END_SECONDS
     while True:
-        processes = [line for session in sessions for line in in_session(session)]
-        found = [*processes, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
+        living = [line for session in sessions for line in in_session(session)]
+        found = [*living, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
