@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
 
-from rlightning.distributed.orders import EndEvaluation
+from rlightning.distributed.orders import EndEvaluation, StartEpoch, StartTraining
 from rlightning.evaluation import validate_in_fit
 
 if TYPE_CHECKING:
@@ -70,9 +70,18 @@ class ControllerModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
+        self.strategy.order_all(StartTraining(self.trainer.num_training_batches))
         is_wanted = getattr(self, "validate_first", False)
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
+
+    def on_train_epoch_start(self) -> None:
+        """The workers' epoch."""
+        self.strategy.order_all(StartEpoch())
+
+    def on_train_epoch_end(self) -> None:
+        """The workers' epoch."""
+        self.strategy.end_epoch()
 
     def on_validation_epoch_end(self) -> None:
         """Log what the workers have found."""

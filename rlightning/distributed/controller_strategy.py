@@ -14,6 +14,7 @@ from rlightning.distributed.execution_mode import ExecutionMode
 from rlightning.distributed.orders import (
     Call,
     End,
+    EndEpoch,
     Entry,
     Evaluate,
     EvaluateBatch,
@@ -113,16 +114,22 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Train on a batch: neighbouring parts of it go to neighbouring ranks. What their steps return stays there."""
-        assert self.group is not None and self.lightning_module is not None
+        assert self.group is not None and self._trainer is not None
         shares = split_in_order(batch, self.group.num_workers)
-        results: list[StepResult] = self.order_each([Train(share) for share in shares])
-        first = results[0]
+        is_last = self._trainer.is_last_batch
+        self._log(self.order_each([Train(share, is_last) for share in shares]))
+
+    def end_epoch(self) -> None:
+        """Log what the workers' hooks at the end of an epoch have."""
+        self._log(self.order_all(EndEpoch()))
+
+    def _log(self, results: Sequence[StepResult]) -> None:
+        module, first = self.lightning_module, results[0]
+        assert module is not None
         self._count_steps(first.global_step)
         for name, value in first.metrics.items():
-            self.lightning_module.log(
-                name, value, logger=name in first.in_logger, prog_bar=name in first.in_progress_bar
-            )
-        log_epoch_metrics(self.lightning_module, [result.epoch_metrics for result in results])
+            module.log(name, value, logger=name in first.in_logger, prog_bar=name in first.in_progress_bar)
+        log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch: each worker takes every n-th element of it."""
@@ -148,7 +155,8 @@ class ControllerStrategy(SingleDeviceStrategy):
     def on_validation_start(self) -> None:
         """Called when validation begins."""
         assert self._trainer is not None
-        self.order_all(Evaluate(len(self._trainer._evaluation_loop.max_batches)))
+        num_loaders = len(self._trainer._evaluation_loop.max_batches)
+        self.order_all(Evaluate(num_loaders, is_sanity_check=self._trainer.sanity_checking))
 
     def on_test_start(self) -> None:
         """Called when a test begins."""

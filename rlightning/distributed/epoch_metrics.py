@@ -1,7 +1,7 @@
-"""Metrics for the end of an epoch, which is the controller's: a worker's epoch has no end.
+"""Metrics for the end of an epoch, which the controller reduces.
 
 After each step every worker takes what the step has added to them, and the controller logs that as its own, so that
-Lightning reduces it over the steps of the controller's epoch.
+Lightning reduces it over the steps of the controller's epoch, as its loggers and callbacks find it there.
 """
 
 from collections.abc import Sequence

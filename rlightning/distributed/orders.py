@@ -43,10 +43,28 @@ class WorkerDiedError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class StartTraining:
+    """The time of ``on_train_start``; an epoch has ``num_batches``, which may be infinite."""
+
+    num_batches: float
+
+
+@dataclass(frozen=True)
+class StartEpoch:
+    """The time of ``on_train_epoch_start``."""
+
+
+@dataclass(frozen=True)
 class Train:
-    """A training step on this rank's share of a batch; answered by a :class:`StepResult`."""
+    """A training step on this rank's share of a batch, the epoch's last or not; answered by a :class:`StepResult`."""
 
     batch: Any
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class EndEpoch:
+    """The time of ``on_train_epoch_end``; answered by a :class:`StepResult` of what was logged in it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,7 @@ class Evaluate:
     """The beginning of a validation, a test or a prediction over ``num_loaders`` sets."""
 
     num_loaders: int
+    is_sanity_check: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,9 @@ class End:
     """The fit is over."""
 
 
-Order = Train | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | End
+Order = (
+    StartTraining | StartEpoch | Train | EndEpoch | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | End
+)
 
 
 # What comes back
@@ -108,7 +129,7 @@ Order = Train | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | 
 
 @dataclass(frozen=True)
 class StepResult:
-    """After a training step: the metrics that it logged, also for the epoch, and the trainer's count of steps.
+    """After a training step, or an epoch's end: what was logged, also for the epoch, and the trainer's count of steps.
 
     Attributes:
         metrics: by name.

@@ -209,7 +209,6 @@ class RayController(ControllerStrategy):
             accelerator=self.worker_accelerator or "auto",
             precision=trainer.precision,
             settings=settings_of(trainer),
-            max_steps=trainer.max_steps,
             root_dir=str(trainer.default_root_dir),
             checkpoint_io=self._checkpoint_io,
             seed=driver_seed(),

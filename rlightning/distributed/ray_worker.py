@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 
 from rlightning.__main__ import quieten
 from rlightning.distributed.epoch_metrics import take_epoch_metrics
@@ -18,6 +18,7 @@ from rlightning.distributed.failure import active_watch, describe
 from rlightning.distributed.orders import (
     Call,
     Entry,
+    Evaluate,
     Failed,
     Inbox,
     Load,
@@ -31,7 +32,7 @@ from rlightning.distributed.rtensor import remotize
 from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
 from rlightning.distributed.worker_hooks import HookRelay
-from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, make_trainer
+from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
 from rlightning.errors import find_mistake
 from rlightning.evaluation import validate_in_fit
 from rlightning.rollout.engine_wire import TOKEN
@@ -64,7 +65,7 @@ class Worker:
             torch.set_num_threads(int(host_threads.split(",")[0]))
         self.rank, self.num_workers = rank, num_workers
         self.inbox = Inbox()
-        self.trainer: Trainer | None = None
+        self.trainer: WorkerTrainer | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port of this host."""
@@ -91,7 +92,6 @@ class Worker:
             if config is not None:
                 self._prepare(config, rendezvous)
             assert self.trainer is not None
-            self.trainer.fit_loop.epoch_loop.max_steps = self.max_steps  # for the schedule, until training starts
             is_measured = stage in ("validate", "test")
             quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
             found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
@@ -140,13 +140,12 @@ class Worker:
         set_store(RayStore(max_bytes=config.max_store_bytes))
         if config.engine_token is not None:
             os.environ[TOKEN] = config.engine_token
-        self.module, self.max_steps = config.module, config.max_steps
-        self.relay = HookRelay(self.inbox, config.wanted_hooks)
-        self.feed = OrderFeed(
-            self.inbox, obey=self._obey, evaluate=self._evaluate, step_result=self._step_result, end=self._end
-        )
-        self.data = WorkerData(config.data, self.feed)
-        self.trainer = make_trainer(config, RayEnvironment(self.rank, self.num_workers, *rendezvous), self.relay)
+        self.module = config.module
+        relay = HookRelay(self.inbox, config.wanted_hooks)
+        feed = OrderFeed(self.inbox, obey=self._obey, evaluate=self._evaluate, step_result=self._step_result)
+        self.data = WorkerData(config.data, feed)
+        environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
+        self.trainer = make_trainer(config, environment, feed, relay)
         strategy: Any = self.trainer.strategy
         strategy.execution_mode, strategy.controller = ExecutionMode.WORKER, CONTROLLER
         resolve_execution_mode(strategy=strategy)
@@ -170,8 +169,11 @@ class Worker:
             global_step=self.trainer.global_step,
         )
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, order: Evaluate) -> dict[str, float]:
         assert self.trainer is not None
+        if order.is_sanity_check:
+            self.trainer.check_sanity()
+            return {}  # Lightning throws them away
         metrics = as_floats(validate_in_fit(self.trainer))
         self._tell_of_stop()
         return metrics
@@ -180,11 +182,6 @@ class Worker:
         assert self.trainer is not None
         if self.trainer.should_stop:
             self.inbox.note(StopWanted())
-
-    def _end(self) -> None:
-        assert self.trainer is not None
-        self.trainer.fit_loop.epoch_loop.min_steps = None
-        self.trainer.should_stop = True
 
     # What is done between two batches
 
@@ -210,8 +207,9 @@ class Worker:
         connector.restore_callbacks()
         if trainer.state.fn == "fit":
             connector.restore_optimizers_and_schedulers()
-            progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
-            progress.ready = progress.completed = loaded["global_step"]
+            loops = {**loaded["loops"]["fit_loop"]}
+            loops["state_dict"] = {}  # of the controller's loaders
+            trainer.fit_loop.load_state_dict(loops)
         connector.resume_end()
         return rest if self.rank == 0 else {}
 

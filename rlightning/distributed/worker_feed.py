@@ -3,7 +3,7 @@
 Between two batches a fit is at rest: no collective is under way, all hooks of the step have been fired. This is where
 all other orders are obeyed, in the thread of the fit, on all ranks in the same order::
 
-    Trainer.fit  -->  next(loader)  -->  Save, Load, Call, Evaluate ...  -->  Train(batch)  -->  training_step ...
+    Trainer.fit  -->  await_batch  -->  Save, Load, Call, Evaluate ...  -->  Train(batch)  -->  training_step ...
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,8 @@ from lightning.pytorch import LightningDataModule
 
 from rlightning.distributed.orders import (
     Call,
+    End,
+    EndEpoch,
     EndEvaluation,
     Evaluate,
     EvaluateBatch,
@@ -21,6 +23,8 @@ from rlightning.distributed.orders import (
     Order,
     PromptsWanted,
     Save,
+    StartEpoch,
+    StartTraining,
     Train,
 )
 
@@ -35,8 +39,11 @@ class OrderFeed:
         inbox: of the worker.
         obey: does what an order says that is for the time between two batches, and returns the answer.
         evaluate: runs a validation of the fit, which takes its batches from here, and returns the metrics.
-        step_result: what a training step has come to, asked after all of its hooks.
-        end: called at the end of the fit.
+        step_result: what a training step, or the end of an epoch, has come to, asked after all of its hooks.
+
+    Attributes:
+        num_batches: of an epoch.
+        is_over: whether the fit is.
     """
 
     def __init__(
@@ -44,38 +51,57 @@ class OrderFeed:
         inbox: Inbox,
         *,
         obey: Callable[[Load | Save | Call], Any],
-        evaluate: Callable[[], Any],
+        evaluate: Callable[[Evaluate], Any],
         step_result: Callable[[], Any],
-        end: Callable[[], None],
     ) -> None:
         self.inbox = inbox
         self.num_loaders = 1
+        self.num_batches = float("inf")
+        self.is_over = False
         self.outputs: Any = None
         """Of the last step of a prediction; those of a validation or a test are for nobody."""
-        self._obey, self._evaluate, self._step_result, self._end = obey, evaluate, step_result, end
+        self._obey, self._evaluate, self._step_result = obey, evaluate, step_result
         self._is_evaluating = False
+        self._batch: Any = None
 
-    def load_first(self) -> None:
-        """Obey what comes before the first hook of a fit."""
-        while isinstance(self.inbox.peek(), Load):
-            self._serve(self.inbox.take())
+    def begin_fit(self) -> None:
+        """Obey what comes before training, up to its start."""
+        self.is_over = False
+        while not isinstance(order := self.inbox.take(), StartTraining):
+            self._serve(order)
+        self.num_batches = order.num_batches
 
-    def train_batches(self) -> Iterator[Any]:
-        """This rank's shares of the training batches, until the fit is over."""
-        while True:
-            match order := self.inbox.take():
-                case Train():
-                    yield order.batch
-                    self.inbox.answer(self._step_result())  # the Trainer asks for the next batch
-                case Evaluate():
-                    self.begin_evaluation(order)
-                    metrics = self._evaluate()
-                    self.inbox.answer(metrics)
-                case Load() | Save() | Call():
-                    self._serve(order)
-                case _:
-                    self._end()
-                    return
+    def begin_epoch(self) -> bool:
+        """Obey orders until an epoch begins; it may be one that a checkpoint was written in. False at the fit's end."""
+        self._rest_between_epochs()
+        order = self.inbox.peek()
+        if isinstance(order, StartEpoch | End):
+            self.inbox.take()
+        self.is_over = isinstance(order, End)
+        return not self.is_over
+
+    def await_batch(self) -> Train | None:
+        """Obey orders until the next step, or until the epoch is over."""
+        while not isinstance(order := self.inbox.take(), Train | EndEpoch):
+            self._serve(order)
+        if isinstance(order, EndEpoch):
+            return None
+        self._batch = order.batch
+        return order
+
+    def end_epoch(self) -> None:
+        """Tell that all other hooks have been called, and obey what the controller's last callbacks order."""
+        self.answer_step()
+        self._rest_between_epochs()
+
+    def take_batch(self) -> Any:
+        """This rank's share of the step's batch, once."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def answer_step(self) -> None:
+        """Tell that a step is over, and what it has come to."""
+        self.inbox.answer(self._step_result())
 
     def await_evaluation(self) -> int:
         """Wait for the beginning of a validation, a test, or a prediction; the number of its sets."""
@@ -105,13 +131,21 @@ class OrderFeed:
             else:
                 self._serve(order)
 
+    def _rest_between_epochs(self) -> None:
+        while not isinstance(self.inbox.peek(), StartEpoch | Train | EndEpoch | End):
+            self._serve(self.inbox.take())
+
     def _serve(self, order: Order) -> None:
+        if isinstance(order, Evaluate):
+            self.begin_evaluation(order)
+            self.inbox.answer(self._evaluate(order))  # which has taken the order to end it
+            return
         assert isinstance(order, Load | Save | Call), f"{type(order).__name__} came at the wrong time"
         self.inbox.answer(self._obey(order))
 
 
 class TrainLoader:
-    """One endless epoch of training."""
+    """The batches of all epochs; the loops know when one is over."""
 
     def __init__(self, feed: OrderFeed) -> None:
         self.feed = feed
@@ -120,8 +154,15 @@ class TrainLoader:
         return ENDLESS
 
     def __iter__(self) -> Iterator[Any]:
-        self.feed.load_first()
-        return self.feed.train_batches()
+        while True:
+            yield self.feed.take_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing, the position is the controller's; without this method Lightning warns of an inexact resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
 
 
 class EvaluationLoader:

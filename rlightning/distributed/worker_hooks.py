@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 
 from rlightning.distributed.orders import Fired, Inbox
 from rlightning.distributed.rtensor import localize, remotize, remotize_own
@@ -103,8 +104,10 @@ class RemoteBatch:
         return getattr(self.fetch(), name)
 
 
-class HookRelay(Callback):
+class HookRelay(Checkpoint):
     """Notes the hooks that callbacks in the controller wait for; stands behind the worker's own callbacks.
+
+    A Checkpoint for Lightning, which calls these last, at the end of an epoch after the module too.
 
     Args:
         inbox: of the worker.
@@ -122,13 +125,13 @@ class HookRelay(Callback):
             return partial(self._relay, name)
         raise AttributeError(name)
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        """The controller counts the steps; optimizers and schedules have been made."""
-        trainer.fit_loop.epoch_loop.max_steps = -1
-
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Let go of the step's batches."""
         self._sent = None
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Called after the module: tell what was logged for the epoch, before Lightning clears it."""
+        trainer.datamodule.feed.end_epoch()
 
     def on_predict_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -11,8 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from rlightning.distributed.worker_feed import ENDLESS
+from rlightning.distributed.worker_feed import ENDLESS, OrderFeed
 from rlightning.distributed.worker_hooks import HookRelay
+from rlightning.distributed.worker_loops import WorkerFitLoop
+from rlightning.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,6 @@ class WorkerConfig:
         accelerator: of each worker.
         precision: of the Trainer.
         settings: of the Trainer, further ones (:func:`settings_of`).
-        max_steps: of the Trainer, for the learning rate's schedule.
         root_dir: the run's folder.
         checkpoint_io: for strategies that write single files.
         seed: of ``seed_everything``, or None.
@@ -44,7 +45,6 @@ class WorkerConfig:
     accelerator: str
     precision: Any
     settings: dict[str, Any]
-    max_steps: int
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
     seed: int | None = None
@@ -104,8 +104,45 @@ class RayEnvironment(ClusterEnvironment):
         return self.rank
 
 
-def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookRelay) -> Trainer:
-    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation."""
+class WorkerTrainer(Trainer):
+    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation.
+
+    Args:
+        feed: where orders come from.
+        settings: of any Trainer.
+    """
+
+    def __init__(self, feed: OrderFeed, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.feed = feed
+        self.fit_loop = WorkerFitLoop(self, feed)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """As of any Trainer, where the number of epochs does not count.
+
+        Raises:
+            ConfigError: where it does: only the controller has the data.
+        """
+        if self.max_epochs != -1:
+            raise ConfigError(
+                f"trainer.estimated_stepping_batches was asked for with max_epochs={self.max_epochs}, but under a "
+                "controller a worker does not know how many batches an epoch has before training starts. Set "
+                "trainer.max_steps, and trainer.max_epochs=-1."
+            )
+        return super().estimated_stepping_batches
+
+    def check_sanity(self) -> None:
+        """Lightning's validation before training; the controller has found that there is one."""
+        super()._run_sanity_check()
+
+    def _run_sanity_check(self) -> None:
+        """Called when all is set up, before training."""
+        self.feed.begin_fit()
+
+
+def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
+    """The Trainer of one rank."""
     import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
     from rlightning.distributed.ddp import replace_lightning_ddp
 
@@ -113,7 +150,8 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookR
     plugins: list[Any] = [environment]
     if config.checkpoint_io is not None:
         plugins.append(config.checkpoint_io)
-    return Trainer(
+    return WorkerTrainer(
+        feed,
         accelerator=config.accelerator,
         devices=1,
         num_nodes=environment.num_workers,
@@ -121,14 +159,10 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookR
         precision=config.precision,
         plugins=plugins,
         callbacks=[*config.callbacks, relay],
-        max_steps=config.max_steps,
-        max_epochs=-1,
-        min_steps=ENDLESS,  # should_stop is for the controller to heed, which may validate and save before the end
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=-1,  # as many batches as the controller sends
         check_val_every_n_epoch=ENDLESS,
         use_distributed_sampler=False,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=config.root_dir,
@@ -137,7 +171,7 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, relay: HookR
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Arguments of a Trainer that say how its process computes; Lightning keeps the first two in torch alone."""
+    """Arguments of a Trainer that say how its process computes, and for how long; the first two are in torch alone."""
     deterministic: Any = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
@@ -146,6 +180,10 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "benchmark": torch.backends.cudnn.benchmark or None,
         "detect_anomaly": trainer._detect_anomaly,
         "inference_mode": trainer.validate_loop.inference_mode,
+        "max_steps": trainer.max_steps,
+        "min_steps": trainer.min_steps,
+        "max_epochs": trainer.max_epochs,
+        "min_epochs": trainer.min_epochs,
     }
 
 

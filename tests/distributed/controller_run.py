@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from sft_run import CountSteps
@@ -46,6 +47,41 @@ class LoggingSFT(SFT):
         self.log("all/sum", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.log("all/max", value, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
         self.log("all/min", value, on_step=True, on_epoch=True, reduce_fx="min", sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end/own", float(global_rank() + 1))
+        self.log("end/all", float(global_rank() + 1), sync_dist=True)
+
+
+class Spy(Callback):
+    """Notes all of Lightning's hooks that it gets where the actor is, and what the Trainer says then."""
+
+    runs_in = "workers"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen: list[list[Any]] = []
+
+    def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.note("teardown", trainer)
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(self.seen))
+
+    def note(self, hook: str, trainer: Any) -> None:
+        """One hook: when it came, and the limits of the run as it sees them."""
+        when = [trainer.current_epoch, trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx]
+        limits = [trainer.max_steps, trainer.max_epochs, str(trainer.num_training_batches)]
+        stage = None if trainer.state.stage is None else trainer.state.stage.value
+        self.seen.append([hook, stage, *when, trainer.is_last_batch, *limits])
+
+
+def spy_on(hook: str) -> Any:
+    return lambda self, trainer, *args, **kwargs: self.note(hook, trainer)
+
+
+for name in vars(Callback):
+    if name.startswith("on_") or name == "setup":
+        setattr(Spy, name, spy_on(name))
 
 
 class Record(RLCallback):
@@ -88,7 +124,8 @@ class Record(RLCallback):
         self.logged.append(sorted(name for name in trainer.logged_metrics if not name.startswith(OF_THROUGHPUT)))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.validations.append({**measured(trainer), "at": trainer.global_step})
+        if not trainer.sanity_checking:
+            self.validations.append({**measured(trainer), "at": trainer.global_step})
 
 
 def measured(trainer: Any) -> dict[str, float]:
@@ -110,19 +147,23 @@ def train(
     checkpoints = ModelCheckpoint(
         folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, save_last="link"
     )
-    observers = [record, CountSteps(), Throughput(), RunReport(), CompletionsTable(1), SaveHF(every_n_steps=2)]
+    of_epochs = ModelCheckpoint(folder / "checkpoints", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    observers = [record, Spy(folder / "spied.json"), CountSteps(), Throughput(), RunReport(), CompletionsTable(1)]
     trainer = bare_trainer(
         folder,
         max_steps,
         *callbacks,
         *observers,
+        SaveHF(every_n_steps=2),
         checkpoints,
+        of_epochs,
         logger=CSVLogger(folder),
         strategy=strategy,
         devices=2 if isinstance(strategy, FSDP) else 1,
         enable_checkpointing=True,
         val_check_interval=2,
         check_val_every_n_epoch=None,
+        num_sanity_val_steps=1,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
     if trainer.is_global_zero:

@@ -11,6 +11,7 @@ from rlightning.distributed.orders import (
     Answered,
     Call,
     End,
+    EndEpoch,
     EndEvaluation,
     Evaluate,
     EvaluateBatch,
@@ -18,6 +19,8 @@ from rlightning.distributed.orders import (
     Inbox,
     Order,
     PromptsWanted,
+    StartEpoch,
+    StartTraining,
     Train,
     WorkerError,
     raise_failure,
@@ -25,13 +28,14 @@ from rlightning.distributed.orders import (
 from rlightning.distributed.rtensor import RTensor, localize
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
 from rlightning.distributed.worker_hooks import HookRelay
+from rlightning.distributed.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError
 
 
 def feed_of(inbox: Inbox, done: list[Any]) -> OrderFeed:
     """A feed that notes what is obeyed."""
     return OrderFeed(
-        inbox, obey=lambda order: done.append(order), evaluate=dict, step_result=lambda: len(done), end=lambda: None
+        inbox, obey=lambda order: done.append(order), evaluate=lambda order: {}, step_result=lambda: len(done)
     )
 
 
@@ -40,14 +44,15 @@ def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
     for _ in range(2):
         inbox.submit(0, Call("save_hf", ("here",)))
     inbox.submit(1, Train([7]))
-    batches = feed_of(inbox, done).train_batches()
-    assert next(batches) == [7]
+    feed = feed_of(inbox, done)
+    assert feed.await_batch() == Train([7]) and feed.take_batch() == [7]
     assert done == [Call("save_hf", ("here",))]
     inbox.submit(0, Call("save_hf", ("here",)))  # obeyed already: its answer is read again
     assert inbox.collect(0, 0) == inbox.collect(0, 0) == [Answered(None)]
     inbox.submit(1, Train([7]))  # while it is under way
-    inbox.submit(2, End())
-    assert list(batches) == []
+    inbox.submit(2, EndEpoch())
+    feed.answer_step()
+    assert feed.await_batch() is None
     assert done == [Call("save_hf", ("here",))]
     assert inbox.collect(1, 0) == [Answered(1)]
 
@@ -118,7 +123,7 @@ def test_a_controller_is_sent_no_tensor_that_a_step_returned(stage: str, tmp_pat
     orders: list[Order] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
     for number, order in enumerate(orders):
         inbox.submit(number, order)
-    trainer = bare_trainer(tmp_path, 1, HookRelay(inbox, ()))
+    trainer = bare_trainer(tmp_path, 1, HookRelay(inbox, ()), enable_checkpointing=True)
     getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed_of(inbox, [])))
     [answered] = inbox.collect(1, 0)
     assert isinstance(answered, Answered)
@@ -127,3 +132,38 @@ def test_a_controller_is_sent_no_tensor_that_a_step_returned(stage: str, tmp_pat
     else:
         assert [type(handle) for handle in answered.result] == [RTensor]
         assert localize(answered.result)[0].tolist() == [0, 2, 4]
+
+
+def worker_trainer(folder: Path, feed: OrderFeed, **settings: Any) -> WorkerTrainer:
+    """On one CPU."""
+    shared: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    return WorkerTrainer(feed, default_root_dir=folder, enable_checkpointing=False, **shared, **settings)
+
+
+def test_steps_are_estimated_only_where_epochs_do_not_count(tmp_path: Path) -> None:
+    feed = feed_of(Inbox(), [])
+    assert worker_trainer(tmp_path, feed, max_steps=7, max_epochs=-1).estimated_stepping_batches == 7
+    with pytest.raises(ConfigError, match=r"asked for with max_epochs=2, .* Set trainer\.max_steps"):
+        _ = worker_trainer(tmp_path, feed, max_epochs=2).estimated_stepping_batches
+
+
+class SkipsEpoch(LightningModule):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> None: ...
+
+    def training_step(self, batch: Any) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+def test_an_epoch_that_a_worker_would_leave_is_a_mistake(tmp_path: Path) -> None:
+    inbox = Inbox()
+    feed = feed_of(inbox, [])
+    orders: list[Order] = [StartTraining(2), StartEpoch(), Train([7])]
+    for number, order in enumerate(orders):
+        inbox.submit(number, order)
+    trainer = worker_trainer(tmp_path, feed, max_steps=7)
+    with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
+        trainer.fit(SkipsEpoch(), datamodule=WorkerData(LightningDataModule(), feed))

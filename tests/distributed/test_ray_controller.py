@@ -14,6 +14,8 @@ from tiny import save_model
 from rlightning.distributed.checkpoint_folder import read_whole
 
 SCRIPT = Path(__file__).parent / "controller_run.py"
+LATER = ("workers-after-step", "ranks-after-step", "workers-after-epoch", "ranks-after-epoch")
+"""Runs that go on from a checkpoint of the other's."""
 pytestmark = pytest.mark.slow
 
 
@@ -25,17 +27,17 @@ def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, An
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of four steps; then two more that go on from the other's second step."""
+    """Runs of six steps, four an epoch; then more that go on from the other's second step, and from its first epoch."""
     folder = tmp_path_factory.mktemp("controller")
     save_model(folder / "model", **SIZES)
     write_rows(folder)
-    run_both(folder, {"ranks": {"max_steps": 4}}, {"workers": {"max_steps": 4}})
-    middle = {name: str(folder / name / "checkpoints" / "step=2.ckpt") for name in ("ranks", "workers")}
-    run_both(
-        folder,
-        {"ranks-after-workers": {"max_steps": 4, "ckpt_path": middle["workers"]}},
-        {"workers-after-ranks": {"max_steps": 4, "ckpt_path": middle["ranks"]}},
-    )
+    run_both(folder, {"ranks": {"max_steps": 6}}, {"workers": {"max_steps": 6}})
+    later: dict[str, dict[str, Any]] = {"ranks": {}, "workers": {}}
+    for name, other in (("ranks", "workers"), ("workers", "ranks")):
+        for point, file in (("step", "step=2.ckpt"), ("epoch", "epoch=0.ckpt")):
+            path = folder / other / "checkpoints" / file
+            later[name][f"{name}-after-{point}"] = {"max_steps": 6, "ckpt_path": str(path)}
+    run_both(folder, later["ranks"], later["workers"])
     return folder
 
 
@@ -50,9 +52,9 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("name", ["workers", "workers-after-ranks", "ranks-after-workers"])
+@pytest.mark.parametrize("name", ["workers", *LATER])
 def test_the_weights_are_those_of_ranks_bit_by_bit(name: str, folder: Path) -> None:
-    final = [read_whole(folder / run / "checkpoints" / "step=4.ckpt") for run in ("ranks", name)]
+    final = [read_whole(folder / run / "checkpoints" / "step=6.ckpt") for run in ("ranks", name)]
     start = read_whole(folder / "ranks" / "checkpoints" / "step=1.ckpt")["state_dict"]
     assert any(not torch.equal(weight, final[0]["state_dict"][key]) for key, weight in start.items())
     assert_equal(final[0]["state_dict"], final[1]["state_dict"])
@@ -66,26 +68,23 @@ def test_the_hugging_face_folders_are_the_same(folder: Path) -> None:
         assert_equal(*(load_file(folder / run / name / "model.safetensors") for run in ("ranks", "workers")))
 
 
-@pytest.mark.parametrize("name", ["workers", "workers-after-ranks", "ranks-after-workers"])
-def test_the_controller_logs_what_rank_0_does(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("when", ["", "-after-step", "-after-epoch"])
+def test_the_controller_logs_what_rank_0_does(when: str, folder: Path) -> None:
     """Among it the loss, the norm of the gradients, the learning rate, and the validation sets' losses."""
-    expected, got = seen(folder, "ranks"), seen(folder, name)
-    num_steps = 4 if name == "workers" else 2
-    assert got["global_step"] == 4 and len(got["steps"]) == num_steps
-    for one, other in zip(expected["steps"][-num_steps:], got["steps"], strict=True):
-        if name != "workers":  # which a run that goes on has not measured yet
-            one = {key: value for key, value in one.items() if not key.startswith("val/") or key in other}
-        assert other == one
-        assert {"policy/loss", "optim/grad_norm", "optim/lr", "step"} <= one.keys()
-    assert got["validations"] == expected["validations"][-len(got["validations"]) :]
-    assert "val/rows/loss" in got["validations"][-1]
+    whole, expected, got = (seen(folder, name) for name in ("ranks", f"ranks{when}", f"workers{when}"))
+    assert got["global_step"] == 6
+    shown = {"steps": ("policy/loss", "optim/grad_norm", "optim/lr", "step"), "validations": ("val/rows/loss", "at")}
+    for kind, names in shown.items():
+        assert got[kind] == expected[kind]
+        for one, other in zip(whole[kind][-len(got[kind]) :], got[kind], strict=True):
+            assert [one[name] for name in names] == [other[name] for name in names]
 
 
 def test_metrics_go_where_the_module_says(folder: Path) -> None:
     """To the progress bar and not to the logger, to neither, or to the logger alone."""
     expected, got = seen(folder, "ranks"), seen(folder, "workers")
     assert got["shown"] == expected["shown"] and got["logged"] == expected["logged"]
-    assert [step["own/bar"] for step in got["shown"]] == [1, 2, 3, 4]
+    assert [step["own/bar"] for step in got["shown"]] == [1, 2, 3, 4, 5, 6]
     for names in got["logged"]:
         assert "policy/loss" in names and not {"own/bar", "own/hidden"} & set(names)
 
@@ -98,8 +97,10 @@ def test_what_throughput_measures_in_a_worker_is_logged(folder: Path) -> None:
 
 def test_an_epochs_metrics_are_those_of_ranks(folder: Path) -> None:
     """Sixteen rows are four steps; what rank r logs in step s is (r + 1) s, with a weight of 2, 1, 2, 1."""
-    (expected,), (got,) = seen(folder, "ranks")["epochs"], seen(folder, "workers")["epochs"]
-    assert got == expected
+    assert seen(folder, "workers")["epochs"] == seen(folder, "ranks")["epochs"]
+    expected, second = seen(folder, "workers")["epochs"]
+    assert second["own/mean"] == pytest.approx(16 / 3) and second["all/sum"] == 33
+    assert (expected["end/own"], expected["end/all"]) == (1, 1.5)
     assert expected["own/mean"] == expected["own/both"] == expected["own/both_epoch"] == pytest.approx(14 / 6)
     assert expected["all/mean"] == pytest.approx(14 / 6 * 1.5)
     assert (expected["all/sum"], expected["all/max"], expected["all/min"]) == (30, 8, 1)
@@ -116,6 +117,17 @@ def test_hooks_come_in_the_order_of_ranks(folder: Path) -> None:
         "on_update_end 1 1",
         "on_train_batch_end",
     ]
+
+
+@pytest.mark.parametrize("when", ["", "-after-step", "-after-epoch"])
+def test_a_callback_in_the_workers_gets_all_hooks_of_ranks(when: str, folder: Path) -> None:
+    """In the same order, at the same epoch, step and batch, of a Trainer with the same limits."""
+    expected, got = (json.loads((folder / f"{run}{when}" / "spied.json").read_text()) for run in ("ranks", "workers"))
+    assert got == expected
+    hooks = [hook for hook, *_ in got]
+    assert hooks.count("on_train_epoch_end") == 2  # Lightning begins where the checkpoint was written
+    assert hooks.count("on_train_epoch_start") == (1 if when else 2)
+    assert ("on_sanity_check_end" in hooks) == (not when)
 
 
 def test_callbacks_of_the_device_are_not_in_the_controller(folder: Path) -> None:
