@@ -1,0 +1,87 @@
+"""Does asynchronous GRPO learn the arithmetic task as on-policy GRPO does, and what does the correction do for it?
+
+    python benchmarks/staleness.py --seeds 0 1 2
+
+Trains configs/arithmetic_sft.yaml once and then, from its model, configs/arithmetic_grpo.yaml with a standalone engine:
+at each max_staleness with the default correction, and at the largest one without any, all of them with each seed. The
+runs are small: several share a GPU.
+
+Writes --out/table.md and table.csv: greedy pass@1 on the held-out problems by step, the mean over the seeds, and at the
+end the range; the mean age of what was trained on, and the oldest token.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from launch import Job, Run, benchmark_parser, finish, run_jobs
+from learning_curves import PASS, ROOT, grpo_job, read_curve, sft_job
+
+TRAINER_AND_ENGINE = 2
+"""GPUs of a run."""
+
+
+def name_of(staleness: int, is_corrected: bool) -> str:
+    """Of an arm."""
+    return f"staleness_{staleness}{'' if is_corrected else '_uncorrected'}"
+
+
+def arm_job(arguments: argparse.Namespace, staleness: int, is_corrected: bool, seed: int, start: Path) -> Job:
+    """GRPO with one seed."""
+    config = grpo_job(arguments, seed, 1, start).config
+    config["trainer"]["val_check_interval"] = max(arguments.steps // 4, 1)
+    config["rollout"] |= {"placement": "standalone", "max_staleness": staleness}
+    if not is_corrected:
+        config["model"]["init_args"]["rollout_correction"] = None
+    return Job(f"{name_of(staleness, is_corrected)}_seed_{seed}", config, TRAINER_AND_ENGINE)
+
+
+def summarise(staleness: int, is_corrected: bool, runs: list[Run]) -> dict[str, Any]:
+    """One line, of all seeds."""
+    curves = [read_curve(run, PASS) for run in runs]
+    ends = [curve[-1][1] for curve in curves]
+    ages = [row for run in runs for row in run.metrics() if "async/age_mean" in row]
+    passed = {f"step {points[0][0]}": mean(value for _, value in points) for points in zip(*curves, strict=True)}
+    return {
+        "max_staleness": staleness,
+        "correction": "none needed" if not staleness else "default" if is_corrected else "none",
+        **passed,
+        "range at the end": f"{min(ends):.3f} to {max(ends):.3f}",
+        "age, mean": mean(row["async/age_mean"] for row in ages) if ages else 0.0,
+        "age, max": max((row["async/age_max"] for row in ages), default=0.0),
+        "expired": sum(row.get("async/expired", 0.0) for row in ages) / len(runs),
+        "seeds": len(runs),
+    }
+
+
+def main() -> None:
+    """Stage one, and all arms of stage two."""
+    parser = benchmark_parser(__doc__ or "", "staleness", steps=120, model=None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], help="(0 1 4)")
+    parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
+    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
+    parser.add_argument("--runs-per-gpu", type=int, default=6, help="that share two GPUs (6)")
+    parser.add_argument("--utilization", type=float, default=0.06, help="gpu_memory_utilization of each (0.06)")
+    parser.set_defaults(at_once=6)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(arguments.out / "task")], check=True
+    )
+    start = arguments.start
+    if start is None:
+        [stage_one] = run_jobs([sft_job(arguments, 0, 1)], arguments)
+        start = stage_one.require_success().folder / "hf"
+    arms = [(staleness, True) for staleness in arguments.staleness] + [(max(arguments.staleness), False)]
+    jobs = [arm_job(arguments, *arm, seed, start) for arm in arms for seed in arguments.seeds]
+    runs = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=arguments.runs_per_gpu)]
+    seeds = len(arguments.seeds)
+    finish(arguments, [summarise(*arm, runs[i * seeds : (i + 1) * seeds]) for i, arm in enumerate(arms)])
+
+
+if __name__ == "__main__":
+    main()
