@@ -1,13 +1,14 @@
 """Does asynchronous GRPO learn the arithmetic task as on-policy GRPO does, and what does the correction do for it?
 
-    python benchmarks/staleness.py --seeds 0 1 2
+    python benchmarks/staleness.py --seeds 0 1 2 3
 
 Trains configs/arithmetic_sft.yaml once and then, from its model, configs/arithmetic_grpo.yaml with a standalone engine:
 at each max_staleness with the default correction, and at the largest one without any, all of them with each seed. The
 runs are small: several share a GPU.
 
-Writes --out/table.md and table.csv: greedy pass@1 on the held-out problems by step, the mean over the seeds, and at the
-end the range; the mean age of what was trained on, and the oldest token.
+Writes --out/table.md and table.csv: greedy pass@1 on the held-out problems by step, the mean over the seeds; at the end
+its difference from the first arm's, beside twice the standard error of that difference (learning_curves.py has the
+rule); the mean age of what was trained on, and the oldest token.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 from launch import Job, Run, benchmark_parser, finish, run_jobs
-from learning_curves import PASS, ROOT, grpo_job, read_curve, sft_job
+from learning_curves import PASS, ROOT, compare, grpo_job, read_curve, sft_job
 
 TRAINER_AND_ENGINE = 2
 """GPUs of a run."""
@@ -39,17 +40,19 @@ def arm_job(arguments: argparse.Namespace, staleness: int, is_corrected: bool, s
     return Job(f"{name_of(staleness, is_corrected)}_seed_{seed}", config, TRAINER_AND_ENGINE)
 
 
-def summarise(staleness: int, is_corrected: bool, runs: list[Run]) -> dict[str, Any]:
-    """One line, of all seeds."""
+def summarise(staleness: int, is_corrected: bool, runs: list[Run], first: list[Run]) -> dict[str, Any]:
+    """One line, of all seeds, compared with the first arm."""
     curves = [read_curve(run, PASS) for run in runs]
-    ends = [curve[-1][1] for curve in curves]
+    compared = compare([read_curve(run, PASS)[-1][1] for run in first], [curve[-1][1] for curve in curves])
     ages = [row for run in runs for row in run.metrics() if "async/age_mean" in row]
     passed = {f"step {points[0][0]}": mean(value for _, value in points) for points in zip(*curves, strict=True)}
     return {
         "max_staleness": staleness,
         "correction": "none needed" if not staleness else "default" if is_corrected else "none",
         **passed,
-        "range at the end": f"{min(ends):.3f} to {max(ends):.3f}",
+        "range at the end": compared["several, range"],
+        "difference": compared["difference"],
+        "2 standard errors": compared["2 standard errors"],
         "age, mean": mean(row["async/age_mean"] for row in ages) if ages else 0.0,
         "age, max": max((row["async/age_max"] for row in ages), default=0.0),
         "expired": sum(row.get("async/expired", 0.0) for row in ages) / len(runs),
@@ -59,8 +62,8 @@ def summarise(staleness: int, is_corrected: bool, runs: list[Run]) -> dict[str, 
 
 def main() -> None:
     """Stage one, and all arms of stage two."""
-    parser = benchmark_parser(__doc__ or "", "staleness", steps=120, model=None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
+    parser = benchmark_parser(__doc__ or "", "staleness", steps=250, model=None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(0 1 2 3)")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], help="(0 1 4)")
     parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
     parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
@@ -79,8 +82,8 @@ def main() -> None:
     arms = [(staleness, True) for staleness in arguments.staleness] + [(max(arguments.staleness), False)]
     jobs = [arm_job(arguments, *arm, seed, start) for arm in arms for seed in arguments.seeds]
     runs = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=arguments.runs_per_gpu)]
-    seeds = len(arguments.seeds)
-    finish(arguments, [summarise(*arm, runs[i * seeds : (i + 1) * seeds]) for i, arm in enumerate(arms)])
+    by_arm = [runs[i : i + len(arguments.seeds)] for i in range(0, len(runs), len(arguments.seeds))]
+    finish(arguments, [summarise(*arm, same, by_arm[0]) for arm, same in zip(arms, by_arm, strict=True)])
 
 
 if __name__ == "__main__":
