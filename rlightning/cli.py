@@ -29,7 +29,7 @@ from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.optimization import check_step_options
+from rlightning.optimization import check_precision, check_step_options
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
 
 log = logging.getLogger(__name__)
@@ -267,6 +267,7 @@ def new_run_folder() -> str:
 def check_trainer(trainer: Namespace) -> None:
     """Reject the Trainer's options that make no sense here, before it is built."""
     check_strategy(trainer["strategy"])
+    check_precision(trainer["precision"])
     check_step_options(
         accumulate_grad_batches=trainer["accumulate_grad_batches"], gradient_clip_val=trainer["gradient_clip_val"]
     )

@@ -26,10 +26,7 @@ LRSchedule = Literal["constant", "linear", "cosine"]
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
-    if trainer.precision in ("16-mixed", "16-true"):
-        raise ConfigError(
-            f"trainer.precision={trainer.precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
-        )
+    check_precision(trainer.precision)
     if trainer.precision == "bf16-true":
         log.warning(
             "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
@@ -38,6 +35,19 @@ def check_trainer(trainer: Trainer) -> None:
     check_step_options(
         accumulate_grad_batches=trainer.accumulate_grad_batches, gradient_clip_val=trainer.gradient_clip_val
     )
+
+
+def check_precision(precision: object) -> None:
+    """Refuse float16.
+
+    Args:
+        precision: as of the Trainer. On a CPU, and so in a controller, Lightning turns float16 into bfloat16: there it
+            has to be asked for what the user has said.
+    """
+    if str(precision) in ("16", "16-mixed", "16-true"):
+        raise ConfigError(
+            f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
+        )
 
 
 def check_step_options(*, accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:

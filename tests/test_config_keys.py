@@ -58,6 +58,7 @@ def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
         ("--ckpt_path=gone.ckpt", "ckpt_path=gone.ckpt: there is no such file."),
         ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val=1 has no effect here"),
         ("--trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches=2 has no effect here"),
+        ("--trainer.precision=16-mixed", "trainer.precision=16-mixed needs a scaled loss"),
         ("--trainer.default_root_dir=rows.jsonl", "trainer.default_root_dir=rows.jsonl is a file. Name a folder"),
         ("--model.lr=-1", "lr=-1.0 must be at least 0."),
         ("--model.kl_coef=-1", "kl_coef=-1.0 must be at least 0: it is a penalty."),

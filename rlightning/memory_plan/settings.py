@@ -1,7 +1,6 @@
 """From a parsed configuration to the work that a plan is about, without building anything of it."""
 
 import math
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
-from rlightning.optimization import check_trainer
+from rlightning.optimization import check_precision
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
 from rlightning.strategy_names import WORKERS_KEY, spell_out
@@ -90,8 +89,8 @@ def arguments(section: Any) -> dict[str, Any]:
 
 def read_precision(trainer: Any) -> Precision:
     """Lightning's name for the precision, as far as a plan knows it."""
-    name = {"16": "16-mixed"}.get(str(trainer["precision"]), str(trainer["precision"]))
-    check_trainer(SimpleNamespace(precision=name, accumulate_grad_batches=1, gradient_clip_val=None))  # type: ignore[arg-type]
+    name = str(trainer["precision"])
+    check_precision(name)
     if name not in PRECISIONS:
         raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
     return PRECISIONS[name]

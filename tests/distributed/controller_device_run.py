@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from controller_run import RAY_OPTIONS, train
+from lightning.pytorch import seed_everything
 
 from rlightning.callbacks import ControllerMode
 from rlightning.distributed import FSDP, RayController
@@ -45,6 +46,7 @@ def main() -> None:
     folder, how = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     pretend_cuda()
+    seed_everything(0)
     strategy: Any = "auto"
     if how == "controller":
         strategy = RayController(num_workers=2, worker_strategy=FSDP(), accelerator="cpu", ray_options=RAY_OPTIONS)

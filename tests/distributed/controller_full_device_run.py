@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from controller_run import RAY_OPTIONS, Record
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
@@ -90,6 +91,7 @@ def main() -> None:
     """Run, and write what was seen."""
     folder, accelerator, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
+    seed_everything(0)
     module = GRPO(
         str(folder / "model"),
         rewards=[RewardFunction(share_of_ones)],
