@@ -49,6 +49,7 @@ class EngineActor:
         find_address: Any = ray.util.get_node_ip_address
         self._host = str(find_address())
         self._listener: socket.socket = listen(self._host, 0)
+        self._has_run = False
 
     def url(self) -> str:
         """Where the engine will listen."""
@@ -63,7 +64,7 @@ class EngineActor:
         log_file: Path,
         token: str,
     ) -> None:
-        """Start the engine and serve; returns by an exception only.
+        """Start the engine and serve; returns by an exception only, and when it is called again.
 
         Args:
             options: of the rollout.
@@ -73,6 +74,9 @@ class EngineActor:
             log_file: of the engine.
             token: that trainers must know.
         """
+        if self._has_run:
+            return
+        self._has_run = True
         device = torch.device("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
         config = options.configure_served(module, device, sampling, max_prompt_tokens, log_file)
         EngineService(config, self._listener, token.encode()).run(lambda: None)

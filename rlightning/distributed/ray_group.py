@@ -76,8 +76,9 @@ class WorkerGroup:
         shared = None if config is None else ray.put(config)
         rendezvous = self._get(self._call(self.actors[0], "rendezvous")) if config is not None else ("", 0)
         self._engines = list(engines)
+        number = next(self._numbers)
         self._runs = {
-            self._call(actor, "run", shared, rendezvous, stage, group="fit"): rank
+            self._call(actor, "run", number, shared, rendezvous, stage, group="fit"): rank
             for rank, actor in enumerate(self.actors)
         }
 

@@ -66,6 +66,7 @@ class Worker:
         self.rank, self.num_workers = rank, num_workers
         self.inbox = Inbox()
         self.trainer: WorkerTrainer | None = None
+        self._last_stage = -1
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port of this host."""
@@ -80,14 +81,18 @@ class Worker:
         """Of this worker on its host."""
         return os.getpid()
 
-    def run(self, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
+    def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
         """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
 
         Args:
+            number: grows; what is sent again has run.
             config: None on a later stage of the same run: trainer and module are those of before.
             rendezvous: rank 0's, for all.
             stage: the method of the Trainer's.
         """
+        if number <= self._last_stage:
+            return
+        self._last_stage = number
         try:
             if config is not None:
                 self._prepare(config, rendezvous)

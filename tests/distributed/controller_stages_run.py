@@ -1,4 +1,4 @@
-"""Fit, test and validate in turn under a controller, the workers keeping the weights.
+"""Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice.
 
 python controller_stages_run.py FOLDER
 """
@@ -15,6 +15,7 @@ from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
 from rlightning.distributed import RayController
+from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.tensor_store import tensor_store
 from rlightning.distributed.worker_trainer import settings_of
 from rlightning.errors import ConfigError
@@ -84,8 +85,21 @@ class Refilling(GRPO):
         return torch.full((batch.num_sequences,), self.num_calls % 2 == 0)
 
 
+def send_twice(send: Any) -> Any:
+    """As if nobody knew whether it had arrived."""
+
+    def call(self: WorkerGroup, actor: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        first = send(self, actor, method, *arguments, **options)
+        if method in ("run", "obey", "supply"):
+            send(self, actor, method, *arguments, **options)
+        return first
+
+    return call
+
+
 def main() -> None:
     """All stages."""
+    WorkerGroup._call = send_twice(WorkerGroup._call)  # type: ignore[method-assign]
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     data = make_data(folder, validation=str(folder / "sums.jsonl"), predict=str(folder / "sums.jsonl"))
