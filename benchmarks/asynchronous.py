@@ -13,8 +13,11 @@ step has, the larger is the share of its time in which colocated engines work on
 Writes --out/table.md and table.csv, a line a run: medians of the steps after the warm-up. "x colocated" is tokens
 trained a second over those of the colocated run on as many GPUs; "trainer waits" and "engines idle" are shares of the
 time; "swap" is how long generation stands still for new weights; "expired" are prompts that grew too old, a step.
+"free" is what an engine's GPU had left for it when it started, beside an actor or without, "cache" what it took for its
+KV cache, both in GiB, of one engine and by vLLM's own words.
 """
 
+import re
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -23,6 +26,7 @@ from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config
 from weak_scaling import rare_tokens
 
 COLOCATED = "colocated"
+ENGINE_MEMORY = re.compile(r"Initial free memory (?P<free>[\d.]+) GiB, reserved (?P<cache>[\d.]+) GiB")
 
 
 def summarise(run: Run, warm_up: int, colocated: dict[tuple[int, int], float]) -> dict[str, Any]:
@@ -41,6 +45,7 @@ def summarise(run: Run, warm_up: int, colocated: dict[tuple[int, int], float]) -
     if placement == COLOCATED:
         colocated[num_gpus, prompts] = rate
     compared = colocated.get((num_gpus, prompts))
+    memory = ENGINE_MEMORY.search(run.read_log())
     swaps = [1000 * row["async/swap_pause"] for row in steps if "async/swap_pause" in row]
     return {
         "GPUs": num_gpus,
@@ -55,6 +60,8 @@ def summarise(run: Run, warm_up: int, colocated: dict[tuple[int, int], float]) -
         "expired": mean(row.get("async/expired", 0.0) for row in steps),
         "swap, ms": median(swaps) if swaps else None,
         "longest swap": max(swaps, default=None),
+        "free, GiB": memory and float(memory["free"]),
+        "cache, GiB": memory and float(memory["cache"]),
         "steps": len(steps),
     }
 
