@@ -24,16 +24,21 @@ from rlightning.hooks import RLCallback
 
 
 class FailOnce(RLCallback):
-    """Fails on rank 1 in the middle of the third step, while rank 0 goes on to a collective."""
+    """Fails on one rank in the middle of a step, by default the third, while the others go on to a collective."""
 
     runs_in = "workers"
 
-    def __init__(self, mark: Path, kind: str) -> None:
+    def __init__(self, mark: Path, kind: str, *, rank: int = 1, version: int = 2) -> None:
         self.mark = mark
         self.kind = kind
+        self.rank, self.version = rank, version
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__name__}{self.version}"
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        if trainer.global_rank != 1 or module.weight_version != 2 or self.mark.exists():
+        if trainer.global_rank != self.rank or module.weight_version != self.version or self.mark.exists():
             return
         self.mark.write_text(str(time.time()))
         match self.kind:
@@ -75,11 +80,14 @@ def run(
     max_restarts: int = 0,
     checkpoint: ModelCheckpoint | None = None,
     ckpt_path: Path | None = None,
+    dies_again: bool = False,
 ) -> dict[str, Any]:
-    """One run, and what is left of it."""
+    """One run, and what is left of it; ``dies_again``: also rank 0, in the fourth step."""
     mark = folder / f"{name}.failed"
     witness = Witness()
     callbacks: list[Any] = [FailOnce(mark, kind), witness]
+    if dies_again:
+        callbacks.append(FailOnce(folder / f"{name}.failed-again", "die", rank=0, version=3))
     if checkpoint is not None:
         callbacks.append(checkpoint)
     strategy = RayController(
@@ -128,7 +136,12 @@ def main() -> None:
         "mistake": run(folder, "mistake", "mistake"),
         "die": run(folder, "die", "die"),
         "die-without-checkpoint": run(folder, "die-without-checkpoint", "die", max_restarts=1),
-        "restart": run(folder, "restart", "die", max_restarts=1, checkpoint=save_each(folder / "restart", 1)),
+        "restart": run(
+            folder, "restart", "die", max_restarts=2, dies_again=True, checkpoint=save_each(folder / "restart", 1)
+        ),
+        "too-often": run(
+            folder, "too-often", "die", max_restarts=1, dies_again=True, checkpoint=save_each(folder / "too-often", 1)
+        ),
         "whole": run(folder, "whole", "none", checkpoint=save_each(whole, 1)),
         "rollback": run(
             folder,

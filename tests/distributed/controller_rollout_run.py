@@ -7,14 +7,17 @@ Each entry of ``RUNS`` has the arguments of :func:`train`.
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
+from controller_failures_run import is_alive
 from controller_run import RAY_OPTIONS, measured
 from engine_run import make_data, make_module, make_rollout, make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import full_weights
 
 from rlightning.callbacks import (
@@ -119,11 +122,38 @@ class AtWork(RLCallback):
         (folder / f"cures{trainer.global_rank}.json").write_text(json.dumps(cures | {"pid": os.getpid()}))
 
 
+class DieOnce(RLCallback):
+    """Kills the worker in its second step, and finds its engines when the next worker has begun."""
+
+    runs_in = "workers"
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        mark = Path(trainer.default_root_dir) / "engines-of-the-dead"
+        if module.weight_version == 1 and not mark.exists():
+            mark.write_text(json.dumps([engine.process.pid for engine in module.generator._engines.engines]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        folder = Path(trainer.default_root_dir)
+        pids = json.loads((folder / "engines-of-the-dead").read_text())
+        kept = [engine.process.pid for engine in module.generator._engines.engines]
+        left = [pid for pid in pids if pid not in kept and is_alive(pid)]
+        (folder / "engines.json").write_text(json.dumps({"before": pids, "kept": kept, "left": left}))
+
+
 def train(
-    folder: Path, strategy: Any, num_ranks: int, *, max_steps: int = 2, rollout: Any = None, module: Any = None
+    folder: Path,
+    strategy: Any,
+    num_ranks: int,
+    *,
+    max_steps: int = 2,
+    rollout: Any = None,
+    module: Any = None,
+    dies: bool = False,
 ) -> None:
     """Train for some steps, with a validation before the first."""
     folder.mkdir(exist_ok=True)
+    restarting = [DieOnce(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1)] if dies else []
     data = make_data(folder.parent, validation={"sums": str(folder.parent / "sums.jsonl")})
     record = Record()
     engine = make_rollout(seed=3, **rollout or {})
@@ -139,7 +169,9 @@ def train(
         Leftovers(),
         AtWork(),
         CompletionsTable(1),
+        *restarting,
         strategy=strategy,
+        enable_checkpointing=dies,
         devices=num_ranks if isinstance(strategy, FSDP) else 1,
     )
     trainer.fit(make_module(str(folder.parent / "model"), **module or {}), data)
@@ -158,7 +190,13 @@ def main() -> None:
         strategy: Any = own
         if not ranks:
             options = {**RAY_OPTIONS, "num_cpus": num_ranks + 2}
-            strategy = RayController(worker_strategy=own, num_workers=num_ranks, accelerator="cpu", ray_options=options)
+            strategy = RayController(
+                worker_strategy=own,
+                num_workers=num_ranks,
+                accelerator="cpu",
+                ray_options=options,
+                max_restarts=int(arguments.get("dies", False)),
+            )
         train(folder / name, strategy, num_ranks, **arguments)
 
 

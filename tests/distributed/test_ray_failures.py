@@ -59,13 +59,21 @@ def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:
 
 
 def test_a_restart_goes_on_from_the_last_checkpoint(folder: Path, outcomes: dict[str, Any]) -> None:
+    """Twice: rank 1 dies in the third step, rank 0 in the fourth."""
     outcome = outcomes["restart"]
     assert (outcome["error"], outcome["exceptions"]) == ("", [])
+    assert outcome["begun"] == [0, 1, 2, 2, 3, 3]
     assert (outcome["global_step"], outcome["num_steps"]) == (4, 4)
     restarted, whole = (read_whole(folder / name / "step=4.ckpt") for name in ("restart", "whole"))
     for name, weight in whole["state_dict"].items():
         assert torch.equal(weight, restarted["state_dict"][name]), name
     assert restarted["PromptDataModule"] == whole["PromptDataModule"]
+
+
+def test_a_death_beyond_the_last_restart_ends_the_run(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["too-often"]
+    assert outcome["error"] == "WorkerDiedError" and "worker 0 of 2 died" in outcome["text"]
+    assert outcome["begun"] == [0, 1, 2, 2, 3]
 
 
 def test_a_restart_before_the_first_checkpoint_keeps_to_the_one_that_was_given(outcomes: dict[str, Any]) -> None:

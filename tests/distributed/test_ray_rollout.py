@@ -125,3 +125,18 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has just ended
             assert str(two).encode() not in command_line.read_bytes()
+
+
+def test_a_restart_goes_on_with_engines(tmp_path: Path) -> None:
+    """A worker that is killed takes its engine with it; an actor's goes on. What the step had sampled comes again."""
+    save_model(tmp_path / "model")
+    one = {"num_ranks": 1, "dies": True}
+    runs = {"colocated": one, "standalone": one | {"rollout": {"placement": "standalone"}}}
+    finish([start_controller(SCRIPT, str(tmp_path), json.dumps(runs))])
+    for name in runs:
+        found, engines = seen(tmp_path, name), json.loads((tmp_path / name / "engines.json").read_text())
+        first, lost, again = found["sampled"]
+        assert lost == again != first
+        assert len(found["steps"]) == 2 and engines["left"] == []
+        assert (engines["kept"] == engines["before"]) == (name == "standalone")
+    assert seen(tmp_path, "colocated")["sampled"] == seen(tmp_path, "standalone")["sampled"]
