@@ -1,17 +1,22 @@
 """Two hundred steps of 2 x 2 Ray workers: nothing stays behind; and what does without head-only storing."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from controller_leaks_run import MEASURED_EVERY, NUM_STEPS, PAYLOAD_BYTES
+from controller_process import finish, start_controller
 from rtensor_training import NUM_TOKENS, RESULT_BYTES, TrainingWorker, resident_bytes
 from rtensor_worker import start_workers
 from test_ray_store import become, used_megabytes
+from tiny import save_model
 
 from rlightning.distributed.rtensor import localize
 
+SCRIPT = Path(__file__).parent / "controller_leaks_run.py"
 pytestmark = pytest.mark.slow
 MB = 1 << 20
 NOTHING = [(0, 0)] * 4
@@ -56,18 +61,21 @@ def measure(workers: list[Any]) -> list[int]:
     return [*ask(workers, "resident_bytes"), resident_bytes()]
 
 
-def test_two_hundred_steps_leave_nothing_behind(workers: list[Any]) -> None:
-    ask(workers, "begin", True, True)
-    stored_before = used_megabytes()
-    warm_up, num_steps = 50, 200
-    for number in range(warm_up + num_steps):
-        if number == warm_up:
-            resident = measure(workers)
-        assert take_step(workers, number) == [ONE, (0, 0), ONE, (0, 0)]
-        assert become(NOTHING, lambda: [tuple(level) for level in ask(workers, "live")]) == NOTHING, number
-    grown = [after - before for before, after in zip(resident, measure(workers), strict=True)]
-    assert max(grown) < 10 * MB < num_steps * RESULT_BYTES / 9, grown
-    assert become(True, lambda: used_megabytes() <= stored_before) is True
+def test_two_hundred_steps_of_a_controller_leave_nothing_behind(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_key_value_heads=2)
+    finish([start_controller(SCRIPT, str(tmp_path))])
+    for name in ("controller", *(f"worker{rank}" for rank in range(4))):
+        for run, num_steps in (("with", NUM_STEPS), ("without", 5)):
+            lines = (tmp_path / run / f"{name}.levels").read_text().splitlines()
+            rows = [[int(word) for word in line.split()] for line in lines]
+            assert [row[0] for row in rows] == list(range(num_steps + 1)), name
+            assert all(row[3:5] == [0, 0] for row in rows), (name, run)
+            stores = name in ("worker0", "worker2") or (run == "without" and name != "controller")
+            assert {row[1] > 0 for row in rows[1:]} == {stores}, (name, run)
+            if run == "with":
+                _, warm, *_, last = (row[5] for row in rows if row[5])
+                # A tenth of what the payloads alone would leave behind.
+                assert last - warm < (NUM_STEPS - MEASURED_EVERY) * PAYLOAD_BYTES / 10, (name, warm, last)
 
 
 def test_without_the_callback_each_rank_stores_what_its_neighbour_has(workers: list[Any]) -> None:
