@@ -1,5 +1,6 @@
 """Engines on devices of their own, under the real Trainer: on-policy, running ahead, killed, stopped, resumed."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -81,6 +82,44 @@ def test_without_staleness_every_token_is_of_the_weights_that_it_updates(model_f
     assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
     assert [step for step, _ in witness.validations] == [0, 2, 4]
     assert {"engine_sleep", "engine_wake"}.isdisjoint(witness.events)
+
+
+class Origins(RLCallback):
+    """Notes how far each token's log-probability is from that under the weights that it says it is of."""
+
+    def __init__(self) -> None:
+        self.actors: list[Any] = []
+        self.gaps: list[float] = []
+        self.num_workers: list[int] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.actors.append(copy.deepcopy(module.loaded_actor))
+        for version in versions(batch):
+            logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
+            own = batch.completion_mask & (batch.weight_versions == version)
+            self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
+        (engine,) = module.generator._engines.engines
+        self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_engine_on_two_devices_samples_from_each_updates_weights(max_staleness: int, tmp_path: Path) -> None:
+    witness, origins = Witness(), Origins()
+    rollout = make_rollout(
+        placement="standalone",
+        max_staleness=max_staleness,
+        max_new_tokens=48,
+        cache_after_sync="recompute",
+        engine={"tensor_parallel_size": 2},
+    )
+    model_folder = save_model(tmp_path / "model", num_key_value_heads=2)  # one a worker
+    make_trainer(tmp_path, 4, rollout, origins, witness).fit(make_module(model_folder), make_data(tmp_path))
+    assert origins.num_workers == [2] * 4
+    for version, batch in enumerate(witness.batches):
+        assert version - max_staleness <= min(versions(batch)) and max(versions(batch)) <= version
+    # One learning rate moves log-probabilities by far more than this.
+    assert max(origins.gaps) < 1e-4
 
 
 @pytest.mark.slow
