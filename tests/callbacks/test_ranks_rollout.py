@@ -9,12 +9,17 @@ from engine_run import save_model
 from rank_processes import end_ranks, start_ranks
 
 SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
+RESUME_SCRIPT = Path(__file__).parent / "ranks_resume_run.py"
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str, Any]]:
     save_model(folder / "model", num_key_value_heads=2)  # one a tensor-parallel rank
-    ranks = start_ranks(SCRIPT, 2, str(folder), str(ranks_per_engine), json.dumps(arguments))
+    return run_ranks(SCRIPT, folder, str(ranks_per_engine), json.dumps(arguments))
+
+
+def run_ranks(script: Path, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    ranks = start_ranks(script, 2, str(folder), *arguments)
     try:
         for process in ranks:
             _, errors = process.communicate(timeout=500)
@@ -85,3 +90,21 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, over
     assert len(first["in_flight"]) == 2  # also where a step may begin one of them: each rank has taken one
     seen += first["in_flight"]
     assert len(seen) == len(set(seen)) == 14
+
+
+def test_two_ranks_that_are_resumed_lose_no_prompt_and_repeat_none(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    begun = run_ranks(RESUME_SCRIPT, tmp_path, "begin")
+    resumed = run_ranks(RESUME_SCRIPT, tmp_path, "resume")
+    assert [rank["updates"] for rank in begun + resumed] == [2, 2, 3, 3]
+    assert [len(rank["steps"]) for rank in begun + resumed] == [3, 3, 1, 1]  # the third step is done again
+    seen: list[int] = []
+    for one, other in zip(begun, resumed, strict=True):
+        for number, step in enumerate(one["steps"][:2] + other["steps"]):
+            assert len(step["sampled"]) == 6
+            assert all(number - 1 <= version <= number for version in step["versions"])
+            seen += step["sampled"][::3]
+    in_flight = resumed[0]["in_flight"]
+    assert len(in_flight) == 4
+    # Sixteen prompts: in three steps and in flight each comes once.
+    assert sorted(seen + in_flight) == list(range(16))
