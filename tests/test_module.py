@@ -1,9 +1,11 @@
 """What a step computes: the same update however it is cut, and whatever fails beside it."""
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +198,53 @@ def test_the_default_correction_weighs_the_loss_of_what_may_be_old(
         assert not [name for name in plain if "correction" in name]
         assert plain["optim/grad_norm"] > 0
         assert corrected["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"].item() / 2, rel=1e-3)
+
+
+class StepBehind(ActorGenerator):
+    """Samples from the weights of the step before; in the first step from the actor's."""
+
+    max_staleness = 1
+
+    def __init__(self, module: RLModule) -> None:
+        super().__init__(module)
+        self.trained: Any = module
+        self.before: Any = None
+
+    def generate(self, *args: Any) -> list[list[Completion]]:
+        actor = copy.deepcopy(self.trained.loaded_actor)
+        now: Any = SimpleNamespace(loaded_actor=actor, weight_version=self.trained.weight_version)
+        self.module, self.before = self.before or now, now
+        return super().generate(*args)
+
+
+def test_the_proximal_policy_of_what_is_old_is_approximated_without_a_pass(model_folder: str, tmp_path: Path) -> None:
+    seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    class Watched(GRPO):
+        def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            assert batch.old_logprobs is not None
+            now, old, sampler = logprobs.detach(), batch.old_logprobs, batch.rollout_logprobs
+            ages, sampled = self.weight_version - batch.weight_versions, batch.completion_mask
+            seen.append((now[sampled], old[sampled], sampler[sampled], ages[sampled]))
+            return super().policy_loss(logprobs, batch)
+
+        def evaluate_logprobs(self, *args: Any, **kwargs: Any) -> Tensor:
+            raise AssertionError("A pass of its own.")
+
+    arguments = SMALL | {"kl_coef": 0.0, "updates_per_rollout": 2, "proximal_policy": "approximated"}
+    module = Watched(model_folder, rewards=REWARDS, **arguments)
+    train(module, tmp_path, 2, UseGenerator(StepBehind))
+    assert [sorted(set(ages.tolist())) for *_, ages in seen] == [[0], [0], [1], [1]]
+    # Before a rollout's first update it is the policy now; after half of them, by the versions of the sampler and of
+    # now, all of the way back to a sampler that is not behind, and a third of it to one that is an update behind.
+    for (now, old, sampler, _), share in zip(seen, (1, 0, 1, 2 / 3), strict=True):
+        torch.testing.assert_close(old, sampler + share * (now - sampler), atol=1e-6, rtol=0)
+    now, _, sampler, _ = seen[3]
+    assert (now - sampler).abs().max() > 1e-3
+    # What the sampler is behind is the correction's: truncated importance sampling.
+    ratios = torch.cat([(old - sampler).exp() for _, old, sampler, _ in seen[2:]])
+    weight = module.trainer.callback_metrics["policy/correction_weight"]
+    assert weight == pytest.approx(ratios.clamp(max=2).mean().item(), abs=1e-6)
 
 
 # Whatever fails beside it
