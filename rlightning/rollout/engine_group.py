@@ -14,7 +14,7 @@ more prompts are begun than a step needs, rank 0 deals them out, and keeps those
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.devices import lent_devices
 from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
-from rlightning.rollout.in_flight import OWNER, Consumed, Group, InFlight
+from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
 from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.rollout.weights import WeightBucket, Weights
 from rlightning.types import Completion
@@ -41,10 +41,12 @@ class Share(NamedTuple):
     Attributes:
         groups: at least as many as are wanted.
         wanted: by rank of the engines' group; nothing on a rank that only lends its device.
+        num_spare: how many more than are wanted all ranks begin.
     """
 
     groups: list[Group]
     wanted: dict[int, int]
+    num_spare: int
 
 
 class EngineGroup:
@@ -72,6 +74,7 @@ class EngineGroup:
         self._loading: list[VLLMEngine] = []
         self._death: EngineDiedError | None = None
         self._restarted: list[VLLMEngine] = []
+        self._num_stopped = 0  # in this step
 
     @property
     def can_sleep(self) -> bool:
@@ -197,9 +200,10 @@ class EngineGroup:
         if global_rank() == OWNER:
             self.in_flight.take_numbers(number for some in numbers.values() for number in some)
             self.in_flight.stop()
-        parcels = {}
+        self._num_stopped += share.num_spare
+        metrics, parcels = {STOPPED: float(self._num_stopped)}, {}
         for rank, number in share.wanted.items():
-            parcels[rank], completed = Consumed.of(completed[:number], {}), completed[number:]
+            parcels[rank], completed = Consumed.of(completed[:number], metrics), completed[number:]
         if len(self.ranks) == 1:
             return parcels[global_rank()]
         consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
@@ -271,8 +275,8 @@ class EngineGroup:
             engine.start()
 
     def forgive(self) -> None:
-        """Let each engine die once more."""
-        self._restarted = []
+        """Let each engine die once more: a step begins, or has ended."""
+        self._restarted, self._num_stopped = [], 0
 
     def take_in(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
         """The requests of all ranks of the group, each with its rank, to the one that has the engine; else none."""
@@ -324,7 +328,7 @@ class EngineGroup:
             barrier(name)
 
 
-def deal(groups: Iterable[Group], wanted: Mapping[int, int], num_ranks: int) -> dict[int, Share]:
+def deal(groups: Sequence[Group], wanted: Mapping[int, int], num_ranks: int) -> dict[int, Share]:
     """Share groups out by rank, in proportion to what each wants.
 
     Args:
@@ -332,7 +336,8 @@ def deal(groups: Iterable[Group], wanted: Mapping[int, int], num_ranks: int) -> 
         wanted: by rank.
         num_ranks: neighbours whose engines belong to the first of them.
     """
-    shares = {rank: Share([], {}) for rank in wanted}
+    num_spare = len(groups) - sum(wanted.values())
+    shares = {rank: Share([], {}, num_spare) for rank in wanted}
     for rank, number in wanted.items():
         shares[rank // num_ranks * num_ranks].wanted[rank] = number
     # Those that were too slow before come first, so that each rank gets some of them.

@@ -27,6 +27,9 @@ NEXT_STREAM = 1 << 52
 PATIENCE = 4
 """For each group that no later step could take, a step waits until so many are complete beyond what it needs."""
 
+STOPPED = "rollout/stopped"
+"""The metric of how many prompts a step has begun and not waited for, which begin again: one name for all engines."""
+
 
 class Consumed(NamedTuple):
     """What a rank gets for the prompts that it handed in.

@@ -29,7 +29,7 @@ from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
 from rlightning.rollout.folder_bucket import FolderBucket
-from rlightning.rollout.in_flight import OWNER, Consumed, Group, InFlight, ages
+from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight, ages
 from rlightning.rollout.pace import Pace
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import WeightSwap
@@ -54,24 +54,31 @@ class StepTotals:
     Attributes:
         ages: of each token, in updates: [T] by part.
         expired: prompts that had grown too old.
+        stopped: prompts that were under way when there were enough, and have to begin again.
         waited: seconds that the trainer waited for completions.
         idle: seconds that an engine had nothing to do, in the mean.
     """
 
     ages: list[NDArray[np.int64]] = field(default_factory=list)
     expired: int = 0
+    stopped: int = 0
     waited: float = 0.0
     idle: float = 0.0
 
-    def metrics(self, max_staleness: int) -> dict[str, float]:
-        """By the names of docs/metrics.md."""
+    def metrics(self, max_staleness: int, weight_version: int) -> dict[str, float]:
+        """By the names of docs/metrics.md, in a step that updates the weights of this version."""
         age = np.concatenate([np.zeros(0, np.int64), *self.ages])
         shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
+        mean, oldest = (float(age.mean()), float(age.max())) if len(age) else (0.0, 0.0)
         return {
-            "async/age_mean": float(age.mean()) if len(age) else 0.0,
-            "async/age_max": float(age.max()) if len(age) else 0.0,
+            "async/age_mean": mean,
+            "async/age_max": oldest,
             **{f"async/age_{years}": float(share) for years, share in enumerate(shares)},
+            "async/version_trained": float(weight_version),
+            "async/version_sampled_mean": weight_version - mean,
+            "async/version_sampled_min": weight_version - oldest,
             "async/expired": float(self.expired),
+            **({} if max_staleness else {STOPPED: float(self.stopped)}),
             "async/trainer_waited": self.waited,
             "async/engines_idle": self.idle,
         }
@@ -330,9 +337,11 @@ class StandaloneEngines:
             taken = flight.take()
             totals.ages.append(ages(taken, weight_version))
             if flight.max_staleness == 0:
-                self._pool.cancel(self._arrivals.forget(flight.stop()))
+                stopped = flight.stop()
+                totals.stopped += len(stopped)
+                self._pool.cancel(self._arrivals.forget(stopped))
             metrics = {
-                **totals.metrics(flight.max_staleness),
+                **totals.metrics(flight.max_staleness, weight_version),
                 "async/swap_pause": self._swap.pause_seconds if isinstance(self._swap, WeightSwap) else 0.0,
                 "async/running": float(len(flight) - flight.num_finished),
                 "async/finished": float(flight.num_finished),

@@ -10,9 +10,13 @@ from tiny import share_of_ones
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import PromptDataModule
+from rlightning.data.stream import PromptStream
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
+
+PER_STEP = 4
+"""Prompts a step, each with two completions."""
 
 
 def save_model(folder: Path, **config: Any) -> str:
@@ -23,8 +27,9 @@ def save_model(folder: Path, **config: Any) -> str:
 
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:
     """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
-    arguments: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 2, "lr": 3e-2}
-    return GRPO(model_folder, rewards=[RewardFunction(share_of_ones)], **arguments | kwargs)
+    rewards = [RewardFunction(share_of_ones)]
+    arguments: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 3e-2}
+    return GRPO(model_folder, **arguments | kwargs)
 
 
 def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
@@ -79,6 +84,23 @@ class Witness(RLCallback):
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         self.validations.append((trainer.global_step, metrics))
+
+
+def versions(batch: RolloutBatch) -> list[int]:
+    """Of the weights that sampled its tokens."""
+    return sorted(set(batch.weight_versions[batch.completion_mask].tolist()))
+
+
+def consumed(batches: list[RolloutBatch]) -> list[int]:
+    """The prompts that were trained on, once a group."""
+    return [prompt.index for batch in batches for prompt in batch.prompts[::2]]
+
+
+def drawn(trainer: Any, count: int) -> list[int]:
+    """The first prompts of the training set, in its order."""
+    stream = trainer.datamodule.stream
+    again = PromptStream(stream.prompts, shuffle=stream.shuffle, seed=stream.seed)
+    return [prompt.index for prompt in again.take(count)]
 
 
 def processes(session: int) -> dict[int, str]:

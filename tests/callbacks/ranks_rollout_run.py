@@ -41,6 +41,7 @@ class Witness(RLCallback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         names = ("policy/rollout_gap_max", "reward/mean", "completion/length_max")
         self.steps[-1] |= {name: float(trainer.callback_metrics[name]) for name in names}
+        self.steps[-1] |= {"stopped": module.generator.last.get("rollout/stopped")}
         engine = module.generator.engine
         if engine is not None:
             self.engines.add(engine.process.pid)

@@ -85,6 +85,7 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, over
         assert len(one["sampled"]) == len(other["sampled"]) == 6
         assert one["versions"] == other["versions"] == [number]
         assert one["policy/rollout_gap_max"] == other["policy/rollout_gap_max"] < 1e-3
+        assert one["stopped"] == other["stopped"] == 4 * oversample
         seen += one["sampled"][::3] + other["sampled"][::3]
     assert first["num_engines"] + second["num_engines"] == (3 if ranks_per_engine == 1 else 2)  # one was killed
     assert len(first["in_flight"]) == 2  # also where a step may begin one of them: each rank has taken one

@@ -1,6 +1,7 @@
 """Engines on devices of their own, under the real Trainer: on-policy, running ahead, killed, stopped, resumed."""
 
 import copy
+import itertools
 import os
 import signal
 import subprocess
@@ -12,19 +13,29 @@ from typing import Any
 
 import pytest
 import torch
-from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from engine_run import (
+    PER_STEP,
+    Witness,
+    consumed,
+    drawn,
+    in_session,
+    make_data,
+    make_module,
+    make_rollout,
+    make_trainer,
+    save_model,
+    versions,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint
 from metrics_table import undocumented
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
-from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import RolloutBatch
 
-PER_STEP = 4
 RUNS_AHEAD = {"placement": "standalone", "max_staleness": 1}
 OVERSAMPLES = {"oversample": 1.0}
 """Colocated: as many prompts in flight."""
@@ -33,23 +44,6 @@ OVERSAMPLES = {"oversample": 1.0}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-def versions(batch: RolloutBatch) -> list[int]:
-    """Of the weights that sampled its tokens."""
-    return sorted(set(batch.weight_versions[batch.completion_mask].tolist()))
-
-
-def consumed(batches: list[RolloutBatch]) -> list[int]:
-    """The prompts that were trained on, once a group."""
-    return [prompt.index for batch in batches for prompt in batch.prompts[::2]]
-
-
-def drawn(trainer: Any, count: int) -> list[int]:
-    """The first prompts of the training set, in its order."""
-    stream = trainer.datamodule.stream
-    again = PromptStream(stream.prompts, shuffle=stream.shuffle, seed=stream.seed)
-    return [prompt.index for prompt in again.take(count)]
 
 
 class Strikes(RLCallback):
@@ -132,6 +126,9 @@ def test_the_slowest_of_more_prompts_wait_for_the_next_step(placement: Any, mode
     trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert [versions(batch) for batch in witness.batches] == [[0], [1], [2], [3]]
     assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    for step, following in itertools.pairwise(witness.steps):  # one that was complete by then is not stopped
+        assert step["rollout/stopped"] + following.get("async/expired", 0) == 1
+    assert undocumented(list(witness.steps[-1])) == []
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert len(in_flight) == 1
     assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, 4 * PER_STEP + 1))
@@ -155,9 +152,13 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
     refill = Refill()
     rollout = make_rollout(placement="standalone", max_staleness=1)
     make_trainer(tmp_path, 4, rollout, refill).fit(make_module(model_folder), make_data(tmp_path))
-    for first, whole, ages in refill.steps:
+    for version, (first, whole, ages) in enumerate(refill.steps):
         assert whole["async/age_mean"] == pytest.approx(ages.float().mean().item())
         assert whole["async/age_1"] == pytest.approx((ages == 1).float().mean().item())
+        assert whole["async/version_sampled_mean"] == pytest.approx((version - ages.float()).mean().item())
+        assert whole["async/version_sampled_min"] == version - ages.max()
+        assert whole["async/version_trained"] == first["async/version_trained"] == version
+        assert "rollout/stopped" not in whole  # all go on
         assert whole["async/trainer_waited"] >= first["async/trainer_waited"] > 0
         assert whole["async/engines_idle"] >= first["async/engines_idle"]
     assert len(refill.steps) == 4
@@ -170,6 +171,8 @@ def test_a_refill_takes_what_is_complete_next_on_colocated_engines(model_folder:
     make_trainer(tmp_path, 3, rollout, refill).fit(make_module(model_folder), make_data(tmp_path))
     assert len(refill.steps) == 3
     assert all(ages.max() == 0 for _, _, ages in refill.steps)
+    # Two of six, then two of the four that are there for a refill of two.
+    assert [(first["rollout/stopped"], whole["rollout/stopped"]) for first, whole, _ in refill.steps] == [(2, 4)] * 3
     assert len(rollout.in_flight.state_dict()["groups"]) == PER_STEP // 2
 
 
