@@ -1,0 +1,153 @@
+"""Training on what engines have sampled ahead: what they do meanwhile, and what steps that refill take of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_run import (
+    PER_STEP,
+    Witness,
+    consumed,
+    drawn,
+    make_data,
+    make_module,
+    make_rollout,
+    make_trainer,
+    save_model,
+    versions,
+)
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny import share_of_ones
+
+from rlightning.algorithms import DAPO
+from rlightning.callbacks import VLLMRollout
+from rlightning.data import ValidationSet
+from rlightning.hooks import RLCallback
+from rlightning.rewards import RewardFunction
+from rlightning.rollout import Sampling
+from rlightning.rollout.in_flight import Group, InFlight
+from rlightning.types import Prompt, RolloutBatch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+async def ones_beyond_zero(prompt: str, completion: str) -> float:
+    """Says nothing about completions of a prompt that begins with a 0; async, so that it needs no process."""
+    return 1.0 if prompt.startswith("0") else await share_of_ones(completion)
+
+
+class Judge(RLCallback):
+    """Notes for each step what was sampled and rewarded, and what was trained on."""
+
+    def __init__(self) -> None:
+        self.sampled: list[list[RolloutBatch]] = []
+        self.trained: list[RolloutBatch] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.sampled.append([])
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.sampled[-1].append(batch)
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.trained.append(batch)
+
+
+@pytest.mark.parametrize("oversample", [0.0, 2.0])
+def test_refills_of_groups_without_signal_are_no_older_than_allowed(
+    oversample: float, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun_again = [0] * 6
+    expire = InFlight.expire
+
+    def counted(flight: InFlight, weight_version: int) -> list[Group]:
+        streams = {group: group.stream for group in flight._groups}
+        running = expire(flight, weight_version)
+        begun_again[weight_version] += sum(group.stream != stream for group, stream in streams.items())
+        return running
+
+    monkeypatch.setattr(InFlight, "expire", counted)
+    judge, witness = Judge(), Witness()
+    rollout = make_rollout(placement="standalone", max_staleness=1, oversample=oversample, max_new_tokens=24)
+    trainer: Any = make_trainer(tmp_path, 6, rollout, judge, witness)
+    arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 1e-3}
+    module = DAPO(model_folder, rewards=[RewardFunction(ones_beyond_zero)], overlong_cache=0, **arguments)
+    trainer.fit(module, make_data(tmp_path))
+    for version, sampled in enumerate(judge.sampled):
+        assert all(version - 1 <= min(versions(batch)) and max(versions(batch)) <= version for batch in sampled)
+        rewards = torch.cat([batch.rewards for batch in sampled if batch.rewards is not None]).view(-1, 2)
+        has_signal = rewards[:, 0] != rewards[:, 1]
+        assert sampled[0].num_sequences == 2 * PER_STEP
+        assert has_signal.sum() >= PER_STEP or len(sampled) == 1 + module.max_refills
+        assert judge.trained[version].num_sequences == 2 * has_signal.sum()
+        step = witness.steps[version]
+        assert step["reward/no_signal"] == pytest.approx(1 - has_signal.float().mean().item())
+        assert step["async/expired"] == begun_again[version]
+    # A quarter of the prompts begin with a 0, and six steps take more than the sixteen that there are.
+    assert any(len(sampled) > 1 for sampled in judge.sampled)
+    assert oversample == 0 or sum(begun_again) > 0
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert len(in_flight) == (1 + oversample) * PER_STEP
+    position = trainer.datamodule.stream.position
+    assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, position))
+
+
+class Asks(RLCallback):
+    """Goes on only when a completion has been sampled meanwhile, after those that had been asked for before."""
+
+    def __init__(self, rollout: VLLMRollout) -> None:
+        self.rollout = rollout
+        self.asked: list[tuple[str, int, set[int]]] = []
+
+    def ask(self, moment: str) -> None:
+        engines: Any = self.rollout._engines
+        prompt = Prompt(0, "1+1=", [2, 11, 2, 12], {})
+        completions = engines._pool.submit(prompt, 0, 2, Sampling(max_new_tokens=4)).result()
+        sampled = {int(version) for one in completions for version in one.weight_versions}
+        self.asked.append((moment, self.rollout._module.weight_version, sampled))
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.ask("update")
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.ask("checkpoint")
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.ask("validation")
+
+
+def test_engines_generate_during_rewards_updates_checkpoints_and_validation(model_folder: str, tmp_path: Path) -> None:
+    # One prompt at a time: an answer says that the engine has worked through what it was asked for before.
+    rollout = make_rollout(placement="standalone", max_staleness=2, max_new_tokens=24, engine={"max_num_seqs": 2})
+    asks = Asks(rollout)
+
+    def waits(completion: str) -> float:
+        asks.ask("reward")
+        return completion.count("1") / max(len(completion), 1)
+
+    sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        tmp_path,
+        2,
+        rollout,
+        asks,
+        checkpoint,
+        val_check_interval=1,
+        check_val_every_n_epoch=None,
+        enable_checkpointing=True,
+    )
+    module = make_module(model_folder, rewards=[RewardFunction(waits)], validate_first=False)
+    trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
+    assert [trained for name, trained, _ in asks.asked if name == "update"] == [0, 1]
+    for moment in ("checkpoint", "validation"):
+        assert [trained for name, trained, _ in asks.asked if name == moment] == [1, 2]
+    assert sum(name == "reward" for name, _, _ in asks.asked) >= 2 * 2 * PER_STEP
+    # Of the weights that the update has made, which were sent at once.
+    assert all(sampled == {trained} for _, trained, sampled in asks.asked)
