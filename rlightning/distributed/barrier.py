@@ -95,11 +95,11 @@ class _Meeting:
     def __init__(self, name: str, seconds: float, shared: Connection) -> None:
         self.name = name
         self.seconds = seconds
-        self.notes = shared.notes
         self.number = shared.num_barriers
         self.has_group = shared.group is not None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.deadline = time.monotonic() + seconds
+        self.notes = shared.notes.until(self.deadline)
 
     def hold(self) -> None:
         """Meet the others or raise."""

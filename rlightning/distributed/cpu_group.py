@@ -4,13 +4,15 @@ A collective on a device's group waits behind everything that is queued there; t
 CPU.
 """
 
+import copy
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 ANSWER_SECONDS = 30.0
 """How long the store may take for an answer. It usually takes 0.1 ms; on a host with more work than cores, seconds."""
+MIN_ANSWER_SECONDS = 10.0
+"""How long the store gets in any case: who asks at the end of his time asks why it went wrong."""
 
 
 class StoreError(RuntimeError):
@@ -40,6 +44,7 @@ class NoteStore:
 
     def __init__(self, store: "Store", prefix: str) -> None:
         self._prefix = prefix
+        self._deadline = float("inf")
         self._tasks: queue.SimpleQueue[tuple[Callable[[Store], Any], queue.SimpleQueue[Any]] | None]
         self._tasks = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(store,), name="note-store", daemon=True)
@@ -66,6 +71,16 @@ class NoteStore:
         """Add to a counter that begins at 0; its new value."""
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
+    def until(self, deadline: float) -> Self:
+        """The same notes, for somebody who does not wait for an answer until after ``deadline``.
+
+        Args:
+            deadline: of ``time.monotonic()``; each answer gets ``MIN_ANSWER_SECONDS`` nevertheless.
+        """
+        notes = copy.copy(self)
+        notes._deadline = deadline
+        return notes
+
     def close(self) -> None:
         """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
         self._tasks.put(None)
@@ -74,10 +89,11 @@ class NoteStore:
     def _ask(self, task: Callable[["Store"], T]) -> T:
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
         self._tasks.put((task, answers))
+        seconds = min(ANSWER_SECONDS, max(MIN_ANSWER_SECONDS, self._deadline - time.monotonic()))
         try:
-            answer, error = answers.get(timeout=ANSWER_SECONDS)
+            answer, error = answers.get(timeout=seconds)
         except queue.Empty:
-            raise StoreError(f"The ranks' store gave no answer in {ANSWER_SECONDS:g} s.") from None
+            raise StoreError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
         if error is not None:
             raise StoreError("The ranks' store does not answer.") from error
         return answer  # type: ignore[return-value]
