@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlightning import atomic_save
 from rlightning.atomic_save import find_saved
-from rlightning.distributed import checkpoint_folder
+from rlightning.distributed import barrier, checkpoint_folder
 from rlightning.distributed.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint, newest_checkpoint, relink
+from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 
 KILLED = 9
@@ -44,30 +49,71 @@ def saved_value(path: Path) -> int:
     return int(checkpoint["step"])
 
 
+def die_at(moment: int, *others: tuple[Any, str]) -> None:
+    """Have this process killed before its ``moment``-th change to the disk, or call of ``others``."""
+    count = iter(range(1_000_000))
+
+    def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == moment:
+                os.kill(os.getpid(), KILLED)
+            return change(*args, **kwargs)
+
+        return changed
+
+    for owner, name in (
+        (os, "mkdir"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
+        (torch, "save"), (state_dict_saver, "save"), *others,
+    ):  # fmt: skip
+        setattr(owner, name, deadly(getattr(owner, name)))
+
+
 def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
     """Save in a process of its own that is killed before its ``moment``-th change to the disk; whether it was."""
     child = os.fork()
     if child == 0:
-        count = iter(range(1_000_000))
-
-        def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
-            def changed(*args: Any, **kwargs: Any) -> Any:
-                if next(count) == moment:
-                    os.kill(os.getpid(), KILLED)
-                return change(*args, **kwargs)
-
-            return changed
-
-        for owner, name in (
-            (os, "mkdir"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
-            (torch, "save"), (state_dict_saver, "save"),
-        ):  # fmt: skip
-            setattr(owner, name, deadly(getattr(owner, name)))
+        die_at(moment)
         save(path, value)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status in (0, KILLED)
     return status == KILLED
+
+
+def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
+    """On one of two ranks, of which one is killed at a moment of the second save."""
+    barrier.ROLL_CALL_SECONDS = 0.1
+    store = path.parent.with_name(f"store-{doomed}-{moment}")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    strategy = FSDP()
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
+    strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
+    for value in (1, 2):
+        if value == 2 and rank == doomed:
+            die_at(moment, (strategy, "barrier"))
+        weight = distribute_tensor(torch.full((3,), float(value)), mesh, [Shard(0)])
+        strategy.save_checkpoint({"state_dict": {"weight": weight}, "step": value}, path)
+
+
+def die_on_two_ranks(path: Path, doomed: int, moment: int) -> bool:
+    """Whether the doomed rank came to that moment; the other one has ended, too."""
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_twice(path, rank, doomed, moment)
+            except (barrier.BarrierError, RuntimeError):
+                os._exit(1)
+            finally:
+                os._exit(0)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    died = statuses[doomed] == KILLED
+    assert statuses[1 - doomed] == (1 << 8 if died else 0)
+    return died
 
 
 @pytest.mark.parametrize("save", [save_folder, save_file])
@@ -96,6 +142,20 @@ def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: 
     save(path, 3)
     assert saved_value(path) == 3
     assert sorted(left.name for left in tmp_path.iterdir()) == sorted({older.name, path.name, "last.ckpt"})
+
+
+@pytest.mark.parametrize("doomed", [0, 1])
+def test_a_death_of_one_of_two_ranks_at_any_moment_of_their_save(doomed: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    moment, seen = 0, []
+    while die_on_two_ranks(path, doomed, moment):
+        last = last_checkpoint(path.parent)
+        assert last is not None
+        seen.append(saved_value(last))
+        moment += 1
+    assert seen == sorted(seen) and set(seen) == {1, 2}  # from one moment on it is the new one
+    assert saved_value(path) == 2
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("save", [save_folder, save_file])
