@@ -49,9 +49,10 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
     prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
     if not plan:
         raise ConfigError(f"{prefix} transformers ships no plan for it. {way_out}")
-    unknown = sorted(set(plan.values()) - _STYLES.keys() - _VOCABULARY)
+    unknown = sorted((style, name) for name, style in plan.items() if style not in _STYLES.keys() | _VOCABULARY)
     if unknown:
-        raise ConfigError(f"{prefix} its plan asks for '{unknown[0]}', which is not supported. {way_out}")
+        style, name = unknown[0]
+        raise ConfigError(f"{prefix} its plan asks for '{style}' of '{name}', which is not supported. {way_out}")
     heads = text_config.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(text_config, name, None) or heads

@@ -145,14 +145,20 @@ def test_loading_shards_takes_the_memory_of_the_shards(tmp_path: Path) -> None:
     assert megabytes["peak_of_loading_the_whole"] > 0.9 * megabytes["whole_model"]
 
 
+EXPERTS, ALONE = r"layers\.\*\.mlp\.experts", r"Use tensor_parallel_size=1\.$"
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "size", "message"),
     [
         ("qwen3", {}, 3, r"num_attention_heads=4 cannot be split over 3 ranks"),
         ("qwen3", {}, 4, r"num_key_value_heads=2 cannot be split over 4 ranks"),
         ("qwen3", {"intermediate_size": 63}, 2, r"intermediate_size=63 cannot be split over 2 ranks"),
-        ("qwen3_moe", {}, 2, r"its plan asks for '\w+', which is not supported"),
-        ("gpt2", {}, 2, r"transformers ships no plan for it"),
+        *[
+            (kind, {}, 2, rf"its plan asks for 'moe_tp_experts' of '{EXPERTS}', which is not supported\. {ALONE}")
+            for kind in ("qwen3_moe", "mixtral", "deepseek_v3")
+        ],
+        ("gpt2", {}, 2, rf"transformers ships no plan for it\. {ALONE}"),
     ],
 )
 def test_what_tensor_parallelism_cannot_cut(kind: str, config: dict[str, Any], size: int, message: str) -> None:
