@@ -15,6 +15,7 @@ from sharded_net import run_ranks
 from rlightning.callbacks import DeviceSyncBeforeBarrier
 from rlightning.distributed import platform
 from rlightning.distributed.barrier import barrier
+from rlightning.distributed.cpu_group import cpu_group
 from rlightning.distributed.ddp import DDP
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
@@ -188,3 +189,40 @@ def test_a_long_kernel_on_another_stream_is_done_at_the_barriers_return() -> Non
     assert callback is not None
     callback.teardown(loop, module, "fit")
     assert done == [False, False, True, True]
+
+
+def meet_while_rank_0s_kernel_runs(folder: Path) -> None:
+    """Each rank notes, past each barrier, whether the kernel on rank 0's device was done."""
+    rank, module = dist.get_rank(), torch.nn.Linear(1, 1, device="cuda")
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(interprocess=True)
+    event.record()
+    handle = [event.ipc_handle()]
+    dist.broadcast_object_list(handle, 0, group=cpu_group())
+    if rank == 1:
+        event = torch.cuda.Event.from_ipc_handle(torch.device("cuda:0"), handle[0])
+    loop = SimpleNamespace(barrier=dist.barrier)
+    loop.barrier()  # NCCL takes its time to connect
+    done = []
+    for callback in (None, DeviceSyncBeforeBarrier()):
+        if callback is not None:
+            callback.setup(loop, module, "fit")
+        for meet in (loop.barrier, lambda: barrier("ours")):
+            if rank == 0:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(int(2e9))  # cycles: a second or so
+                    event.record()
+            meet()
+            done.append(event.query())
+            barrier("both have asked")
+            platform.synchronize()
+    assert callback is not None
+    callback.teardown(loop, module, "fit")
+    (folder / f"done{rank}.json").write_text(json.dumps(done))
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_long_kernel_of_one_rank_is_done_at_the_barriers_return_on_both(tmp_path: Path) -> None:
+    run_ranks(meet_while_rank_0s_kernel_runs, 2, tmp_path, device_type="cuda")
+    for rank in range(2):
+        assert json.loads((tmp_path / f"done{rank}.json").read_text()) == [False, False, True, True]
