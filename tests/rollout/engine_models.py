@@ -58,9 +58,14 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
 
 
 @contextmanager
-def running_engine(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> Iterator[VLLMEngine]:
-    """A small engine on the CPU."""
-    engine = VLLMEngine(engine_config(model_folder, log_file, bucket_bytes))
+def running_engine(
+    model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20, worker: str = "", **environment: str
+) -> Iterator[VLLMEngine]:
+    """A small engine on the CPU; ``worker`` names another class than ours for its worker to extend."""
+    config = engine_config(model_folder, log_file, bucket_bytes)
+    config.engine_args["worker_extension_cls"] = worker or config.engine_args["worker_extension_cls"]
+    config.environment.update(environment)
+    engine = VLLMEngine(config)
     engine.start()
     try:
         engine.wait_until_ready()

@@ -20,15 +20,20 @@ LONG = Sampling(max_new_tokens=200, stop_token_ids=())
 SHORT = Sampling(max_new_tokens=4)
 
 
-@pytest.fixture
-def actor(tmp_path: Path) -> Actor:
-    return Actor(save_model(tmp_path / "model"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pool")
 
 
-@pytest.fixture
-def pool(actor: Actor, tmp_path: Path) -> Iterator[EnginePool]:
+@pytest.fixture(scope="module")
+def actor(folder: Path) -> Actor:
+    return Actor(save_model(folder / "model"))
+
+
+@pytest.fixture(scope="module")
+def pool(actor: Actor, folder: Path) -> Iterator[EnginePool]:
     """Two engines that hold the actor's weights."""
-    configs = [engine_config(str(tmp_path / "model"), tmp_path / f"engine.{number}.log") for number in range(2)]
+    configs = [engine_config(str(folder / "model"), folder / f"engine.{number}.log") for number in range(2)]
     pool = EnginePool(configs, lambda: None)
     pool.start()
     try:
@@ -98,6 +103,7 @@ def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool
 
 @pytest.mark.slow
 def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool) -> None:
+    """The last that needs the pool: no engine of it is left."""
     for member in pool.members:
         member.has_died = True  # once already
     hold(*pool.members)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -136,15 +136,27 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512))
 
 
+class Running(NamedTuple):
+    """An engine, and how it answered before it had any weights and when the first ones, of version 2, had come."""
+
+    trainer: Trainer
+    without_weights: BaseException | None
+    with_the_first: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def running(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+def started(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running_engine(policy.folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
-        yield Trainer(engine, policy)
+        trainer = Trainer(engine, policy)
+        refusal = trainer.generate(PROMPTS[0]).exception(timeout=120)
+        trainer.swap(2, keeps_cache=False)
+        yield Running(trainer, refusal, trainer.generate(PROMPTS[0]).result(timeout=120))
 
 
 @pytest.fixture
-def trainer(running: Trainer) -> Trainer:
+def trainer(started: Running) -> Trainer:
     """An idle engine with the weights of version 0."""
+    running = started.trainer
     running.load(0)
     assert running.ask("adopt", 0, False), "requests of another test are left"
     return running
@@ -190,14 +202,11 @@ def test_versions_change_where_each_sample_was() -> None:
     assert versions.end("a", []) == []
 
 
-def test_nothing_is_sampled_from_random_weights(policy: Policy, tmp_path: Path) -> None:
-    with running_engine(policy.folder, tmp_path / "engine.log") as engine:
-        trainer = Trainer(engine, policy)
-        with pytest.raises(EngineError, match="not adopted any weights yet"):
-            trainer.generate(PROMPTS[0]).result(timeout=120)
-        trainer.swap(2, keeps_cache=False)
-        (sample,) = trainer.generate(PROMPTS[0]).result(timeout=120)
-        assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
+def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
+    assert isinstance(started.without_weights, EngineError)
+    assert "not adopted any weights yet" in str(started.without_weights)
+    (sample,) = started.with_the_first
+    assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
 
 
 def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy: Policy) -> None:

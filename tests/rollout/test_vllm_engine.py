@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import CHARACTERS, Actor, engine_config, load, make_prompt, running_engine, save_model, send, stopped
+from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
 
@@ -31,9 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+def census(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine counts what its process holds, when it is pinged."""
+    return tmp_path_factory.mktemp("engine") / "census.json"
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str, census: Path) -> Iterator[VLLMEngine]:
+    counting = {"worker": "engine_census.Census", "CENSUS": str(census), "PYTHONPATH": str(Path(__file__).parent)}
     # A bucket that takes several chunks: the model has about 400 kB of weights, none larger than 33 kB.
-    with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log", bucket_bytes=50_000) as engine:
+    with running_engine(folder, census.with_name("engine.log"), bucket_bytes=50_000, **counting) as engine:
         yield engine
 
 
@@ -288,24 +295,17 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-def test_its_process_holds_the_weights_once_and_nothing_that_trains(folder: str, actor: Actor, tmp_path: Path) -> None:
+def test_its_process_holds_the_weights_once_and_nothing_that_trains(
+    engine: VLLMEngine, actor: Actor, census: Path
+) -> None:
     """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""
-    config = engine_config(folder, tmp_path / "engine.log")
-    config.engine_args["worker_extension_cls"] = "engine_census.Census"
-    config.environment.update(CENSUS=str(tmp_path / "census.json"), PYTHONPATH=str(Path(__file__).parent))
-    engine = VLLMEngine(config)
-    engine.start()
-    try:
-        send(engine, actor.weights(), 0)
-        engine.generate(PROMPTS, 1, GREEDY)
-        engine.submit("ping").result(500)
-    finally:
-        engine.close()
+    engine.generate(PROMPTS, 1, GREEDY)
+    engine.submit("ping").result(500)
     weights = dict(actor.weights())
     padding = sum(
         (64 - weight.shape[0]) * weight[0].nbytes for weight in weights.values() if len(weight) == len(VOCABULARY)
     )
-    assert json.loads((tmp_path / "census.json").read_text()) == {
+    assert json.loads(census.read_text()) == {
         "parameter_bytes": sum(weight.nbytes for weight in weights.values()) + padding,
         "Optimizer": 0,
         "FSDPModule": 0,
