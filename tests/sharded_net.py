@@ -1,5 +1,6 @@
 """A small net with odd sizes, sharded by torch's own functions, and processes to run it in."""
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+
+multiprocessing.set_forkserver_preload(["rlightning.algorithms", "rlightning.distributed.fsdp", "tiny"])
 
 
 def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> None:
-    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; raise what one of them raises."""
+    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; raise what one of them raises.
+
+    On the CPU they are forks of a process that has done nothing but import: each would import for some seconds else.
+    """
     (folder / "store").unlink(missing_ok=True)
-    spawn(_join, args=(work, num_ranks, folder, args, device_type), nprocs=num_ranks)
+    method = "spawn" if device_type == "cuda" else "forkserver"
+    start_processes(_join, args=(work, num_ranks, folder, args, device_type), nprocs=num_ranks, start_method=method)
 
 
 def _join(
