@@ -44,7 +44,9 @@ endif
 
 # Two files of tests at a time, as most wait for a process that uses one core; one at a time where they share GPUs.
 # One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
+# Compiled once, or each process that they start compiles the package where PYTHONDONTWRITEBYTECODE is set.
 test: setup
+	$(BIN)/python -m compileall -q rlightning callbacks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 2 --dist loadfile) $(ARGS)
 
 check: setup

@@ -23,6 +23,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def plain_run(project: Path) -> "subprocess.CompletedProcess[str]":
+    """A run in the folder ``again``."""
+    return rlightning(project, "fit", "--config", "run.yaml", "--trainer.default_root_dir", "again")
+
+
 def logged_steps(folder: Path) -> list[int]:
     """The steps at which a CSVLogger's folder has a loss."""
     with (folder / "metrics.csv").open() as file:
@@ -45,16 +51,17 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(project: Path) -
     assert sorted(path.name for path in kept.parent.iterdir()) == sorted([kept.name, last.name])
 
 
-def test_a_run_shows_nothing_but_itself(project: Path) -> None:
-    done = rlightning(project, "fit", "--config", "run.yaml", "--trainer.default_root_dir", "quiet")
-    assert done.returncode == 0, done.stderr
+def test_a_run_shows_nothing_but_itself(plain_run: "subprocess.CompletedProcess[str]") -> None:
+    assert plain_run.returncode == 0, plain_run.stderr
     for noise in ("Tip", "Warning", "warn", "litlogger", "Deprecat"):
-        assert noise not in done.stderr + done.stdout
+        assert noise not in plain_run.stderr + plain_run.stdout
 
 
-def test_a_folder_holds_one_run_unless_it_is_continued(project: Path) -> None:
+def test_a_folder_holds_one_run_unless_it_is_continued(
+    project: Path, plain_run: "subprocess.CompletedProcess[str]"
+) -> None:
     fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "again"]
-    assert rlightning(project, *fit).returncode == 0
+    assert plain_run.returncode == 0
     second = rlightning(project, *fit)
     assert (second.returncode, len(second.stderr.strip().splitlines()[-1:])) == (2, 1)
     assert "--ckpt_path last" in second.stderr
@@ -78,7 +85,7 @@ def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) 
     assert logged_steps(project / "listed/metrics/version_1") == [3]
 
 
-def test_configs_and_overrides_merge_in_their_order(project: Path) -> None:
+def test_configs_and_overrides_merge_in_their_order_and_run_as_printed(project: Path) -> None:
     (project / "more.yaml").write_text("trainer: {max_steps: 7}\ndata: {shuffle: false}\nrollout: {top_p: 0.9}\n")
     shown = rlightning(
         project,
@@ -98,15 +105,10 @@ def test_configs_and_overrides_merge_in_their_order(project: Path) -> None:
     assert (first["class_path"], first["init_args"]) == ("own_classes.Announce", {"word": "bye", "times": 1})
     assert second["init_args"]["monitor"] == "policy/loss"
 
-
-def test_a_printed_configuration_runs(project: Path) -> None:
-    shown = rlightning(
-        project, "fit", "--config", "run.yaml", "--trainer.callbacks+=own_classes.Announce", "--print_config"
-    )
     (project / "printed.yaml").write_text(shown.stdout)
     done = rlightning(project, "fit", "--config", "printed.yaml", "--trainer.default_root_dir", "printed")
     assert done.returncode == 0, done.stderr
-    assert "hello" in done.stdout
+    assert "bye" in done.stdout
 
 
 @pytest.mark.parametrize("as_module", [False, True])
