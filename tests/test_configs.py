@@ -78,8 +78,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     completions = read_completions(tmp_path / "runs/arithmetic/grpo")
     assert len(completions) == 128 * 8
     # the seed repeats the run, on a CPU
-    again = (*options, "--trainer.max_steps", "1", "--trainer.default_root_dir", "runs/arithmetic/again")
-    fit("arithmetic_grpo.yaml", tmp_path, *again)
+    fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/again")
     assert read_completions(tmp_path / "runs/arithmetic/again") == completions
 
     show = [sys.executable, str(ROOT / "examples" / "arithmetic" / "show_result.py"), "runs/arithmetic/grpo"]

@@ -23,6 +23,7 @@ import torch
 from cli_project import environment, rlightning
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 
+from rlightning.__main__ import main
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
@@ -248,7 +249,9 @@ def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_refuses_what_it_cannot_do(project: Path) -> None:
+def test_the_command_refuses_what_it_cannot_do(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = {
         ("--host", "0.0.0.0"): rf"--host=0\.0\.0\.0 is no loopback address.*{TOKEN}",
         ("--port", "many"): "--port many must be a number from 0 to 65535",
@@ -256,14 +259,19 @@ def test_the_command_refuses_what_it_cannot_do(project: Path) -> None:
         ("--config", "run.yaml", "--prot", "1"): "prot: there is no such key",
         ("--config", "run.yaml", "--rollout.engine.max_num_sqs", "1"): "max_num_sqs",
     }
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.delenv(TOKEN, raising=False)
     for options, message in wrong.items():
-        done = rlightning(project, "serve", *options)
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert re.fullmatch(rf"error: .*{message}.*\n", done.stderr), done.stderr
+        assert main(["serve", *options]) == 2
+        output, errors = capsys.readouterr()
+        assert output == ""
+        assert re.fullmatch(rf"error: .*{message}.*\n", errors), errors
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         done = rlightning(project, "serve", "--config", "run.yaml", "--port", port)
-    assert done.returncode == 2 and "nobody can listen there" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*nobody can listen there.*\n", done.stderr), done.stderr
     assert rlightning(project, "serve", "--help").stdout.startswith("usage: rlightning serve")
 
 
