@@ -9,7 +9,8 @@ import pytest
 import rank_processes
 from rank_processes import TESTS
 
-PATHS = os.pathsep.join([str(TESTS), str(TESTS / "callbacks"), str(TESTS / "distributed")])
+FOLDERS = [str(TESTS), str(TESTS / "callbacks"), str(TESTS / "distributed")]
+PATHS = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
