@@ -2,7 +2,7 @@
 
     python controller_leaks_run.py FOLDER
 
-The runs are those of ``RUNS``. The controller reads each step's batch, and half a megabyte besides.
+The runs are those of ``RUNS``. The controller reads each step's batch, and a megabyte besides.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from rlightning.rewards import RewardFunction
 
 RUNS = {"with": 200, "without": 20, "with, lax": 20, "without, lax": 20}
 """Steps of each run, with RemotizeOnHeadOnly or without, and under a lax controller."""
-PAYLOAD_BYTES = 1 << 19
+PAYLOAD_BYTES = 1 << 20
 MEASURED_EVERY = 50
 """Steps between two looks at the resident memory, which take a while."""
 

@@ -40,7 +40,7 @@ def test_nothing_is_left_of_a_step(folder: Path, run: str) -> None:
 
 
 def test_resident_memory_is_flat(folder: Path) -> None:
-    """Half a megabyte a step would be 50 MB in the second hundred of steps; a tenth is what allocators may do in it."""
+    """A megabyte a step would be 100 MB in the second hundred of steps; a tenth is what allocators may do in it."""
     for process in PROCESSES:
         resident = {row[0]: row[5] for row in read(folder, "with", process) if row[0] % MEASURED_EVERY == 0}
         assert resident[200] - resident[100] < 100 * PAYLOAD_BYTES / 10, (process, resident)
