@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from controller_process import start_controller
 from observed_run import ObservedModule, PlainModule, loader, make_trainer
 from rank_processes import end_ranks, results, start_ranks
 from tiny import save_model
@@ -62,6 +63,15 @@ def test_heads_store_and_the_others_do_not(
         # (was something stored, entries alive then, entries alive when the handles were gone)
         expected = {occasion: (is_head, int(is_head), 0) for occasion in INITIALISED}
         assert found == expected | dict.fromkeys(OTHERWISE, (True, 1, 0)), rank
+
+
+@pytest.mark.slow
+def test_without_ranks_everything_is_stored_wherever_it_comes_from(tmp_path: Path) -> None:
+    """No process group is initialised: in a rejected batch, a validation or before an exception as anywhere else."""
+    model = save_model(tmp_path / "model")
+    (record,) = results([start_controller(SCRIPT, str(tmp_path), model, "1", "with")])
+    for occasion in (*INITIALISED, *OTHERWISE):
+        assert record[occasion] == [True, 1, 0], occasion
 
 
 # Every kind of mesh and loop

@@ -21,7 +21,7 @@ def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Po
 
 
 def start_controller(script: Path, *args: str) -> "subprocess.Popen[str]":
-    """Run a Python script that makes a RayController."""
+    """Run a Python script as one process without a rank, as one that makes a RayController is."""
     return subprocess.Popen(
         [sys.executable, str(script), *args],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},

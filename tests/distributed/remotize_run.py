@@ -1,4 +1,4 @@
-"""Runs that store something wherever they can, under FSDP with tensor parallelism; run on every rank.
+"""Runs that store something wherever they can, under FSDP with tensor parallelism, on every rank; or without any ranks.
 
     python remotize_run.py FOLDER MODEL TENSOR_PARALLEL_SIZE CALLBACKS
 
@@ -105,16 +105,17 @@ def main() -> None:
     """Three runs: one that fails, one that trains, and what is stored around them."""
     folder, model, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    num_ranks = int(ranks["WORLD_SIZE"])
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    num_ranks = int(ranks.get("WORLD_SIZE", 1))
     record: Record = {}
     observer = StoreEverywhere(record)
     own: list[Callback] = [RemotizeOnHeadOnly()] if sys.argv[4] == "with" else []
-    folder = folder / f"rank{ranks['RANK']}"
+    folder = folder / f"rank{ranks.get('RANK')}"
     folder.mkdir()
 
     observer.store("before", torch.zeros(1))
-    trainer = bare_trainer(folder, 3, *own, devices=num_ranks, strategy=MeshStrategy(tensor_parallel_size=size))
+    strategy: Any = MeshStrategy(tensor_parallel_size=size) if ranks else "auto"
+    trainer = bare_trainer(folder, 3, *own, devices=num_ranks, strategy=strategy)
     with suppress(RuntimeError):
         trainer.fit(Fails(record), DataLoader(torch.zeros(4, 1)))  # type: ignore[arg-type]
     gc.collect()
@@ -139,7 +140,7 @@ def main() -> None:
         UseGenerator(RandomGenerator),
         *callbacks,
         devices=num_ranks,
-        strategy=FSDP(tensor_parallel_size=size),
+        strategy=FSDP(tensor_parallel_size=size) if ranks else "auto",
         val_check_interval=1,
     )
     trainer.fit(module, make_data(folder, validation=write_sums(folder)))

@@ -16,9 +16,10 @@ from ray.util.placement_group import placement_group_table
 
 from rlightning.distributed import FSDP, RayController, execution_mode, ray_engines, ray_group
 from rlightning.distributed.ray_cluster import join_cluster
-from rlightning.distributed.ray_engines import RayEngines
+from rlightning.distributed.ray_engines import EngineActor, RayEngines
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.errors import ConfigError
+from rlightning.rollout.engine_options import EngineOptions
 
 SCRIPT = Path(__file__).parent / "controller_stages_run.py"
 
@@ -105,6 +106,14 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
         engines.close()
     finally:
         ray.shutdown()
+
+
+def test_an_engines_actor_starts_its_engine_once() -> None:
+    actor = EngineActor([])
+    arguments: Any = (EngineOptions(gpu_memory_utilization=0.5), None, None, None, None, "token")
+    with pytest.raises(AttributeError):  # of a module that is none, which the first call comes to
+        actor.run(*arguments)
+    actor.run(*arguments)
 
 
 @pytest.mark.slow
