@@ -113,6 +113,8 @@ class FailureWatch:
         self._link = connect(addresses, port, ANSWER_SECONDS)
         self._link.send({"token": token, "rank": self.rank})
         os.register_at_fork(after_in_child=self._let_go)
+        # After whatever else is done at a process's end. Processes that multiprocessing starts know no atexit.
+        Finalize(None, self._end_failed, exitpriority=-100)
         # Elsewhere no handler can be installed, and the signal would end the process without a word.
         self._can_interrupt = threading.current_thread() is threading.main_thread()
         if self._can_interrupt:
@@ -149,7 +151,6 @@ class FailureWatch:
 
     def stop_at_exit(self) -> None:
         """Have the process, when it ends by whatever way Python knows, call :meth:`stop` and leave its groups."""
-        # Processes that multiprocessing starts know no atexit.
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
@@ -254,8 +255,18 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        leave_groups()
+        if self._first is None:
+            leave_groups()
         self._end_children()
+
+    def _end_failed(self) -> None:
+        """After a failure, end without destroying anything.
+
+        A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
+        interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).
+        """
+        if self._first is not None:
+            exit_now(self._first.exit_code)
 
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
