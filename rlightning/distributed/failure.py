@@ -80,6 +80,7 @@ class FailureWatch:
         self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
+        self._is_fatal = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -230,13 +231,14 @@ class FailureWatch:
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._first is not None and not self._is_ending:
-            self._is_ending = True
+            self._is_ending = self._is_fatal = True
             if self._link is not None:
                 self._link.send({"ending": True})
             raise PeerFailure(self._first.exit_code)
 
     def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the traceback of the rank that failed first, and no other."""
+        self._is_fatal = True
         if self.is_first(self.report(error)):
             self._usual_excepthook(kind, error, trace)
 
@@ -255,17 +257,17 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        if self._first is None:
+        if not self._is_fatal:
             leave_groups()
         self._end_children()
 
     def _end_failed(self) -> None:
-        """After a failure, end without destroying anything.
+        """End a process that nobody has caught the failure in, without destroying anything.
 
         A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
         interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).
         """
-        if self._first is not None:
+        if self._is_fatal and self._first is not None:
             exit_now(self._first.exit_code)
 
     def _end_children(self) -> None:
