@@ -26,8 +26,8 @@ from rlightning.distributed.tensor_store import live_bytes, live_entries
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 
-RUNS = {"with": 200, "without": 20, "with, lax": 20, "without, lax": 20}
-"""Steps of each run, with RemotizeOnHeadOnly or without, and under a lax controller."""
+RUNS = {"with, lax": 200, "without": 20, "without, lax": 20}
+"""Steps of each run, with RemotizeOnHeadOnly or without, and under a lax controller or not."""
 PAYLOAD_BYTES = 1 << 20
 MEASURED_EVERY = 50
 """Steps between two looks at the resident memory, which take a while."""
