@@ -152,7 +152,7 @@ def end(error: BaseException, line: str, code: int) -> int:
     """Say how the run ended, on the rank that failed first; the exit code."""
     watch = active_watch()
     if watch is not None:
-        first = watch.report(error)
+        first = watch.give_up(error)
         if not watch.is_first(first):
             return int(first.exit_code)
     else:

@@ -76,11 +76,11 @@ class ControllerModule(LightningModule):
             validate_in_fit(self.trainer)
 
     def on_train_epoch_start(self) -> None:
-        """The workers' epoch."""
-        self.strategy.order_all(StartEpoch())
+        """Called when an epoch begins: it does in the workers."""
+        self.strategy.order_all(StartEpoch(self.trainer.num_training_batches))
 
     def on_train_epoch_end(self) -> None:
-        """The workers' epoch."""
+        """Called when an epoch is over: it is in the workers."""
         self.strategy.end_epoch()
 
     def on_validation_epoch_end(self) -> None:

@@ -114,7 +114,7 @@ class FailureWatch:
         self._link = connect(addresses, port, ANSWER_SECONDS)
         self._link.send({"token": token, "rank": self.rank})
         os.register_at_fork(after_in_child=self._let_go)
-        # After whatever else is done at a process's end. Processes that multiprocessing starts know no atexit.
+        # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
         Finalize(None, self._end_failed, exitpriority=-100)
         # Elsewhere no handler can be installed, and the signal would end the process without a word.
         self._can_interrupt = threading.current_thread() is threading.main_thread()
@@ -177,6 +177,11 @@ class FailureWatch:
         self._is_known.wait(ANSWER_SECONDS)
         return self._first or own
 
+    def give_up(self, error: BaseException) -> Failure:
+        """As :meth:`report`, of what nobody has caught: the process ends with the first failure's exit code."""
+        self._is_fatal = True
+        return self.report(error)
+
     def is_first(self, failure: Failure) -> bool:
         """Whether this rank is the one to show what happened; it counts as shown from now on."""
         self._is_shown = True
@@ -238,8 +243,7 @@ class FailureWatch:
 
     def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the traceback of the rank that failed first, and no other."""
-        self._is_fatal = True
-        if self.is_first(self.report(error)):
+        if self.is_first(self.give_up(error)):
             self._usual_excepthook(kind, error, trace)
 
     def _show(self, error: BaseException) -> None:
@@ -262,7 +266,7 @@ class FailureWatch:
         self._end_children()
 
     def _end_failed(self) -> None:
-        """End a process that nobody has caught the failure in, without destroying anything.
+        """End a process in which nobody has caught the failure, without destroying anything.
 
         A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
         interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).

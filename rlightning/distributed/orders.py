@@ -51,7 +51,9 @@ class StartTraining:
 
 @dataclass(frozen=True)
 class StartEpoch:
-    """The time of ``on_train_epoch_start``."""
+    """The time of ``on_train_epoch_start``; the epoch has ``num_batches``, which differ where loaders are made anew."""
+
+    num_batches: float
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,13 @@ class Worker:
             os.environ[TOKEN] = config.engine_token
         self.module = config.module
         relay = HookRelay(self.inbox, config.wanted_hooks)
-        feed = OrderFeed(self.inbox, obey=self._obey, evaluate=self._evaluate, step_result=self._step_result)
+        feed = OrderFeed(
+            self.inbox,
+            obey=self._obey,
+            evaluate=self._evaluate,
+            step_result=self._step_result,
+            tell_of_stop=self._tell_of_stop,
+        )
         self.data = WorkerData(config.data, feed)
         environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
         self.trainer = make_trainer(config, environment, feed, relay)
@@ -160,7 +166,6 @@ class Worker:
 
     def _step_result(self) -> StepResult:
         assert self.trainer is not None
-        self._tell_of_stop()
         found = self.trainer._logger_connector.metrics
         logged = as_floats([found["callback"]])
         of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
@@ -179,9 +184,7 @@ class Worker:
         if order.is_sanity_check:
             self.trainer.check_sanity()
             return {}  # Lightning throws them away
-        metrics = as_floats(validate_in_fit(self.trainer))
-        self._tell_of_stop()
-        return metrics
+        return as_floats(validate_in_fit(self.trainer))
 
     def _tell_of_stop(self) -> None:
         assert self.trainer is not None

@@ -1,7 +1,7 @@
-"""What a worker's Trainer is fed: loaders whose next batch is the controller's next order to compute on one.
+"""What a worker's Trainer is fed: the controller's orders, for its loops, and the batches in them, for its loaders.
 
-Between two batches a fit is at rest: no collective is under way, all hooks of the step have been fired. This is where
-all other orders are obeyed, in the thread of the fit, on all ranks in the same order::
+Between two batches a run is at rest: no collective is under way, all hooks of the step have been fired. This is where
+all other orders are obeyed, in the thread of the run, on all ranks in the same order::
 
     Trainer.fit  -->  await_batch  -->  Save, Load, Call, Evaluate ...  -->  Train(batch)  -->  training_step ...
 """
@@ -40,9 +40,11 @@ class OrderFeed:
         obey: does what an order says that is for the time between two batches, and returns the answer.
         evaluate: runs a validation of the fit, which takes its batches from here, and returns the metrics.
         step_result: what a training step, or the end of an epoch, has come to, asked after all of its hooks.
+        tell_of_stop: notes that training should stop, if it should; called before each answer that the controller's
+            loops wait for.
 
     Attributes:
-        num_batches: of an epoch.
+        num_batches: of the epoch.
         is_over: whether the fit is.
     """
 
@@ -53,6 +55,7 @@ class OrderFeed:
         obey: Callable[[Load | Save | Call], Any],
         evaluate: Callable[[Evaluate], Any],
         step_result: Callable[[], Any],
+        tell_of_stop: Callable[[], None],
     ) -> None:
         self.inbox = inbox
         self.num_loaders = 1
@@ -60,16 +63,15 @@ class OrderFeed:
         self.is_over = False
         self.outputs: Any = None
         """Of the last step of a prediction; those of a validation or a test are for nobody."""
-        self._obey, self._evaluate, self._step_result = obey, evaluate, step_result
+        self._obey, self._evaluate = obey, evaluate
+        self._step_result, self._tell_of_stop = step_result, tell_of_stop
         self._is_evaluating = False
         self._batch: Any = None
 
     def begin_fit(self) -> None:
         """Obey what comes before training, up to its start."""
         self.is_over = False
-        while not isinstance(order := self.inbox.take(), StartTraining):
-            self._serve(order)
-        self.num_batches = order.num_batches
+        self.num_batches = self._serve_until(StartTraining).num_batches
 
     def begin_epoch(self) -> bool:
         """Obey orders until an epoch begins; it may be one that a checkpoint was written in. False at the fit's end."""
@@ -77,13 +79,19 @@ class OrderFeed:
         order = self.inbox.peek()
         if isinstance(order, StartEpoch | End):
             self.inbox.take()
+        if isinstance(order, StartEpoch):
+            self.num_batches = order.num_batches
         self.is_over = isinstance(order, End)
         return not self.is_over
 
+    def answer_start(self) -> None:
+        """Tell that training, or an epoch, has started, with all of the hooks of that."""
+        self._tell_of_stop()
+        self.inbox.answer(None)
+
     def await_batch(self) -> Train | None:
         """Obey orders until the next step, or until the epoch is over."""
-        while not isinstance(order := self.inbox.take(), Train | EndEpoch):
-            self._serve(order)
+        order: Train | EndEpoch = self._serve_until(Train, EndEpoch)
         if isinstance(order, EndEpoch):
             return None
         self._batch = order.batch
@@ -101,13 +109,12 @@ class OrderFeed:
 
     def answer_step(self) -> None:
         """Tell that a step is over, and what it has come to."""
+        self._tell_of_stop()
         self.inbox.answer(self._step_result())
 
     def await_evaluation(self) -> int:
         """Wait for the beginning of a validation, a test, or a prediction; the number of its sets."""
-        while not isinstance(order := self.inbox.take(), Evaluate):
-            self._serve(order)
-        self.begin_evaluation(order)
+        self.begin_evaluation(self._serve_until(Evaluate))
         return self.num_loaders
 
     def begin_evaluation(self, order: Evaluate) -> None:
@@ -131,6 +138,11 @@ class OrderFeed:
             else:
                 self._serve(order)
 
+    def _serve_until(self, *kinds: type[Any]) -> Any:
+        while not isinstance(order := self.inbox.take(), kinds):
+            self._serve(order)
+        return order
+
     def _rest_between_epochs(self) -> None:
         while not isinstance(self.inbox.peek(), StartEpoch | Train | EndEpoch | End):
             self._serve(self.inbox.take())
@@ -138,7 +150,9 @@ class OrderFeed:
     def _serve(self, order: Order) -> None:
         if isinstance(order, Evaluate):
             self.begin_evaluation(order)
-            self.inbox.answer(self._evaluate(order))  # which has taken the order to end it
+            metrics = self._evaluate(order)  # which has taken the order to end it
+            self._tell_of_stop()
+            self.inbox.answer(metrics)
             return
         assert isinstance(order, Load | Save | Call), f"{type(order).__name__} came at the wrong time"
         self.inbox.answer(self._obey(order))

@@ -105,9 +105,10 @@ class RemoteBatch:
 
 
 class HookRelay(Checkpoint):
-    """Notes the hooks that callbacks in the controller wait for; stands behind the worker's own callbacks.
+    """Notes the hooks that callbacks in the controller wait for, and answers for an epoch's end when all had theirs.
 
-    A Checkpoint for Lightning, which calls these last, at the end of an epoch after the module too.
+    It stands behind the worker's own callbacks: a Checkpoint for Lightning, which calls these last, at the end of an
+    epoch after the module too.
 
     Args:
         inbox: of the worker.

@@ -4,7 +4,7 @@
 
     controller                                worker
     restore        -- Load ---------------->
-    sanity check   -- Evaluate ... -------->  begin_fit      Trainer._run_sanity_check
+    sanity check   -- Evaluate ... -------->  begin_fit      WorkerTrainer.check_sanity
     on_train_start -- StartTraining ------->                 on_train_start
     epoch          -- StartEpoch ---------->  begin_epoch    on_train_epoch_start
       step         -- Train --------------->    await_batch    batch hooks, training_step
@@ -49,11 +49,12 @@ class WorkerEpochLoop(_TrainingEpochLoop):
             data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
         try:
             super().advance(data_fetcher)
-        except StopIteration:
+        except StopIteration as stop:
             raise ConfigError(
-                "on_train_batch_start returned -1, which skips the rest of an epoch, but a controller counts the "
-                "epochs of its workers. Set trainer.should_stop, or use strategy fsdp2 or ddp."
-            ) from None
+                "on_train_batch_start returned -1, or a step raised StopIteration, which skips the rest of an epoch, "
+                "but a controller counts the epochs of its workers. Set trainer.should_stop, or use strategy fsdp2 or "
+                "ddp."
+            ) from stop
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """The step is over, with all of its hooks."""
@@ -80,6 +81,11 @@ class WorkerFitLoop(_FitLoop):
         """It is for the controller to say."""
         return self.feed.is_over
 
+    def run(self) -> None:
+        """Obey what comes before training, and train."""
+        self.feed.begin_fit()
+        super().run()
+
     def setup_data(self) -> None:
         """An epoch has as many batches as the controller's."""
         super().setup_data()
@@ -88,11 +94,11 @@ class WorkerFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Called when training starts."""
         super().on_run_start()
-        self.feed.inbox.answer(None)
+        self.feed.answer_start()
 
     def on_advance_start(self) -> None:
         """Called when an epoch starts, or goes on from a checkpoint."""
         if not self.feed.begin_epoch():
             raise StopIteration
         super().on_advance_start()
-        self.feed.inbox.answer(None)
+        self.feed.answer_start()

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.distributed.worker_feed import ENDLESS, OrderFeed
 from rlightning.distributed.worker_hooks import HookRelay
@@ -134,11 +135,11 @@ class WorkerTrainer(Trainer):
 
     def check_sanity(self) -> None:
         """Lightning's validation before training; the controller has found that there is one."""
-        super()._run_sanity_check()
+        with isolate_rng():
+            super()._run_sanity_check()
 
     def _run_sanity_check(self) -> None:
-        """Called when all is set up, before training."""
-        self.feed.begin_fit()
+        """Not by itself."""
 
 
 def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:

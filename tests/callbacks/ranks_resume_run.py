@@ -3,7 +3,6 @@
 Arguments: folder, and "begin" or "resume".
 """
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ class Interrupts(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         if module.weight_version == 2:
+            trainer.strategy.barrier("interrupted")  # the first to raise ends the others
             raise InterruptionError
 
 
@@ -33,14 +33,16 @@ def main(folder: Path, is_resumed: bool) -> None:
     rollout, witness = make_rollout(placement="standalone", max_staleness=1), Witness(victim=-1)
     saves = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)
     callbacks = [rollout, witness, saves, *([] if is_resumed else [Interrupts()])]
-    trainer = make_trainer(folder, 3, *callbacks, strategy=FSDP(), devices=2, enable_checkpointing=True)
+    strategy = FSDP(failure_grace=500)
+    trainer = make_trainer(folder, 3, *callbacks, strategy=strategy, devices=2, enable_checkpointing=True)
     module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)
     checkpoint = folder / "checkpoints" / "last.ckpt" if is_resumed else None
-    with contextlib.nullcontext() if is_resumed else contextlib.suppress(InterruptionError):
+    try:
         trainer.fit(module, make_data(folder), ckpt_path=checkpoint)
-    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
-    result = {"steps": witness.steps, "in_flight": in_flight, "updates": module.weight_version}
-    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+    finally:
+        in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+        result = {"steps": witness.steps, "in_flight": in_flight, "updates": module.weight_version}
+        (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def test_engines_generate_during_rewards_updates_checkpoints_and_validation(mode
         check_val_every_n_epoch=None,
         enable_checkpointing=True,
     )
-    module = make_module(model_folder, rewards=[RewardFunction(waits)], validate_first=False)
+    module = make_module(model_folder, rewards=[RewardFunction(waits, timeout=500)], validate_first=False)
     trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
     assert [trained for name, trained, _ in asks.asked if name == "update"] == [0, 1]
     for moment in ("checkpoint", "validation"):

@@ -18,12 +18,12 @@ def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str,
     return run_ranks(SCRIPT, folder, str(ranks_per_engine), json.dumps(arguments))
 
 
-def run_ranks(script: Path, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def run_ranks(script: Path, folder: Path, *arguments: str, exit_code: int = 0) -> list[dict[str, Any]]:
     ranks = start_ranks(script, 2, str(folder), *arguments)
     try:
         for process in ranks:
             _, errors = process.communicate(timeout=500)
-            assert process.returncode == 0, errors[-4000:]
+            assert process.returncode == exit_code, errors[-4000:]
     finally:
         end_ranks(ranks)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -95,7 +95,7 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, over
 
 def test_two_ranks_that_are_resumed_lose_no_prompt_and_repeat_none(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    begun = run_ranks(RESUME_SCRIPT, tmp_path, "begin")
+    begun = run_ranks(RESUME_SCRIPT, tmp_path, "begin", exit_code=1)
     resumed = run_ranks(RESUME_SCRIPT, tmp_path, "resume")
     assert [rank["updates"] for rank in begun + resumed] == [2, 2, 3, 3]
     assert [len(rank["steps"]) for rank in begun + resumed] == [3, 3, 1, 1]  # the third step is done again

@@ -67,7 +67,7 @@ class Levels(RLCallback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         kept = 2 * trainer.global_step if self.is_piling and self.name(trainer) in ("worker1", "worker3") else 0
-        deadline = monotonic() + 10
+        deadline = monotonic() + 60
         while live_entries() > kept and monotonic() < deadline:  # others let go meanwhile
             sleep(0.005)
         resident = resident_bytes() if trainer.global_step % MEASURED_EVERY == 0 else 0

@@ -85,10 +85,11 @@ if rank == 0:
 GOING = (
     MEET
     + """
+barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
 cpu_group.ANSWER_SECONDS, cpu_group.MIN_ANSWER_SECONDS = 600, 5
-barrier("start")
 if rank == int(sys.argv[1]):
+    time.sleep(1)  # the others have left the first one, too
     if sys.argv[2] == "raise":
         raise ValueError("boom")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])

@@ -1,6 +1,7 @@
 """A process that dies in the middle of a save, at each of its moments, leaves a checkpoint that is whole and found."""
 
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,17 @@ def die_on_two_ranks(path: Path, doomed: int, moment: int) -> bool:
     for rank in range(2):
         child = os.fork()
         if child == 0:
+            code = 2
             try:
                 save_twice(path, rank, doomed, moment)
+                code = 0
             except (barrier.BarrierError, RuntimeError):
-                os._exit(1)
+                traceback.print_exc()
+                code = 1
+            except BaseException:
+                traceback.print_exc()
             finally:
-                os._exit(0)
+                os._exit(code)
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
     died = statuses[doomed] == KILLED

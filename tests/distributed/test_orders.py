@@ -17,10 +17,12 @@ from rlightning.distributed.orders import (
     EvaluateBatch,
     Failed,
     Inbox,
+    Load,
     Order,
     PromptsWanted,
     StartEpoch,
     StartTraining,
+    StopWanted,
     Train,
     WorkerError,
     raise_failure,
@@ -35,7 +37,11 @@ from rlightning.errors import ConfigError
 def feed_of(inbox: Inbox, done: list[Any]) -> OrderFeed:
     """A feed that notes what is obeyed."""
     return OrderFeed(
-        inbox, obey=lambda order: done.append(order), evaluate=lambda order: {}, step_result=lambda: len(done)
+        inbox,
+        obey=lambda order: done.append(order),
+        evaluate=lambda order: {},
+        step_result=lambda: len(done),
+        tell_of_stop=lambda: None,
     )
 
 
@@ -136,8 +142,9 @@ def test_a_controller_is_sent_no_tensor_that_a_step_returned(stage: str, tmp_pat
 
 def worker_trainer(folder: Path, feed: OrderFeed, **settings: Any) -> WorkerTrainer:
     """On one CPU."""
+    relay = HookRelay(feed.inbox, ())
     shared: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
-    return WorkerTrainer(feed, default_root_dir=folder, enable_checkpointing=False, **shared, **settings)
+    return WorkerTrainer(feed, default_root_dir=folder, callbacks=[relay], **shared, **settings)
 
 
 def test_steps_are_estimated_only_where_epochs_do_not_count(tmp_path: Path) -> None:
@@ -161,9 +168,47 @@ class SkipsEpoch(LightningModule):
 def test_an_epoch_that_a_worker_would_leave_is_a_mistake(tmp_path: Path) -> None:
     inbox = Inbox()
     feed = feed_of(inbox, [])
-    orders: list[Order] = [StartTraining(2), StartEpoch(), Train([7])]
+    orders: list[Order] = [StartTraining(2), StartEpoch(2), Train([7])]
     for number, order in enumerate(orders):
         inbox.submit(number, order)
     trainer = worker_trainer(tmp_path, feed, max_steps=7)
     with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
         trainer.fit(SkipsEpoch(), datamodule=WorkerData(LightningDataModule(), feed))
+
+
+class Starts(SkipsEpoch):
+    """Stops in its second epoch's start, and notes what it finds when training and epochs start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random: list[float] = []
+        self.num_batches: list[float] = []
+
+    def on_train_start(self) -> None:
+        self.random.append(torch.rand(1).item())
+
+    def on_train_epoch_start(self) -> None:
+        self.num_batches.append(self.trainer.num_training_batches)
+        self.trainer.should_stop = len(self.num_batches) == 2
+
+
+def test_a_worker_starts_as_it_is_told_and_tells_of_a_stop_at_once(tmp_path: Path) -> None:
+    """A checkpoint may bring a state of random numbers, which training goes on with."""
+    inbox, module = Inbox(), Starts()
+    feed = OrderFeed(
+        inbox,
+        obey=lambda order: torch.manual_seed(7) and None,
+        evaluate=lambda order: {},
+        step_result=lambda: None,
+        tell_of_stop=lambda: inbox.note(StopWanted()) if module.trainer.should_stop else None,
+    )
+    epochs: list[Order] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
+    orders: list[Order] = [Load("", None), StartTraining(2), *epochs, End()]
+    for number, order in enumerate(orders):
+        inbox.submit(number, order)
+    worker_trainer(tmp_path, feed, max_steps=7).fit(module, datamodule=WorkerData(LightningDataModule(), feed))
+    torch.manual_seed(7)
+    assert module.random == [torch.rand(1).item()]
+    assert module.num_batches == [2, 3]
+    answers = [inbox.collect(number, 0) for number in range(6)]
+    assert answers == [[Answered(None)]] * 4 + [[StopWanted(), Answered(None)]] * 2
