@@ -5,6 +5,7 @@ from pathlib import Path
 
 
 def seconds_since(completion: str, *, start: float, note: str) -> float:
-    """On the clock that all processes of a machine share; leaves the file ``note``."""
+    """On the clock that all processes of a machine share; then leaves the file ``note``."""
+    seconds = time.monotonic() - start
     Path(note).touch()
-    return time.monotonic() - start
+    return seconds
