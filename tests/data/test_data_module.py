@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from prompt_files import make_tokenizer, write_rows
+from rank_processes import free_port
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data import PromptDataModule, ValidationSet
@@ -279,8 +280,10 @@ class Writer(Recorder):
 
 @pytest.mark.slow
 def test_two_ranks_share_every_step_and_every_validation_batch(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The one that Lightning would choose may be taken by the time that its processes are up.
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     whole = Recorder(tokenizer, prompts_per_step=4)
     make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)

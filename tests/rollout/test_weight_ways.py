@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +22,10 @@ from engine_models import Actor, make_prompt, running_engine, save_model
 from torch import Tensor
 
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling
+from rlightning.rollout import Sampling, broadcast_bucket
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
 from rlightning.rollout.folder_bucket import FolderBucket
+from rlightning.rollout.transfer_group import Place, TransferSender
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import group_by_device
 from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, open_end
@@ -140,6 +142,13 @@ def connect(end: SendingEnd, workers: list[Worker], groups: list[int] | None = N
         worker.answer()
 
 
+def wait_until_joined(place: Place) -> None:
+    """Until the worker in this place has come to where the sender waits for it."""
+    c10d: Any = dist
+    store = c10d.TCPStore(place.host, place.port, is_master=False)
+    store.wait([f"joined/{place.rank}"], timedelta(seconds=PATIENCE_SECONDS))
+
+
 def send(end: SendingEnd, workers: list[Worker], weights: dict[str, Tensor]) -> None:
     """Send all, and compare what arrives."""
     seen: list[str] = []
@@ -185,10 +194,16 @@ def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Ca
 
 
 def test_a_worker_of_the_second_group_that_never_comes_ends_the_first_too(
-    start_workers: Callable[[int], list[Worker]],
+    start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (worker,) = start_workers(1)
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=3.0)
+    timeouts = iter([PATIENCE_SECONDS, 1.0])  # only the second waits in vain
+
+    def make_sender(*args: Any, **options: Any) -> TransferSender:
+        return TransferSender(*args, **options | {"timeout": next(timeouts)})
+
+    monkeypatch.setattr(broadcast_bucket, "TransferSender", make_sender)
+    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600)
     worker.ask(end.handles([0, 1])[0])
     with pytest.raises(EngineError, match="no sign of number 0"):
         end.connect()
@@ -220,11 +235,14 @@ def test_engines_on_the_same_devices_are_told_apart() -> None:
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=5.0)
-    workers[0].ask(end.handles([0, 0])[0])
+    handle, _ = end.handles([0, 0])
+    workers[0].ask(handle)
+    wait_until_joined(pickle.loads(handle)[-1])
     with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 5 s"):
         end.connect()
     with pytest.raises(EngineError, match=r"No weights from 127\.0\.0\.1"):
         workers[0].answer()
+    end.timeout = PATIENCE_SECONDS
     connect(end, workers)
     send(end, workers, WEIGHTS)
     end.close()
