@@ -181,9 +181,9 @@ class WorkerPool:
                 self._bury(worker)
             else:
                 self._answer(worker, message)
-        now = time.monotonic()
         for worker in listened.values():
-            if now > worker.deadline:
+            # One look more: it may be this process that got no time, and the answer has come meanwhile.
+            if time.monotonic() > worker.deadline and not worker.connection.poll():
                 self._bury(worker)
 
     def _answer(self, worker: Worker, message: Any) -> None:

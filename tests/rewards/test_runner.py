@@ -1,5 +1,8 @@
 """The runner with real processes, threads and loops, and functions that hang, crash, raise and talk nonsense."""
 
+import asyncio
+import gc
+import itertools
 import logging
 import math
 import os
@@ -9,7 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +24,7 @@ import sample_rewards
 import torch
 
 from rlightning.errors import ConfigError, RewardError
-from rlightning.rewards import RewardFunction, RewardRunner, RewardScores
+from rlightning.rewards import RewardFunction, RewardRunner, RewardScores, pool
 from rlightning.types import Completion, Prompt
 
 MakeRunner = Callable[..., RewardRunner]
@@ -65,7 +71,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -110,10 +116,10 @@ def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunne
     ("deed", "message"),
     [
         ("raise", "ValueError: a reward that raises"),
-        ("sleep", "took more than its timeout=1 s"),
-        ("backtrack", "took more than its timeout=1 s"),
-        ("stop", "took more than its timeout=1 s"),
-        ("child", "took more than its timeout=1 s"),
+        ("sleep", "took more than its timeout=3 s"),
+        ("backtrack", "took more than its timeout=3 s"),
+        ("stop", "took more than its timeout=3 s"),
+        ("child", "took more than its timeout=3 s"),
         ("exit", "ended its process (exit code 3)"),
         ("crash", "ended its process (SIGSEGV)"),
         ("sys.exit", "SystemExit: 0"),
@@ -126,7 +132,7 @@ def test_a_failure_costs_its_sample_only(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str, message: str
 ) -> None:
     # What is not about time must not fail because the machine is slow.
-    timeout = 1.0 if "timeout=1 s" in message else 60.0
+    timeout = 3.0 if "timeout=3 s" in message else 60.0
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=timeout), "sample_rewards.length")
     completions = ["fine"] * 5 + [deed] + ["true"] * 34
     for _ in range(2):
@@ -135,14 +141,14 @@ def test_a_failure_costs_its_sample_only(
         assert values(scores.rewards) == [5.0] * 5 + [None] + [5.0] * 34
         assert scores.components["length"][5] == len(deed)
         assert scores.failed == 1
-    assert len(caplog.records) == 1, "said once"
+    assert sum(record.name.startswith("rlightning") for record in caplog.records) == 1, "said once"
     assert message in caplog.text
     if deed in ("raise", "sleep", "backtrack", "crash"):
         assert "sample_rewards.py" in caplog.text, "with the function's frames"
 
 
 def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tmp_path: Path) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=1.0))
+    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=5.0))
     assert score(runner, [""], folder=[str(tmp_path)]).failed == 1
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
@@ -153,12 +159,19 @@ def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tm
 def test_a_failure_of_an_async_function_costs_its_sample_only(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
 ) -> None:
+    sample_rewards.released.clear()
     runner = make_runner(RewardFunction(sample_rewards.misbehave_async, timeout=1.0), sample_rewards.wait_then_length)
-    start = time.monotonic()
-    scores = score(runner, ["ab", deed, "abc"])
-    assert time.monotonic() - start < 18  # "block" takes 20
+    try:
+        scores = score(runner, ["ab", deed, "abc"])  # "block" goes on until it is released
+    finally:
+        sample_rewards.released.set()
     assert values(scores.rewards) == [3.0, None, 4.0]
     assert ("a reward that raises" if deed == "raise" else "timeout=1 s").split()[-1] in caplog.text
+    # asyncio complains of the stubborn task when it is collected: now, and not in the log that another test reads.
+    for thread in threading.enumerate():
+        if thread.name == "rewards":
+            thread.join()
+    gc.collect()
 
 
 def test_a_failure_in_a_thread_costs_its_sample_only(make_runner: MakeRunner) -> None:
@@ -172,10 +185,14 @@ def test_a_failure_in_a_thread_costs_its_sample_only(make_runner: MakeRunner) ->
 
 
 def test_async_calls_run_together(make_runner: MakeRunner) -> None:
-    runner = make_runner(sample_rewards.wait_then_length)
-    start = time.monotonic()
-    score(runner, ["a"] * 50)
-    assert time.monotonic() - start < 9  # one after the other they take 10 s
+    all_are_there = asyncio.Barrier(50)
+
+    async def meet() -> float:
+        await all_are_there.wait()
+        return 1.0
+
+    runner = make_runner(RewardFunction(meet, timeout=60.0))
+    assert score(runner, ["a"] * 50).failed == 0
 
 
 def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunner) -> None:
@@ -187,12 +204,27 @@ def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunn
     assert score(runner, ["ok"]).failed == 0, "it can be used again"
 
 
-def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=1.0), max_failed_share=0.02)
-    start = time.monotonic()
+def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=1.0), max_failed_share=0.02)
     with pytest.raises(RewardError, match=r"timeout=1 s$"):
-        score(runner, ["sleep"] * 120)
-    assert time.monotonic() - start < 40  # two at a time they take 60 s
+        score(runner, [""] * 120, folder=[str(tmp_path)] * 120)
+    assert len(list(tmp_path.glob("*.pid"))) < 80  # two of each call: most were never begun
+
+
+def test_an_answer_that_came_while_this_process_got_no_time_counts(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    misses = itertools.cycle([True, False])
+
+    def look(connections: Any, timeout: float | None) -> list[Any]:
+        """Every second one misses the answer that comes right after it."""
+        found = wait(connections, 60.0)
+        return [] if next(misses) else found
+
+    runner = make_runner(RewardFunction("sample_rewards.length", timeout=60.0), num_workers=1)
+    monkeypatch.setattr(pool, "multiprocessing", SimpleNamespace(connection=SimpleNamespace(wait=look), Pipe=Pipe))
+    monkeypatch.setattr(pool, "GRACE", -60.0)  # all are overdue
+    assert values(score(runner, ["a", "bb", "ccc"]).rewards) == [1.0, 2.0, 3.0]
 
 
 def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) -> None:
@@ -233,7 +265,7 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
         "score(runner, ['', ''], folder=[sys.argv[2]] * 2)\n"
     )
     with subprocess.Popen([sys.executable, script, Path(__file__).parent, tmp_path]) as trainer:
-        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 4, seconds=60)
+        wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 4)
         trainer.kill()
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
     wait_for(lambda: not any(is_running(pid) for pid in pids))
@@ -292,7 +324,7 @@ def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path
 
 def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
     runner = make_runner(
-        RewardFunction("sample_rewards.misbehave", timeout=1.0), RewardFunction("sample_rewards.length", weight=0.5)
+        RewardFunction("sample_rewards.misbehave", timeout=3.0), RewardFunction("sample_rewards.length", weight=0.5)
     )
     prompts, completions = make_samples(["fine", "raise", "exit", "true", "nan", "sleep", "crash", "none"])
     for order in ([0, 1, 2], [5, 6, 7], [3, 4]):  # in an order of their own, as they end
@@ -318,13 +350,11 @@ def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
 
 
 def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner: MakeRunner) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=60.0), max_failed_share=0.25)
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=3600.0), max_failed_share=0.25)
     prompts, completions = make_samples(["raise", "raise", *["sleep"] * 6])
-    runner.begin(prompts[:4], completions[:4])
-    start = time.monotonic()
+    runner.begin(prompts[:3], completions[:3])  # one of the two workers stays awake
     with pytest.raises(RewardError, match=r"^3 of 8 samples have no reward"):
-        runner.score(prompts[:1] * 3 + prompts[3:], completions[:1] * 3 + completions[3:])
-    assert time.monotonic() - start < 30  # nobody waited for those that sleep
+        runner.score(prompts[:1] * 3 + prompts[3:], completions[:1] * 3 + completions[3:])  # waits for none that sleeps
     assert score(runner, ["ok"]).failed == 0
 
 

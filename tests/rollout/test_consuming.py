@@ -80,7 +80,7 @@ def test_pace_counts_steps_however_often_they_are_refilled(tmp_path: Path, caplo
         if version < WINDOW_STEPS - 1:
             run.engines.forgive()  # once more when an update is done, and with each batch of a validation
             run.engines.forgive()
-    assert caplog.text == ""
+    assert not any(record.name.startswith("rlightning") for record in caplog.records)
     run.engines.forgive()
     assert caplog.text.count("of the last 20 steps") == 1
 
