@@ -10,7 +10,7 @@ from rlightning.errors import EngineError
 from rlightning.models import load_config
 from rlightning.rollout.engine_hello import check_hello
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, hang_up, limit_waiting
-from rlightning.rollout.engine_wire import MEET_SECONDS, enter, parse_url, reach, read_token
+from rlightning.rollout.engine_wire import MEET_SECONDS, NotNowError, enter, parse_url, reach, read_token
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class ServedEngine(EngineLink):
     def _open(self) -> Connection:
         deadline = time.monotonic() + self.config.start_timeout
         is_known = False
+        busy = ""
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             try:
@@ -45,6 +46,10 @@ class ServedEngine(EngineLink):
                 # EAGAIN is how a read of limited time ends.
                 is_silent = isinstance(problem, BlockingIOError | TimeoutError)
                 reason = "it does not answer" if is_silent else str(problem) or "it closed the connection"
+                if isinstance(problem, NotNowError):
+                    busy = reason
+                elif is_silent and busy:  # the last try may be too short for an answer
+                    reason = f"{busy}, and then did not answer"
                 if self._is_closing:
                     raise
                 if time.monotonic() > deadline:

@@ -10,10 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
+from itertools import chain, repeat
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_wire import TOKEN, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.engine_wire import TOKEN, NotNowError, let_in, make_connection, own_address, parse_url
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.rollout.vllm_engine import vllm_sampling
 
@@ -66,9 +69,7 @@ class Server:
 
     def __init__(self, project: Path, token: str = "", port: int = 0) -> None:
         command = [str(Path(sys.executable).with_name("rlightning")), "serve", "--config", "run.yaml"]
-        self._errors = (project / "serve.err").open("a+")
-        self._errors.seek(0, os.SEEK_END)
-        self._start = self._errors.tell()
+        self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 (closed with it)
         self.process = subprocess.Popen(
             [*command, "--port", str(port)],
             cwd=project,
@@ -85,8 +86,8 @@ class Server:
         self.url, self.port = found[1], int(found[2])
 
     def errors(self) -> str:
-        self._errors.flush()
-        return Path(self._errors.name).read_text()[self._start :]
+        self._errors.seek(0)
+        return self._errors.read()
 
     def interrupt(self) -> int:
         """Ctrl-C; its exit code."""
@@ -140,7 +141,7 @@ def connected(config: VLLMConfig) -> Iterator[ServedEngine]:
 def fit(project: Path, folder: Path, urls: list[str], *callbacks: Any, max_steps: int = 4, **kwargs: Any) -> Witness:
     """A run whose engines are at ``urls``, verified with every sync."""
     witness = Witness()
-    arguments = {"placement": "standalone", "max_staleness": 1, "max_new_tokens": 64, "hang_timeout": 20.0}
+    arguments = {"placement": "standalone", "max_staleness": 1, "max_new_tokens": 64}
     rollout = make_rollout(engines=urls, **arguments | kwargs)
     trainer = make_trainer(folder, max_steps, rollout, witness, *callbacks)
     trainer.fit(make_module(str(project / "model")), make_data(folder))
@@ -237,6 +238,21 @@ def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_
         message = rf"tcp://127\.0\.0\.1:{port} could not be reached for 3 s: {reason}\. Start it with .rlightning serve"
         with connected(config) as link, pytest.raises(EngineError, match=message):
             link.ready.result(PATIENCE_SECONDS)
+
+
+def test_what_an_engine_has_said_counts_when_it_is_silent_later(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = chain([NotNowError("it serves another trainer")], repeat(BlockingIOError()))
+
+    def fail(*_: Any) -> None:
+        raise next(problems)
+
+    monkeypatch.setattr(ServedEngine, "_try", fail)
+    message = r"for 0\.5 s: it serves another trainer, and then did not answer\. Start it"
+    with (
+        connected(make_config(project, "tcp://127.0.0.1:1", start_timeout=0.5)) as link,
+        pytest.raises(EngineError, match=message),
+    ):
+        link.ready.result(PATIENCE_SECONDS)
 
 
 def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
@@ -378,9 +394,9 @@ def test_an_engine_that_never_answers_stays_away(
     caplog.set_level(logging.INFO)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        witness = fit(project, tmp_path, [url, server.url], start_timeout=20.0)
+        witness = fit(project, tmp_path, [url, server.url], start_timeout=10.0)
     assert len(witness.steps) == 4
-    assert f"Engine 0 stays away: The engine at {url} could not be reached for 20 s: it does not answer." in caplog.text
+    assert f"Engine 0 stays away: The engine at {url} could not be reached for 10 s: it does not answer." in caplog.text
 
 
 @pytest.mark.slow
@@ -437,14 +453,15 @@ def test_a_server_that_hangs_is_noticed_and_may_come_back(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go_on() -> None:
-        while "gave no sign of life for 10 s" not in caplog.text:
+        while "gave no sign of life for 5 s" not in caplog.text:
             time.sleep(0.1)
         os.kill(server.process.pid, signal.SIGCONT)
 
-    def stop(_: Any) -> None:
+    def stop(engine: Any) -> None:
         os.kill(server.process.pid, signal.SIGSTOP)
+        engine.process.config = replace(engine.process.config, hang_timeout=5.0)  # only this life is to seem to hang
         threading.Thread(target=go_on, daemon=True).start()
 
-    witness = fit(project, tmp_path, [server.url], At(1, stop), hang_timeout=10.0)
+    witness = fit(project, tmp_path, [server.url], At(1, stop))
     assert len(witness.steps) == 4
-    assert "gave no sign of life for 10 s" in caplog.text
+    assert "gave no sign of life for 5 s" in caplog.text
