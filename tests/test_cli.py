@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -148,13 +147,38 @@ def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_ctrl_c_before_training_ends_with_130(project: Path) -> None:
+HELD_IMPORT = """\
+import sys, time
+
+class Hold:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print("amid the imports", flush=True)
+            try:
+                time.sleep(600)
+            except KeyboardInterrupt:
+                raise RuntimeError("as a library whose import is broken may raise") from None
+
+sys.meta_path.insert(0, Hold())
+"""
+"""Python runs it, as its sitecustomize, before anything else."""
+
+
+def test_ctrl_c_before_training_ends_with_130(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HELD_IMPORT)
     # With `python -m`, Python may end by the signal itself, which a shell shows as 130 too: it does where the signal
     # came within an `exec`, though `main` caught it, and imports are full of them (each dataclass has one).
     command = [str(Path(sys.executable).with_name("rlightning")), "fit", "--config", "run.yaml"]
-    process = subprocess.Popen(command, cwd=project, env=environment(), stderr=subprocess.PIPE, text=True)
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # amid the imports
-        time.sleep(0.05)
+    process = subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "amid the imports\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors

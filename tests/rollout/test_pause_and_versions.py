@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -151,6 +150,7 @@ def started(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         refusal = trainer.generate(PROMPTS[0]).exception(timeout=120)
         trainer.swap(2, keeps_cache=False)
         yield Running(trainer, refusal, trainer.generate(PROMPTS[0]).result(timeout=120))
+        trainer.bucket.close()
 
 
 @pytest.fixture
@@ -166,12 +166,15 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
     """Send new weights several times while the engine samples, more at once than it can run."""
     counts = (1, 5, 8)
     begun = [(prompt, trainer.generate(prompt, num_samples)) for prompt in PROMPTS[:2] for num_samples in counts]
-    first = trainer.generate(PROMPTS[0], max_tokens=8)
+    marks = [trainer.generate(PROMPTS[0], max_tokens=8 + 60 * number) for number in range(NUM_SWAPS)]
     begun += [(prompt, trainer.generate(prompt, num_samples)) for prompt in 2 * PROMPTS for num_samples in counts]
-    first.result(timeout=120)  # those before it have some tokens, too
+    pending = {*marks, *(answer for _, answer in begun)}
     for version in range(1, NUM_SWAPS + 1):
+        # What had not ended at the last pause ends with tokens of the last version.
+        assert wait(pending, timeout=120, return_when=FIRST_COMPLETED).done
+        trainer.ask("pause")
+        pending = {answer for answer in pending if not answer.done()}
         trainer.swap(version, keeps_cache)
-        time.sleep(0.1)  # for some more tokens
     samples = [(prompt, sample) for prompt, answer in begun for sample in answer.result(timeout=120)]
     for _, sample in samples:
         assert len(sample["token_ids"]) == len(sample["weight_versions"]) == MAX_TOKENS
