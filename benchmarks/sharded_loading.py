@@ -108,6 +108,7 @@ def peak_growth(load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, i
     finally:
         is_over.set()
         watcher.join()
+        peak = max(peak, anonymous_bytes())  # the watcher may have got no time
     return loaded, peak - before
 
 

@@ -7,6 +7,12 @@ import pytest
 from rlightning.rewards import exact_match, length_penalty, numeric_answer, regex_format
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right must not count as wrong because the machine is slow."""
+    monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 60)
+
+
 def test_exact_match() -> None:
     assert exact_match(" 42\n", "42") == 1.0
     assert exact_match("42", 42) == 1.0

@@ -27,4 +27,7 @@ class Census(WeightReceiver):
         found = {"parameter_bytes": sum(parameters.values())}
         for kind in (Optimizer, FSDPModule, PreTrainedModel):
             found[kind.__name__] = sum(issubclass(type(one), kind) for one in alive)
-        Path(os.environ["CENSUS"]).write_text(json.dumps(found))
+        census = Path(os.environ["CENSUS"])
+        aside = census.with_suffix(".new")
+        aside.write_text(json.dumps(found))
+        aside.replace(census)  # at once: it may be read while another ping is answered

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from rlightning.rollout.pace import WINDOW_STEPS, Pace
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds, in the one item of a list."""
     seconds = [100.0]
-    monkeypatch.setattr("rlightning.rollout.pace.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("rlightning.rollout.pace.time", SimpleNamespace(monotonic=lambda: seconds[0]))
     return seconds
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlightning.rollout.process_group import end_group
 
+PATIENCE_SECONDS = 60.0
 # A process that ignores signals, its child, and shared memory that nobody unlinks.
 STUBBORN = """
 import multiprocessing as mp, signal, sys, time
@@ -64,7 +65,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(memory: Path) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while memory.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return not memory.exists()
@@ -74,7 +75,7 @@ def test_a_group_ends_and_takes_its_shared_memory_along(tmp_path: Path) -> None:
     process, memory, child = start(tmp_path, STUBBORN)
     assert memory.exists() and is_running(child)
     end_group(process.pid)
-    assert process.wait(1) == -9
+    assert process.wait(PATIENCE_SECONDS) == -9
     assert not is_running(child)
     assert not memory.exists()
     end_group(process.pid)  # there is none any more
@@ -93,7 +94,7 @@ def test_a_group_ends_itself(tmp_path: Path) -> None:
     scratch.mkdir()
     (scratch / "socket").touch()
     process, memory, child = start(tmp_path, ENDS_ITSELF, str(scratch))
-    assert process.wait(10) == -9
+    assert process.wait(PATIENCE_SECONDS) == -9
     assert wait_until_gone(memory) and not is_running(child) and not scratch.exists()
 
 
