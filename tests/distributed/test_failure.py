@@ -14,6 +14,7 @@ from rlightning.errors import ConfigError
 
 LOOP = """\
 import ctypes, os, signal, subprocess, sys, time
+from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
 from rlightning.distributed.failure import FailureWatch
@@ -25,10 +26,15 @@ class TearDown:
 last = TearDown()
 rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("nccl" if others == "device" else "gloo")
-with FailureWatch(grace=2 if others == "stuck" else 600):
+at_work = [Path(__file__).with_name(f"at-work-{i}") for i in range(dist.get_world_size())]
+with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
     try:
+        if others != "stuck":
+            at_work[rank].touch()
         if rank == failing:
-            time.sleep(0.5)
+            while not all(path.exists() for i, path in enumerate(at_work) if i != rank):
+                time.sleep(0.02)
+            time.sleep(0.5)  # most are in the very call by then; what holds there holds just before it
             if how == "raise":
                 raise ValueError("boom")
             if how == "kill":
@@ -45,10 +51,9 @@ with FailureWatch(grace=2 if others == "stuck" else 600):
             dist.all_reduce(number := torch.ones(1, device=f"cuda:{rank}"))
             number.item()
         elif others == "stuck":
-            # Like a collective on a device: no signal gets through to Python.
-            mutex = ctypes.create_string_buffer(64)
-            for _ in range(2):
-                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            # Like a collective on a device: no signal gets through to Python. The shell says that this rank is in it.
+            command = f"exec >/dev/null 2>&1; touch '{at_work[rank]}'; exec tail -f /dev/null --pid=$PPID"
+            ctypes.CDLL(None).system(command.encode())
         elif others == "work":
             time.sleep(rank)
     finally:
