@@ -139,7 +139,8 @@ class _Meeting:
         try:
             work.wait()
         except RuntimeError:
-            self._fail(self._broken)
+            # After a stall of this process it may be at its own end of time, which is later than the deadline.
+            self._fail(self._not_reached if time.monotonic() > self.deadline else self._broken)
 
     def _is_all_but_done(self, work: dist.Work) -> bool:
         """Whether the last rank came just now, and the meeting ends well after all."""
