@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 15.0
 """How long ranks get to clean up after the first failure, unless told otherwise."""
-STUCK_SECONDS = 2.0
+STUCK_SECONDS = 5.0
 """How long ranks get to begin to clean up once rank 0 is through with it; what does not is stuck in a collective."""
 ANSWER_SECONDS = 5.0
 """How long a rank that failed waits to hear who was first."""
-REAP_SECONDS = 1.0
+REAP_SECONDS = 5.0
 """How long a process takes at most from closing its connections to its end."""
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""

@@ -12,7 +12,7 @@ from rlightning.distributed.orders import Answered, Entry, Failed, Order, Worker
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.errors import ConfigError, EngineError
 
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
 """How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
 so before the neighbour's death has been noticed."""
 PLACE_SECONDS = 60.0

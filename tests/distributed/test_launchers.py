@@ -16,7 +16,16 @@ PAIR = """\
   strategy:
     class_path: rlightning.distributed.ddp.DDP
     init_args:
-      failure_grace: 5
+      failure_grace: 30
+"""
+
+IMPORTS = """\
+import os, signal, sys
+from datetime import timedelta
+from multiprocessing.util import Finalize
+import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from rlightning.distributed import failure
 """
 
 CALLBACKS = """
@@ -39,14 +48,21 @@ class EndsEarly(Callback):
 class Fails(Callback):
     def __init__(self, rank: int, how: str, others: str = "sleep"):
         self.rank, self.how, self.others = rank, how, others
+        if others == "sleep":
+            failure.STUCK_SECONDS = 60  # nobody is stuck, however slow
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx != 1:
             return
         if self.rank not in (trainer.global_rank, -1):
             if self.others == "collective":
+                if self.how == "SIGSTOP":
+                    world = torch.distributed.group.WORLD
+                    usual = world._get_backend(torch.device("cpu")).options._timeout
+                    sys.stderr.write(f"a collective ends after {usual.total_seconds():g} s\\n")
+                    _set_pg_timeout(timedelta(seconds=10), world)  # from here on: the ranks' start takes its time
                 torch.distributed.all_reduce(torch.ones(1))
-            time.sleep(60 if self.how != "SIGTERM" else 0)
+            time.sleep(600 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
         elif self.how == "mistake":
@@ -71,8 +87,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "own_classes.py").open("a") as file:
         file.write(CALLBACKS)
     classes = (folder / "own_classes.py").read_text()
-    imports = "import os, signal, sys\nfrom multiprocessing.util import Finalize\nimport torch\n"
-    (folder / "own_classes.py").write_text(imports + classes)
+    (folder / "own_classes.py").write_text(IMPORTS + classes)
     return folder
 
 
@@ -212,9 +227,10 @@ def test_ctrl_c_of_rank_0_does_not_wait_for_a_rank_that_is_stuck(project: Path) 
 
 @pytest.mark.slow
 def test_a_collective_that_a_stopped_rank_does_not_come_to_ends_in_time(project: Path) -> None:
-    options = ("--trainer.strategy.barrier_timeout", "30", "--trainer.strategy.failure_grace", "600")
+    options = ("--trainer.strategy.barrier_timeout", "1200", "--trainer.strategy.failure_grace", "600")
     code, output = failing(project, "stopped", 1, "SIGSTOP", "lightning", *options, others="collective")
     assert code == 1
-    assert "Timed out waiting 30000ms" in output
+    assert "a collective ends after 1200 s" in output
+    assert "Timed out waiting 10000ms" in output
     assert "rank 1 was last seen at barrier 'next batch', " in output
     assert "rank 0 cleans up" in output
