@@ -51,7 +51,7 @@ class RayStore(TensorStore):
             own, which is all processes' of a node together.
     """
 
-    patience = 2.0  # others let go by a message, which takes milliseconds
+    patience = 10.0  # others let go by a message, which takes milliseconds
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         super().__init__(max_bytes=max_bytes)

@@ -1,7 +1,9 @@
 """A worker: a process of Ray's with a device, a Trainer and the actor, which computes what a controller orders."""
 
+import contextlib
 import logging
 import os
+import random
 import socket
 import sys
 import traceback
@@ -37,6 +39,8 @@ from rlightning.errors import find_mistake
 from rlightning.evaluation import validate_in_fit
 from rlightning.rollout.engine_wire import TOKEN
 
+RENDEZVOUS_PORTS = range(20_000, 32_000)
+"""Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
 CONTROLLER = "Ray driver"
 """What a worker's strategy calls whom it takes orders from."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
@@ -73,9 +77,12 @@ class Worker:
         import ray
 
         find_address: Any = ray.util.get_node_ip_address
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return find_address(), int(probe.getsockname()[1])
+        numbers = random.SystemRandom()  # not of the run's seed: another run on this host may have the same
+        while True:
+            port = numbers.choice(RENDEZVOUS_PORTS)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                return find_address(), port
 
     def process_id(self) -> int:
         """Of this worker on its host."""

@@ -12,8 +12,8 @@ import ray
 import torch
 from observed_run import add_rewards, make_batch
 from ray._private.internal_api import memory_summary
-from ray.cluster_utils import Cluster
 from ray.experimental import get_object_locations
+from ray_nodes import start_nodes
 from rtensor_worker import start_workers
 from test_rtensor import SAMPLES, bits
 
@@ -48,7 +48,7 @@ def workers(both: list[Any]) -> Iterator[list[Any]]:
     yield both
 
 
-def become(expected: Any, ask: Callable[[], Any], seconds: float = 20) -> Any:
+def become(expected: Any, ask: Callable[[], Any], seconds: float = 120) -> Any:
     """What ``ask`` answers, once it is ``expected`` or the time is over: news of letting go takes milliseconds."""
     deadline = monotonic() + seconds
     while (answer := ask()) != expected and monotonic() < deadline:
@@ -180,15 +180,21 @@ def test_a_worker_that_is_gone_is_named(cluster: None) -> None:
     ray.kill(lives)
 
 
+def set_patience(worker: Any, seconds: float) -> None:
+    ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "patience", seconds)))
+
+
 def test_the_cap_names_the_holders_and_waits_for_those_who_let_go(cluster: None) -> None:
     (worker,) = start_workers(1, 3 * MB)
     kept = [ray.get(worker.store_zeros.remote(MB, label)) for label in ("rollout", "rollout", "values")]
     full = (
         r"'update' would store 1,048,576 bytes .* max_bytes=3,145,728.*'rollout': 2 x, 2,097,152 bytes; 'values': 1 x"
     )
+    set_patience(worker, 0.1)
     with pytest.raises(StoreFullError, match=full):
         ray.get(worker.store_zeros.remote(MB, "update"))
     assert live(worker) == (3, 3 * MB)
+    set_patience(worker, 120)
     for _ in range(20):  # each asks for room at once, while the news of letting go is under way
         kept[0] = None
         kept[0] = ray.get(worker.store_zeros.remote(MB, "update"))
@@ -212,10 +218,9 @@ def test_this_process_can_store_too(cluster: None, monkeypatch: pytest.MonkeyPat
 def test_bytes_go_from_node_to_node_and_not_through_the_controller() -> None:
     """Three nodes on this machine: the controller's, and one for each worker."""
     ray.shutdown()
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * MB})
+    each: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * MB}
+    nodes = start_nodes(each, *(each | {"resources": {name: 1}} for name in ("a", "b")))
     try:
-        for name in ("a", "b"):
-            nodes.add_node(num_cpus=1, resources={name: 1}, object_store_memory=100 * MB)
         ray.init(address=nodes.address, log_to_driver=False)
         workers = [start_workers(1, resources={name: 1})[0] for name in ("a", "b")]
         places = ray.get([worker.node.remote() for worker in workers])
@@ -224,8 +229,9 @@ def test_bytes_go_from_node_to_node_and_not_through_the_controller() -> None:
         stored = ray.get(workers[0].store_zeros.remote(30 * MB))
         ray.get(workers[1].keep.remote([stored]))
         assert ray.get(workers[1].sum_kept.remote()) == [0.0]
-        location = get_object_locations([ref := ref_of(stored)])[ref]
-        assert location["object_size"] > 30 * MB and set(location["node_ids"]) == set(places)
+        ref = ref_of(stored)
+        assert become(set(places), lambda: set(get_object_locations([ref])[ref]["node_ids"])) == set(places)
+        assert get_object_locations([ref])[ref]["object_size"] > 30 * MB
     finally:
         ray.shutdown()
         nodes.shutdown()  # type: ignore[no-untyped-call]
