@@ -91,7 +91,7 @@ class Leftovers(RLCallback):
     runs_in = "workers"
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        deadline = monotonic() + 10
+        deadline = monotonic() + 60
         while live_entries() and monotonic() < deadline:
             sleep(0.01)
         with (Path(trainer.default_root_dir) / f"leftovers{trainer.global_rank}").open("a") as file:
@@ -141,6 +141,16 @@ class DieOnce(RLCallback):
         (folder / "engines.json").write_text(json.dumps({"before": pids, "kept": kept, "left": left}))
 
 
+class AwaitCompletions(RLCallback):
+    """Begins an update when all is complete that engines have been asked for: none of it is of newer weights."""
+
+    runs_in = "workers"
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        for answer in list(module.generator._engines._arrivals._asked):
+            answer.result()
+
+
 def train(
     folder: Path,
     strategy: Any,
@@ -154,6 +164,7 @@ def train(
     """Train for some steps, with a validation before the first."""
     folder.mkdir(exist_ok=True)
     restarting = [DieOnce(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1)] if dies else []
+    waiting = [AwaitCompletions()] if (rollout or {}).get("max_staleness") else []
     data = make_data(folder.parent, validation={"sums": str(folder.parent / "sums.jsonl")})
     record = Record()
     engine = make_rollout(seed=3, **rollout or {})
@@ -170,6 +181,7 @@ def train(
         AtWork(),
         CompletionsTable(1),
         *restarting,
+        *waiting,
         strategy=strategy,
         enable_checkpointing=dies,
         devices=num_ranks if isinstance(strategy, FSDP) else 1,

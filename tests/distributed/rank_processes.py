@@ -25,10 +25,13 @@ def free_port() -> int:
 
 def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
     """Run a Python script on ``num_ranks`` processes, with the variables that torch reads its rank from."""
+    ports = set[str]()
+    while len(ports) < 3:
+        ports.add(str(free_port()))
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "FREE_PORTS": f"{free_port()} {free_port()}",  # for those who connect again
+        "MASTER_PORT": ports.pop(),
+        "FREE_PORTS": " ".join(ports),  # for those who connect again
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",  # an abort says what each thread was at

@@ -84,7 +84,7 @@ class ObservedDDP(DDP):
 
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path: Path) -> None:
-    strategy = ObservedDDP(start_method="spawn", barrier_timeout=60)
+    strategy = ObservedDDP(start_method="spawn", barrier_timeout=300)
     bare_trainer(tmp_path, 2, AskStrategy(), devices=2, strategy=strategy).fit(BoringModel())
     for rank in range(2):
         answers = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -101,7 +101,7 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
             "no tensor": "text",
             "all": [True, False, False],
             "any": [True, True, False],
-            "timeout": 60,
+            "timeout": 300,
             "backend": "gloo",
             "is watched": True,
         }

@@ -81,7 +81,7 @@ def test_entries_are_read_as_they_come() -> None:
     reader = threading.Thread(target=lambda: found.extend(inbox.collect(0, 0)))
     reader.start()
     inbox.note(PromptsWanted(2))
-    reader.join(10)
+    reader.join(120)
     assert found == [PromptsWanted(2)]
     inbox.answer(None)
     assert inbox.collect(0, 1) == [Answered(None)]
