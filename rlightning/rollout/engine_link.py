@@ -8,7 +8,6 @@ import pickle
 import socket
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -104,7 +103,8 @@ class EngineLink(ABC):
         self._on_alive = on_alive
         self._pending: dict[int, Future[Any]] = {0: self.ready}
         self._num_calls = 0
-        self._heard = time.monotonic()
+        self._silence = 0.0
+        self._how = "died"
         self._is_closing = False
         self._connection: Connection | None = None
         self._unsent: list[bytes] = []
@@ -141,7 +141,7 @@ class EngineLink(ABC):
                 answer.set_exception(self.death)
                 return answer
             if not self._pending:
-                self._heard = time.monotonic()  # it owed nobody a sign of life
+                self._silence = 0.0  # it owed nobody a sign of life
             self._num_calls += 1
             number = self._num_calls
             self._pending[number] = answer
@@ -180,7 +180,8 @@ class EngineLink(ABC):
                     self._unsent.append(data)
                 else:
                     self._connection.send_bytes(data)
-        except OSError:
+        except OSError as error:
+            self._note(error)
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -191,7 +192,6 @@ class EngineLink(ABC):
     def _listen(self) -> None:
         """Hand out answers until the engine dies, and end it then."""
         error: EngineError | None = None
-        how = "died"
         try:
             connection = self._open()
             with self._send_lock:
@@ -199,16 +199,18 @@ class EngineLink(ABC):
                 for data in self._unsent:
                     connection.send_bytes(data)
             while not self._is_closing:
-                if connection.poll(min(LOOK_SECONDS, self._timeout)):
+                look = min(LOOK_SECONDS, self._timeout)
+                if connection.poll(look):
                     self._hear(*connection.recv())
-                elif (complaint := self._overdue()) is not None:
-                    how = complaint
+                elif self._is_overdue(look):
+                    complaint = "gave no sign of life" if self.ready.done() else "did not come up"
+                    self._how = f"{complaint} for {self._timeout:.0f} s"
                     break
         except EngineError as refusal:
             error = refusal
-        except (EOFError, OSError):
-            pass
-        ending = self._end(how)
+        except (EOFError, OSError) as problem:
+            self._note(problem)
+        ending = self._end(self._how)
         if error is None or self._is_closing:
             error = ending
         with self._send_lock:
@@ -225,7 +227,7 @@ class EngineLink(ABC):
         if status == "ready":
             log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))
         with self._state_lock:
-            self._heard = time.monotonic()
+            self._silence = 0.0
             answer = self._pending.pop(0 if number is None else number, None) if status != "alive" else None
         if answer is None:
             self._on_alive()
@@ -240,13 +242,20 @@ class EngineLink(ABC):
     def _timeout(self) -> float:
         return self.config.hang_timeout if self.ready.done() else self.config.start_timeout
 
-    def _overdue(self) -> str | None:
-        """What to complain of, if the engine owes somebody an answer and has been silent for too long."""
+    def _note(self, problem: EOFError | OSError) -> None:
+        """Tell an engine that stopped in the middle of a message from one that is gone."""
+        if isinstance(problem, BlockingIOError):  # limit_waiting's
+            self._how = f"gave no sign of life for {self.config.hang_timeout:.0f} s"
+
+    def _is_overdue(self, look: float) -> bool:
+        """Whether the engine, silent for another ``look``, owes somebody an answer and has been so for too long.
+
+        Looks are added up, not read off a clock: a trainer that did not run itself, nor perhaps the engine, as in a job
+        that is suspended, accuses nobody.
+        """
         with self._state_lock:
-            if not self._pending or time.monotonic() - self._heard <= self._timeout:
-                return None
-        complaint = "gave no sign of life" if self.ready.done() else "did not come up"
-        return f"{complaint} for {self._timeout:.0f} s"
+            self._silence += look
+            return bool(self._pending) and self._silence > self._timeout
 
 
 def limit_waiting(connection: Connection, seconds: float) -> None:

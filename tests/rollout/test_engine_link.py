@@ -1,0 +1,75 @@
+"""The trainer's end of an engine, without the engine."""
+
+import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
+
+
+class Link(EngineLink):
+    """To whatever is at the other end of a connection."""
+
+    def __init__(self, connection: Connection, **config: Any) -> None:
+        place: dict[str, Any] = {"device": torch.device("cpu"), "log_file": Path("engine.log")}
+        super().__init__(VLLMConfig(engine_args={}, dtype=torch.float32, **place, **config))
+        limit_waiting(connection, self.config.hang_timeout)
+        self._ours = connection
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def _open(self) -> Connection:
+        return self._ours
+
+    def _end(self, how: str) -> EngineDiedError:
+        return EngineDiedError(f"The engine {how}.")
+
+
+def test_time_in_which_the_trainer_did_not_run_is_no_silence_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    poll, clock = ours.poll, time.monotonic
+
+    def stand_still(seconds: float) -> bool:
+        """A day passes, for whoever is asked too."""
+        monkeypatch.setattr(ours, "poll", poll)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 86400)
+        return False
+
+    monkeypatch.setattr(ours, "poll", stand_still)
+    link = Link(ours)
+    theirs.send((None, "ready", {}))
+    assert link.ready.result() == {}
+    link.close()
+
+
+def test_an_engine_that_is_asked_and_silent_hangs() -> None:
+    ours, theirs = Pipe()
+    link = Link(ours, hang_timeout=0.1)
+    theirs.send((None, "ready", {}))
+    link.ready.result()
+    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
+        link.submit("ping").result()
+
+
+def test_an_engine_that_reads_nothing_hangs() -> None:
+    ours, theirs = Pipe()
+    link = Link(ours, hang_timeout=1.0)  # before it is up, nobody minds its silence
+    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 1 s"):
+        link.submit("ping", bytes(1 << 22)).result()
+    theirs.close()
+
+
+def test_an_engine_that_is_gone_has_died() -> None:
+    ours, theirs = Pipe()
+    link = Link(ours)
+    theirs.close()
+    with pytest.raises(EngineDiedError, match=r"The engine died\."):
+        link.submit("ping").result()
