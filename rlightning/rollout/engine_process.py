@@ -21,7 +21,7 @@ from rlightning.rollout.process_group import end_group
 
 LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
-EXIT_SECONDS = 1.0
+EXIT_SECONDS = 10.0
 """How long an engine that has closed its socket may take to exit, for its exit status."""
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"

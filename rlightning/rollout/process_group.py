@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-TRACKER_SECONDS = 5.0
+TRACKER_SECONDS = 60.0
 """How long resource trackers get for cleaning up, and then whatever does not die of SIGKILL."""
 
 

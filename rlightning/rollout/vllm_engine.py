@@ -98,7 +98,7 @@ class VLLMEngine:
             num_samples: completions a prompt.
             sampling: see :class:`Sampling`.
         """
-        if self.is_alive and self.weight_version is None:
+        if self.is_alive and self._held_version is None:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
         return [
             self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
