@@ -27,7 +27,7 @@ def save_model(folder: Path, **config: Any) -> str:
 
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:
     """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
-    rewards = [RewardFunction(share_of_ones)]
+    rewards = [RewardFunction(share_of_ones, timeout=500)]
     arguments: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 3e-2}
     return GRPO(model_folder, **arguments | kwargs)
 

@@ -115,7 +115,7 @@ class NoteSessions(RLCallback):
 def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
     module = Stumbling(
         model_folder,
-        rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"})],
+        rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"}, timeout=500)],
         prompts_per_step=4,
         samples_per_prompt=2,
     )
@@ -139,7 +139,7 @@ def write_config(folder: Path, model_folder: str) -> Path:
             "class_path": "rlightning.algorithms.GRPO",
             "init_args": {
                 "model": model_folder,
-                "rewards": [{"function": "tiny.share_of_ones"}],
+                "rewards": [{"function": "tiny.share_of_ones", "timeout": 500}],
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
             },
@@ -187,7 +187,7 @@ def test_a_signal(
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)

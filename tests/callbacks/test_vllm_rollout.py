@@ -204,7 +204,7 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     start, called = time.monotonic(), tmp_path / "called"
     arrived: list[float] = []
     arguments = {"start": start, "note": str(called)}
-    runner = RewardRunner([RewardFunction("clock_reward.seconds_since", arguments=arguments)])
+    runner = RewardRunner([RewardFunction("clock_reward.seconds_since", arguments=arguments, timeout=500)])
 
     def on_completed(prompt: Prompt, completions: list[Completion]) -> None:
         runner.begin([prompt] * len(completions), completions)
