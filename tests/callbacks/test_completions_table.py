@@ -73,6 +73,7 @@ def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
 
 def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # for its process to start
     wandb_logger = WandbLogger(name="observed", save_dir=tmp_path, project="tests", offline=True)
     loggers: list[Logger] = [
         CSVLogger(tmp_path, name="", version="csv"),
