@@ -1,0 +1,5 @@
+"""What all tests share."""
+
+import fork_server
+
+fork_server.install()

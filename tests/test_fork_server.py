@@ -1,0 +1,99 @@
+"""A program that the fork server starts is the process that an interpreter of its own would be."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SHOW = """
+import os, sys, torch
+print(os.getppid(), sys.argv[1:], os.getcwd(), os.environ.get("GIVEN"), os.environ.get("HOME"), __name__)
+print(os.getsid(0) == os.getpid(), sys.path[0], os.read(int(sys.argv[1]), 5).decode(), torch.get_num_threads())
+print("to stderr", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(SHOW)
+    return path
+
+
+def run(script: Path, source: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    script.write_text(source)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("how", [{}, {"START_BY_EXEC": "1"}])
+def test_process_has_what_was_asked_for(script: Path, tmp_path: Path, how: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"piped")
+    done = subprocess.run(
+        [sys.executable, str(script), str(reader), "a b"],
+        env={"GIVEN": "yes", "OMP_NUM_THREADS": "1"} | how,
+        cwd=tmp_path,
+        pass_fds=[reader],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+    )
+    os.close(reader)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (3, "to stderr\n")
+    assert done.stdout.splitlines() == [
+        f"{os.getpid()} ['{reader}', 'a b'] {tmp_path} yes None __main__",
+        f"True {tmp_path} piped 1",
+    ]
+
+
+def test_modules_are_there_before_the_program_starts(script: Path) -> None:
+    done = run(script, "import sys; print('vllm' in sys.modules, __import__('time').process_time() < 2)")
+    assert done.stdout == "True True\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "error"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("raise SystemExit('a line')", 1, "a line"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import atexit, sys; atexit.register(print, 'at exit', file=sys.stderr)", 0, "at exit"),
+    ],
+)
+def test_end_is_an_interpreters_end(script: Path, source: str, code: int, error: str) -> None:
+    done = run(script, source)
+    assert done.returncode == code
+    assert error in done.stderr
+
+
+def test_programs_of_a_program_are_forked_too(script: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text("import os, sys; print(os.getppid(), 'vllm' in sys.modules)")
+    done = run(script, f"import os, subprocess, sys; print(os.getpid(), flush=True); subprocess.run([sys.executable, {str(inner)!r}])")  # fmt: skip
+    pid, inner_line = done.stdout.splitlines()
+    assert inner_line == f"{pid} True"
+
+
+def test_fork_server_of_a_program_ends_with_it(script: Path) -> None:
+    script.write_text("import time; print('up', flush=True); time.sleep(600)")
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
+        command = Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert str(script) in command
+        process.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{children[0]}/cmdline").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{children[0]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            break
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{children[0]}/cmdline").exists()
