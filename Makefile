@@ -10,13 +10,15 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check demo clean
+.PHONY: help setup test test-fast test-all compiled check demo clean
 
 help:
 	@echo "make setup   make .venv with everything in it (PYTHON=... names a Python, 3.11 or later)"
 	@echo "make demo    train a small model on arithmetic with real rollouts; about 10 minutes on 2 cores"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, of slow variants one a kind; about MINUTES minutes on 2 cores"
 	@echo "make check   lint, format, types"
+	@echo "make test-fast   the tests that start no process; within a minute"
+	@echo "make test-all    all tests, as CI does"
 	@echo "make clean   remove what builds and tests leave behind; .venv and runs/ stay"
 
 setup: $(STAMP)
@@ -42,12 +44,23 @@ endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@
 
-# Two files of tests at a time, as most wait for a process that uses one core; one at a time where they share GPUs.
+# Three files of tests at a time, as most wait for processes; one at a time where they share GPUs.
 # One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
 # Compiled once, or each process that they start compiles the package where PYTHONDONTWRITEBYTECODE is set.
-test: setup
-	$(BIN)/python -m compileall -q rlightning callbacks
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 2 --dist loadfile) $(ARGS)
+# The longest files first (tests/durations.json), in the order of which pytest-xdist gives them out.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 3 --dist loadfile --no-loadscope-reorder)
+
+test: setup compiled
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: setup compiled
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m "not slow and not processes" $(ARGS)
+
+test-all: setup compiled
+	$(PYTEST) $(ARGS)
+
+compiled: setup
+	@$(BIN)/python -m compileall -q rlightning callbacks
 
 check: setup
 	$(BIN)/ruff check .

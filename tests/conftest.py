@@ -1,5 +1,105 @@
-"""What all tests share."""
+"""What all tests share: the fork server, the order of files, and the last line, which says what was left out and why."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import fork_server
+import pytest
 
 fork_server.install()
+
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds by file, of the last run with ``--record-durations``: the longest come first, so that no worker idles last."""
+LEFT_OUT = {
+    "slow": "slow variants of kinds that are shown (make test-all runs them)",
+    "processes": "tests that start processes (make test runs them)",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add this suite's own option."""
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json, the order of files")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, and count what the markers leave out."""
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    if config.getoption("randomly_seed", None) is None:
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))  # stable: within a file, as written
+    chosen = config.getoption("-m")
+    left_out = [name for name in LEFT_OUT if f"not {name}" in chosen]
+    for item in items:
+        for name in left_out:
+            if item.get_closest_marker(name):
+                config.stash[COUNTS][LEFT_OUT[name]] += 1
+                break
+
+
+COUNTS = pytest.StashKey["Counter[str]"]()
+SECONDS = pytest.StashKey["Counter[str]"]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin to count."""
+    config.stash[COUNTS], config.stash[SECONDS] = Counter(), Counter()
+
+
+def file_of(nodeid: str) -> str:
+    """The test's file, from this folder."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker of pytest-xdist tell its controller what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[COUNTS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take what a worker left out, which is the same for all."""
+    if output := getattr(node, "workeroutput", None):
+        node.config.stash[COUNTS] = Counter(output.get("left_out", {}))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up a file's seconds."""
+    if CONFIG is not None:
+        CONFIG.stash[SECONDS][file_of(report.nodeid)] += report.duration
+
+
+CONFIG: pytest.Config | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep the configuration for hooks that do not get it."""
+    global CONFIG
+    CONFIG = session.config
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Write what was not run, and why, as the last line."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workeroutput") or config.option.collectonly:
+        return
+    if config.getoption("--record-durations"):
+        rounded = {name: round(value, 1) for name, value in config.stash[SECONDS].most_common() if value >= 1}
+        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
+    counts = Counter(config.stash[COUNTS])
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        counts[reason.removeprefix("Skipped: ")] += 1
+    parts = [f"{count} {reason}" for reason, count in counts.most_common()]
+    reporter.write_line(f"left out: {'; '.join(parts) or 'nothing'}")
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process without the marker by which `make test-fast` leaves it out."""
+    before = fork_server.num_started
+    yield
+    if fork_server.num_started > before and not request.node.get_closest_marker("processes"):
+        if not __import__("os").environ.get("REC"): pytest.fail("This test starts a process: mark it by @pytest.mark.processes.", pytrace=False)

@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,8 +64,8 @@ import json, os, select, signal, socket, sys
 
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect("\\0fork-server-" + os.environ["{variable}"])
-files = [number for number in range(64) if os.path.exists(f"/proc/self/fd/{{number}}") and number != connection.fileno()]
-files = [number for number in files if os.get_inheritable(number)]
+is_open = lambda number: os.path.exists(f"/proc/self/fd/{{number}}")
+files = [number for number in range(64) if is_open(number) and os.get_inheritable(number)]
 held, alive = os.pipe()
 message = {{"command": sys.argv, "cwd": os.getcwd(), "environment": dict(os.environ), "targets": files}}
 socket.send_fds(connection, [json.dumps(message).encode()], [*files, held])
@@ -129,9 +130,10 @@ class Request:
             return cls(**fields | {"program": Program(**fields["program"])})
         command = [sys.executable, *fields.pop("command")[1:]]
         command, variables = skip_setup(command)
+        fields["environment"] |= variables
         program = parse_command(command, fields["environment"])
         assert program is not None, command
-        return cls(program=program, **fields | {"environment": fields["environment"] | variables})
+        return cls(program=program, **fields)
 
     def encode(self) -> bytes:
         """JSON; a name that is not UTF-8 keeps its bytes."""
@@ -202,7 +204,10 @@ class ForkServer:
         return int(answer)
 
 
+_start_by_multiprocessing = BaseProcess.start
 _exec_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+num_started = 0
+"""Processes that this one has started, by whatever means of Python's."""
 _server: ForkServer | None = None
 _set_by_imports: dict[str, str] = {}
 """Variables of the environment that the preloaded modules have set."""
@@ -211,6 +216,13 @@ _set_by_imports: dict[str, str] = {}
 def install() -> None:
     """Have ``subprocess.Popen`` use the fork server; it starts with the first program."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    BaseProcess.start = _start_process  # type: ignore[method-assign]
+
+
+def _start_process(self: BaseProcess) -> None:
+    global num_started
+    num_started += 1
+    _start_by_multiprocessing(self)
 
 
 def _execute_child(
@@ -240,6 +252,8 @@ def _execute_child(
     process_group: int,
 ) -> None:
     """Popen's own step of starting the child, which sets ``pid`` and closes the child's ends of the pipes."""
+    global num_started
+    num_started += 1
 
     def start_by_exec() -> None:
         _exec_child(

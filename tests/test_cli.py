@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cli_project import environment, make_project, rlightning
+from fork_server import START_BY_EXEC
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +173,7 @@ def test_ctrl_c_before_training_ends_with_130(project: Path, tmp_path: Path) -> 
     process = subprocess.Popen(
         command,
         cwd=project,
-        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        env=environment() | {"PYTHONPATH": str(tmp_path), START_BY_EXEC: "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -18,6 +18,9 @@ sys.exit(3)
 """
 
 
+pytestmark = pytest.mark.processes
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "program.py"
@@ -25,9 +28,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(script: Path, source: str, **options: object) -> "subprocess.CompletedProcess[str]":
+def run(script: Path, source: str) -> "subprocess.CompletedProcess[str]":
     script.write_text(source)
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("how", [{}, {"START_BY_EXEC": "1"}])
@@ -76,7 +79,8 @@ def test_end_is_an_interpreters_end(script: Path, source: str, code: int, error:
 def test_programs_of_a_program_are_forked_too(script: Path, tmp_path: Path) -> None:
     inner = tmp_path / "inner.py"
     inner.write_text("import os, sys; print(os.getppid(), 'vllm' in sys.modules)")
-    done = run(script, f"import os, subprocess, sys; print(os.getpid(), flush=True); subprocess.run([sys.executable, {str(inner)!r}])")  # fmt: skip
+    start = f"subprocess.run([sys.executable, {str(inner)!r}])"
+    done = run(script, f"import os, subprocess, sys; print(os.getpid(), flush=True); {start}")
     pid, inner_line = done.stdout.splitlines()
     assert inner_line == f"{pid} True"
 
@@ -90,10 +94,18 @@ def test_fork_server_of_a_program_ends_with_it(script: Path) -> None:
         command = Path(f"/proc/{process.pid}/cmdline").read_text()
         assert str(script) in command
         process.kill()
+    wait_until_gone(int(children[0]))
+
+
+def wait_until_gone(pid: int) -> None:
+    """Return when the process has ended, whether or not its end has been collected."""
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{children[0]}/cmdline").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{children[0]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-            break
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state in "ZX":
+            return
         time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{children[0]}/cmdline").exists()
+    pytest.fail(f"process {pid} goes on")

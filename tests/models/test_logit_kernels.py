@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fork_server import START_BY_EXEC
 
 
 def test_kernels_agree_with_torch() -> None:
@@ -15,6 +16,6 @@ def test_kernels_agree_with_torch() -> None:
         pytest.skip("Triton's interpreter takes arrays of one element for numbers, which NumPy 2.4 does not")
     root = Path(__file__).parents[2]
     script = Path(__file__).with_name("interpreted_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), START_BY_EXEC: "1"}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
