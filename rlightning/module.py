@@ -396,7 +396,7 @@ class RLModule(PolicyModule):
             batch: on the CPU, with ``prompts`` [N] and ``completions`` [N].
 
         Returns:
-            [N] float32; NaN for a completion that is to be left out, as if it had not been sampled.
+            [N] floats; NaN for a completion that is to be left out, as if it had not been sampled.
         """
         scores = self.rewarder.score(batch.prompts, batch.completions)
         batch.reward_components = scores.components

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
+MAX_REWARD = 3e38
+"""The largest reward: advantages are float32."""
 
 
 class RewardScores(NamedTuple):
     """What the reward functions said about ``N`` samples.
 
     Attributes:
-        rewards: [N] float32, the weighted sums; NaN where a function failed, or none applied.
+        rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
         components: [N] float32 each, by the function's name, unweighted; NaN where it gave none.
         failed: how many of ``rewards`` are NaN.
     """
@@ -235,15 +237,22 @@ class _Tally:
                 self._fail(
                     sample, "every function", "ValueError: no reward function applies to the sample: all gave None"
                 )
+        totals = [self._weighted_sum(sample) for sample in range(self.num_samples)]
+        for sample, total in enumerate(totals):
+            if sample not in self.failed and not abs(total) <= MAX_REWARD:
+                self._fail(sample, "the weighted sum", f"ValueError: a reward of {total:g} is beyond float32")
+        rewards = torch.tensor(totals, dtype=torch.float64)
+        rewards[sorted(self.failed)] = float("nan")
         components = {
             function.name: torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
             for function, values in zip(self.functions, self.values, strict=True)
         }
-        rewards = torch.zeros(self.num_samples, dtype=torch.float32)
-        for function in self.functions:
-            rewards += function.weight * components[function.name].nan_to_num(0.0)
-        rewards[sorted(self.failed)] = float("nan")
         return RewardScores(rewards, components, len(self.failed))
+
+    def _weighted_sum(self, sample: int) -> float:
+        """The sum over the functions that apply, in float64: float32 would round equal totals of other parts apart."""
+        pairs = zip(self.functions, self.values, strict=True)
+        return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
 
     def _fail(self, sample: int, name: str, error: str) -> None:
         self.failed.add(sample)
