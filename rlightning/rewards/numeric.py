@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlightning.rewards.answers import Answer, answers_equal, find_answer, find_mark, read_answer, read_listing
+from rlightning.rewards.answers.reading import Text
 from rlightning.rewards.references import answer_checker
 
 TIME_LIMIT = 3
@@ -37,7 +38,7 @@ def numeric_answer(completion: str, answer: object) -> float:
         ValueError: the reference holds no answer, or is prose.
     """
     reference = _read_reference(answer)
-    if completion.strip() == str(answer).strip():
+    if isinstance(reference, Text) and completion.strip() == str(answer).strip():
         return 1.0
     # What nests too deeply for the parsers is wrong too.
     with _time_limit(), contextlib.suppress(RecursionError):

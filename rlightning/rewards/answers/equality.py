@@ -292,7 +292,7 @@ def _ratios_equal(reference: Answer, given: Answer) -> bool:
     if isinstance(reference, Ratio) and isinstance(given, Ratio):
         if len(reference.terms) != len(given.terms):
             return False
-        if reference.is_clock_time and given.is_clock_time:
+        if reference.is_clock_time:
             return _all_equal(reference.terms, given.terms)
         return _all_equal(_in_lowest_terms(reference), _in_lowest_terms(given))
     ratio, other = (reference, given) if isinstance(reference, Ratio) else (given, reference)
@@ -300,6 +300,8 @@ def _ratios_equal(reference: Answer, given: Answer) -> bool:
     if len(ratio.terms) != 2:
         return False
     first, second = ratio.terms
+    if ratio.is_clock_time:
+        return False
     if isinstance(first, Number) and isinstance(second, Number) and isinstance(other, Number) and second.value:
         return not other.is_percent and first.value / second.value == other.value
     return False
@@ -317,13 +319,13 @@ def _in_lowest_terms(ratio: Ratio) -> Sequence[Answer]:
 
 
 def _plain(answer: Answer) -> str:
-    """Words in lower case without punctuation and articles."""
+    """Words in lower case without punctuation."""
     if isinstance(answer, Number | Listing | Group | Relation | Union | Matrix | Ratio | Based | Choice):
         return ""
     text = answer.words if isinstance(answer, Text) else answer.latex
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).casefold()
     text = " ".join(re.sub(r"[.,;:!?\"'`*$]+", " ", text).split())
-    return re.sub(r"^(?:the|an|a) (?=.)", "", text)
+    return text.removeprefix("the ")
 
 
 def _squeeze(latex: str) -> str:

@@ -142,7 +142,7 @@ def _leading_value(text: str) -> str | None:
     number = NUMBER.match(text, start)
     if number is None or (
         number.end() < len(text)
-        and re.match(r"[\w^_/*+=<>\\-]|\s*[-+*/=<>\\^]|\s*\((?![a-zA-Z]{2})", text[number.end() :])
+        and re.match(r"[\w^_*+=<>\\-]|\s*[-+*=<>\\^]|\s*/(?![a-zA-Z]{2})|\s*\((?![a-zA-Z]{2})", text[number.end() :])
     ):
         return None
     return text[: number.end()]
@@ -172,6 +172,8 @@ def _read_phrase(text: str) -> Answer | None:
     sentence = sentence.replace("**", "").replace("`", "")
     whole = read_answer(sentence)
     if whole is not None and not isinstance(whole, Text) and not _is_prose(sentence, whole):
+        return whole
+    if isinstance(whole, Text) and re.fullmatch(r"[\d:]+ [ap]m", whole.words):
         return whole
     value = _leading_value(normalize(sentence))
     if value is not None:
@@ -251,16 +253,21 @@ def _start_of_run(text: str, place: int) -> int:
         r"(?:\s*(?:\*\*|\\times|\\cdot|[-+*/^=])\s*|\(|\s(?=\d+/\d)|[$€£¥₹]|\{))+[-+]?$",
         text[:place],
     )
-    return _start_of_run(text, left.start()) if left and left.start() < place else place
+    if left and left.start() < place:
+        return _start_of_run(text, left.start())
+    factor = re.search(r"[\d.]+$" if text.startswith("\\", place) else r"(?<!\d)\d+ $", text[:place])
+    is_factor = factor and (text.startswith("\\", place) or re.match(r"\d+\s*/\s*\d", text[place:]))
+    return factor.start() if factor and is_factor else place
 
 
 def _read_run(text: str) -> Answer | None:
     """The answer at the start of ``text``: the longest beginning that is a number or a formula."""
-    text = text.strip()
+    text = text.strip().removeprefix("=").lstrip()
     value = _leading_value(text)
     if value is not None:
         unit = UNIT.match(text, len(value))
-        return read_answer(value if unit is None else text[: unit.end()]) or read_answer(value)
+        whole = read_answer(text[: unit.end()]) if unit is not None else None
+        return whole if isinstance(whole, Number) else read_answer(value)
     run = _RUN.match(text)
     if run is None:
         return None
@@ -272,5 +279,9 @@ def _is_prose(text: str, answer: Answer) -> bool:
     if isinstance(answer, Number | Choice):
         return False
     words = [word for word in words_of(_IN_TEXT.sub("", text)) if word.lower() not in _FUNCTIONS]
-    has_text = isinstance(answer, Listing) and any(isinstance(item, Text) for item in answer.items)
-    return len(words) > (1 if has_text else 0)
+    if isinstance(answer, Listing) and isinstance(answer.items[0], Text):
+        is_words = all(isinstance(item, Text) for item in answer.items) or re.fullmatch(
+            r"[A-Z]\w* \d+", answer.items[0].words
+        )
+        return not is_words or len(words) > MAX_TAG_WORDS
+    return bool(words)

@@ -97,7 +97,10 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\(?:mbox|hbox|textnormal|textrm|textit|textbf|textsf|texttt|mathrm|mathbf|operatorname)\s*\{", r"\\text{"),
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
         (r"\*\*", "^"),
-        (r"\\sqrt\s*(\d{2,})", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        (r"(?<=\d)\s+x\s+(?=\$?\d)", r"\\times "),
+        # Formulas between dollars inside of a text; two amounts of money are none.
+        (r"(?<!\\)\$((?:[^$]*[\\^_{}=][^$]*|-?[\d.,]+)(?<!\\))\$(?!\d)", r" \1 "),
         (r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
         (r"(?<![a-zA-Z\\])(sqrt|sin|cos|tan|ln|log)(?=\s*\()", r"\\\1"),

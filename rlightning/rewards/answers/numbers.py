@@ -28,7 +28,7 @@ _PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{\s*)?(?:\\?%|percent|per cent|pct)
 _TEXT_UNIT = r"\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 UNIT = re.compile(
     rf"(?:{_TEXT_UNIT})+|\s*\^\s*\\circ\s*(?:(?:\\text\{{\s*)?[CFK](?:\s*\}})?)?"
-    rf"|\s*\\?[{_CURRENCY}]|\s*[a-zA-Z]{{2,}}\.?(?:\^\{{?\d\}}?|\s*/\s*[a-zA-Z]+\.?(?:\^\{{?\d\}}?)?)?(?:[\s-]+[a-zA-Z][a-zA-Z.'-]*)*|\s+[mgshLN](?:\^\{{?\d\}}?)?"
+    rf"|\s*\\?[{_CURRENCY}]|\s*[a-zA-Z]{{2,}}\.?(?:\^\{{?\d\}}?|\s*/\s*[a-zA-Z]+\.?(?:\^\{{?\d\}}?)?)?(?:[\s-]+[a-zA-Z][a-zA-Z.'-]*)*|\s*/\s*[a-zA-Z]{{2,}}|\s+[mgshLN](?:\^\{{?\d\}}?)?"
 )
 _NOT_UNITS = frozenset({"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "if", "is", "for", "when"})
 

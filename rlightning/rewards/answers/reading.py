@@ -97,7 +97,7 @@ class Relation:
 Answer = Number | Formula | Text | Choice | Listing | Group | Union | Matrix | Ratio | Based | Relation
 
 _LIST_SEPARATOR = re.compile(
-    r"\s*(?:[,;]\s*(?:\\text\s*\{\s*)?(?:(?:and|or)\b)?(?:\s*\})?|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*"
+    r"\s*(?!(?<=\d),\d{3}(?!\d))(?:[,;]\s*(?:\\text\s*\{\s*)?(?:(?:and|or)\b)?(?:\s*\})?|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*"
 )
 _UNION = re.compile(r"\s*\\cup(?![a-zA-Z])\s*")
 _SIGNS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in", "\\approx": "~"}
@@ -111,6 +111,7 @@ _MATRIX = re.compile(
     re.DOTALL,
 )
 _BASED = re.compile(r"([0-9A-F]+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
+_TIME_OF_DAY = re.compile(r"(\d{1,2}(?::[0-5]\d)?)\s*(?:\\text\s*\{\s*)?([aApP])\.?\s?[mM]\.?(?:\s*\})?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[a-zA-Z]{2,}")
@@ -267,7 +268,10 @@ def _matrix(text: str) -> Matrix | None:
     return Matrix(tuple(tuple(cell for cell in row if cell is not None) for row in rows))
 
 
-def _ratio(text: str) -> Ratio | None:
+def _ratio(text: str) -> Answer | None:
+    time = _TIME_OF_DAY.fullmatch(text)
+    if time:
+        return Text(f"{time[1]} {time[2].lower()}m")
     parts = re.split(r"\s*(?::|\\colon(?![a-zA-Z]))\s*", text)
     if len(parts) < 2:
         return None
