@@ -72,6 +72,8 @@ class RLModule(PolicyModule):
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
         max_failed_share: a step in which a larger share of rewards fails ends the run.
+        max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
+            refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
         validate_first: validate before the first step too.
         kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
     """
@@ -100,6 +102,7 @@ class RLModule(PolicyModule):
         reference_model: str | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
+        max_unrewarded_references: float = 0.02,
         validate_first: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -114,7 +117,9 @@ class RLModule(PolicyModule):
         )
         if kl_coef < 0:
             raise ConfigError(f"kl_coef={kl_coef} must be at least 0: it is a penalty. Use 0 for none.")
-        self.rewarder = RewardRunner(rewards, max_failed_share=max_failed_share)
+        self.rewarder = RewardRunner(
+            rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
+        )
         self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
         self.rollout_correction = rollout_correction
@@ -142,6 +147,16 @@ class RLModule(PolicyModule):
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
         self.rewarder.check(columns, source)
+
+    def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
+        """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
+
+        Args:
+            prompts: of one set.
+            where: gives the file and line of a row.
+        """
+        if self.generates and self._has_own_rewards:
+            self.rewarder.check_answers(prompts, where)
 
     # Set-up
 
@@ -396,7 +411,7 @@ class RLModule(PolicyModule):
             batch: on the CPU, with ``prompts`` [N] and ``completions`` [N].
 
         Returns:
-            [N] float32; NaN for a completion that is to be left out, as if it had not been sampled.
+            [N] floats; NaN for a completion that is to be left out, as if it had not been sampled.
         """
         scores = self.rewarder.score(batch.prompts, batch.completions)
         batch.reward_components = scores.components

@@ -77,7 +77,7 @@ class RolloutBatch:
         group_ids: [N] int64, equal for completions of one prompt.
         prompts: N of them, one a sequence.
         completions: N of them.
-        rewards: [N] float32.
+        rewards: [N] float64.
         reward_components: [N] float32 each, by the reward function's name, unweighted; NaN where it gave none.
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.

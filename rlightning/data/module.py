@@ -65,7 +65,8 @@ class PromptDataModule(LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
     Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length``; calls its
-    ``check_columns(columns, source)``, where it has one, with the columns that the reward functions will get.
+    ``check_columns(columns, source)`` and, on rank 0, ``check_answers(prompts, where)``, where it has them, with what
+    the reward functions will get.
     Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
     is part of every checkpoint.
 
@@ -260,7 +261,11 @@ class PromptDataModule(LightningDataModule):
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
             check_columns(sorted(table.columns), path)
-        return build_prompts(table, self._module.tokenizer, prompt_format)
+        prompts = build_prompts(table, self._module.tokenizer, prompt_format)
+        check_answers = getattr(self._module, "check_answers", None)
+        if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
+            check_answers(prompts, table.where)
+        return prompts
 
     def _batches(self, prompts: list[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks

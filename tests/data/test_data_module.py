@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ class Recorder(LightningModule):
         self.steps: list[list[int]] = []
         self.validated: dict[int, list[int]] = {}
         self.checked: list[tuple[list[str], str]] = []
+        self.answers_checked: list[tuple[int, str]] = []
 
     def check_columns(self, columns: list[str], source: str) -> None:
         self.checked.append((columns, Path(source).name))
+
+    def check_answers(self, prompts: list[Prompt], where: Callable[[int], str]) -> None:
+        self.answers_checked.append((len(prompts), Path(where(0)).name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -294,6 +299,27 @@ def test_two_ranks_share_every_step_and_every_validation_batch(
     # Batches of four: the last one holds a single prompt, and the second rank gets an empty share of it.
     assert first["validated"] == {"0": [0, 2, 4]}
     assert second["validated"] == {"0": [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [(11, "train.jsonl, line 1"), (5, "train.jsonl, line 1")]), (1, [])]
+)
+def test_reference_answers_are_checked_on_rank_0(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    train: str,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    expected: list[tuple[int, str]],
+) -> None:
+    data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, predict=train)
+    data.trainer = make_trainer(tmp_path)
+    module = Recorder(tokenizer)
+    data.trainer.strategy.connect(module)
+    monkeypatch.setattr(PromptDataModule, "_rank_and_ranks", (rank, 1))
+    data.setup("fit")
+    data.setup("predict")
+    assert module.answers_checked == expected
 
 
 def test_prompts_that_the_ranks_cannot_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
