@@ -129,7 +129,7 @@ class VLLMRollout(RLCallback, Generator):
             placement=placement,
             num_engines=num_engines,
             engines=tuple(engines),
-            weight_folder=None if weight_folder is None else Path(weight_folder),
+            weight_folder=None if weight_folder is None else Path(weight_folder).expanduser(),
             max_staleness=max_staleness,
             oversample=oversample,
             gpu_memory_utilization=gpu_memory_utilization,

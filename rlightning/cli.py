@@ -1,6 +1,7 @@
 """The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
 
 import logging
+import os
 import re
 import sys
 import time
@@ -21,10 +22,10 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.atomic_save import PREVIOUS, find_saved
+from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
 from rlightning.config_keys import ConfigKeys
 from rlightning.data import PromptDataModule
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
@@ -153,6 +154,7 @@ class RLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle what depends on several keys, before anything is built."""
         config = self.config[self.subcommand]
+        expand_home(config)
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
             trainer["default_root_dir"] = new_run_folder()
@@ -163,9 +165,13 @@ class RLCLI(LightningCLI):
         folder = Path(trainer["default_root_dir"])
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
-        check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
-        if config.get("ckpt_path") == "last":
-            config["ckpt_path"] = find_last(folder)
+        command, ckpt_path = str(self.subcommand), config.get("ckpt_path")
+        places = find_places(folder, trainer["callbacks"])
+        check_checkpoints(command, folder, places, ckpt_path)
+        if ckpt_path == "last":
+            last = find_last(command, places)
+            log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
+            config["ckpt_path"] = str(last.path)
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
@@ -215,7 +221,7 @@ class RLCLI(LightningCLI):
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
             callbacks.append(predictions(self._get(self.config_init, "output")))
-        folder = Path(trainer["default_root_dir"]) / "checkpoints"
+        folder = Path(trainer["default_root_dir"]) / FOLDER
         # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
         has_checkpoints = trainer["enable_checkpointing"] is not False
         if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
@@ -264,6 +270,19 @@ def new_run_folder() -> str:
     return str(path)
 
 
+def expand_home(values: Any) -> Any:
+    """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
+    if isinstance(values, Namespace | dict):
+        entries = vars(values) if isinstance(values, Namespace) else values
+        for key, value in entries.items():
+            entries[key] = expand_home(value)
+    elif isinstance(values, list):
+        values[:] = [expand_home(value) for value in values]
+    elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
+        return os.path.expanduser(values)
+    return values
+
+
 def check_trainer(trainer: Namespace) -> None:
     """Reject the Trainer's options that make no sense here, before it is built."""
     check_strategy(trainer["strategy"])
@@ -271,41 +290,6 @@ def check_trainer(trainer: Namespace) -> None:
     check_step_options(
         accumulate_grad_batches=trainer["accumulate_grad_batches"], gradient_clip_val=trainer["gradient_clip_val"]
     )
-
-
-def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None:
-    """Reject a checkpoint that is not there, and a new run in the folder of another."""
-    checkpoints = folder / "checkpoints"
-    saved = sorted([*checkpoints.glob("*.ckpt"), *checkpoints.glob(f"*.ckpt{PREVIOUS}")])
-    if ckpt_path is None:
-        if command == "fit" and saved:
-            raise ConfigError(
-                f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
-                "--ckpt_path last, or set another trainer.default_root_dir."
-            )
-    elif ckpt_path == "last":
-        if last_checkpoint(checkpoints) is None:
-            start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
-            raise ConfigError(
-                f"ckpt_path=last, but there is no checkpoint in {checkpoints}. "
-                f"Set trainer.default_root_dir to the folder of the run to {start}."
-            )
-    elif ckpt_path == "best":
-        raise ConfigError(
-            "ckpt_path=best: which one that is only the run itself knew. "
-            + (f"Name one, such as {saved[0]}." if saved else "Name one by its path.")
-        )
-    elif ckpt_path != "hpc" and "://" not in ckpt_path and not find_saved(Path(ckpt_path)).exists():
-        raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
-
-
-def find_last(folder: Path) -> str:
-    """``last`` where Lightning finds that itself; else the newest checkpoint, which is what a crash has left of it."""
-    found = last_checkpoint(folder / "checkpoints")
-    if found is None or (found.name.startswith("last") and found.suffix == ".ckpt"):
-        return "last"
-    log.info("There is no last.ckpt in %s: this goes on from the newest checkpoint, %s.", found.parent, found.name)
-    return str(found)
 
 
 def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:

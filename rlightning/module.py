@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,11 +17,13 @@ from transformers import PreTrainedModel
 from rlightning.balance import balance, deal_groups
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
+from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
+from rlightning.monitoring import adapt_monitoring
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
@@ -104,7 +107,7 @@ class RLModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.reference_path = reference_model or model
+        self.reference_path = os.path.expanduser(reference_model or model)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -154,10 +157,12 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
             )
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
-        return []
+        adapt_monitoring(callbacks)
+        return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""

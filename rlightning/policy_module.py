@@ -1,6 +1,7 @@
 """PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -70,7 +71,7 @@ class PolicyModule(LightningModule):
             optimizer_states=optimizer_states,
         )
         self.automatic_optimization = False
-        self.model_path = model
+        self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
