@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,6 +46,16 @@ class _Monitor:
     _validated_step = -1
     _has_trained = False
     _is_known = False
+
+    @property
+    def _name(self) -> str:
+        """The class that the user listed."""
+        kind = type(self)
+        return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
+
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
+        return f"{self._name}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
@@ -106,8 +117,6 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     A save that is due in a step without the monitored metric is made at the next validation. The last state is saved
     at the end of the run and before SIGTERM ends it, unless ``save_top_k=0`` without ``save_last`` forbids all saves.
     """
-
-    __qualname__ = "ModelCheckpoint"  # under which checkpoints keep its state
 
     _is_due = False
 
@@ -199,6 +208,8 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         if self._should_skip_saving_checkpoint(trainer) or not self._keeps_last_state(trainer):
             return
         candidates = self._monitor_candidates(trainer)
+        # The last step's epoch: once that is over, the trainer's is the next one.
+        candidates["epoch"] = torch.tensor(max(trainer.fit_loop.epoch_progress.current.ready - 1, 0))
         if self.monitor is None and self.save_top_k != 0:
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
@@ -224,8 +235,6 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
 
 class StepEarlyStopping(_Monitor, EarlyStopping):
     """An ``EarlyStopping`` that counts each value once, in the step that logged it."""
-
-    __qualname__ = "EarlyStopping"  # under which checkpoints keep its state
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

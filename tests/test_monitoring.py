@@ -133,7 +133,7 @@ def test_checkpoint_by_training_metric_saves_in_its_step(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
 def test_misspelt_monitor_names_nearest_metric(kind: Any, rewards: Sequence[float], tmp_path: Path) -> None:
     callback = kind(monitor="rewrad")
-    message = rf"{kind.__name__}\.monitor='rewrad' is not a metric of this run\. Did you mean 'reward'\?"
+    message = rf"^{kind.__name__}\.monitor='rewrad' is not a metric of this run\. Did you mean 'reward'\?"
     with pytest.raises(ConfigError, match=message):
         fit(tmp_path, Scripted(rewards), 8, callback, **EVERY_TWO)
 
