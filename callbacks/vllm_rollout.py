@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
+from rlightning.run_settings import run_seed
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -164,9 +166,12 @@ class VLLMRollout(RLCallback, Generator):
         if stage == "fit":
             self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
         max_prompt_tokens = self._check(trainer, module, stage)
-        module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
+        if self.sampling.seed is None and device.type == "cpu":
+            # On a GPU vLLM draws for each seeded request by itself, which slows sampling: only on demand there.
+            self.sampling = replace(self.sampling, seed=run_seed())
+        module.generator, module.sampling = self, self.sampling
         configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
         if self.options.placement == "standalone":
             self._engines = StandaloneEngines(

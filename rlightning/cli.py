@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
@@ -30,10 +32,15 @@ from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.optimization import check_precision, check_step_options
+from rlightning.policy_module import PolicyModule
+from rlightning.run_settings import flatten
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
+from rlightning.trainer_options import check_callbacks, check_precision, check_step_options, check_unused_options
 
 log = logging.getLogger(__name__)
+
+# Defaults of Lightning's, such as that of Timer, are enums where their types say str.
+yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 # The package never imports a concrete callback: the command line finds its own by these names, when it runs.
 ROLLOUT = "rlightning.callbacks.VLLMRollout"
@@ -141,6 +148,7 @@ class RLCLI(LightningCLI):
         asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
         if not asks_for_help:
             keys.check_options(options)
+            check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
             if "model" not in keys.classes:
                 raise ConfigError(
                     "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
@@ -175,6 +183,15 @@ class RLCLI(LightningCLI):
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
+        if trainer["barebones"]:
+            trainer["log_every_n_steps"] = trainer["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+
+    def instantiate_classes(self) -> None:
+        """Build everything, and tell the module the whole configuration, which its checkpoints keep."""
+        super().instantiate_classes()
+        if isinstance(self.model, PolicyModule):
+            text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+            self.model.configuration = flatten(yaml.safe_load(text))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
@@ -287,9 +304,9 @@ def check_trainer(trainer: Namespace) -> None:
     """Reject the Trainer's options that make no sense here, before it is built."""
     check_strategy(trainer["strategy"])
     check_precision(trainer["precision"])
-    check_step_options(
-        accumulate_grad_batches=trainer["accumulate_grad_batches"], gradient_clip_val=trainer["gradient_clip_val"]
-    )
+    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    check_step_options(**{name: trainer[name] for name in steps})
+    check_unused_options(sync_batchnorm=trainer["sync_batchnorm"], model_registry=trainer["model_registry"])
 
 
 def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
@@ -321,6 +338,8 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    # after the reason, what a class may be written as
+    lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
     if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
         lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
     text = "; ".join(dict.fromkeys(lines))

@@ -28,10 +28,11 @@ from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.optimization import check_trainer, clip_gradients
+from rlightning.optimization import clip_gradients
 from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
+from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -197,6 +198,7 @@ class RLModule(PolicyModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the updates."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -206,6 +208,7 @@ class RLModule(PolicyModule):
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
+        super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
         """End the reward functions' processes."""

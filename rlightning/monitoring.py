@@ -73,7 +73,7 @@ class _Monitor:
         raise ConfigError(self._unknown(trainer))
 
     def _unknown(self, trainer: Trainer) -> str:
-        name, metrics = type(self).__qualname__, self._metrics(trainer)
+        name, metrics = self._name, self._metrics(trainer)
         return (
             f"{name}.monitor='{self.monitor}' is not a metric of this run. {did_you_mean(str(self.monitor), metrics)}"
         )
