@@ -20,11 +20,11 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     callbacks.ModelPruning: "would rename the weights that engines are sent. Prune the folder that model.model names",
     callbacks.SpikeDetection: "needs a loss from each training step, which returns none here. Watch policy/loss and "
     "optim/grad_norm; steps whose gradient is not finite are skipped",
-    callbacks.StochasticWeightAveraging: "would change weights that engines are not sent. Average exports of SaveHF "
+    callbacks.StochasticWeightAveraging: "would copy the module together with its engine. Average exports of SaveHF "
     "(every_n_steps)",
     callbacks.ThroughputMonitor: "would count prompts alone. The default callback Throughput counts what is sampled "
     "and trained on",
-    callbacks.WeightAveraging: "would change weights that engines are not sent. Average exports of SaveHF "
+    callbacks.WeightAveraging: "would copy the module together with its engine. Average exports of SaveHF "
     "(every_n_steps)",
 }
 """Lightning's callbacks that cannot do their work here, and what to do instead."""

@@ -221,6 +221,20 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
+def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
+    """As a callback does that validates with averaged weights, and then takes them out again."""
+    sample(loop)
+    version, syncs = loop.policy.weight_version, loop.rollout._num_syncs
+    weight = next(iter(loop.policy.model.parameters()))
+    trained = weight.detach().clone()
+    for change in (trained * 1.5, trained):
+        weight.data.copy_(change)
+        sample(loop)
+        sample(loop)
+    assert loop.rollout._num_syncs == syncs + 2  # each with a canary: verify_every is 1
+    assert loop.policy.weight_version == version + 2
+
+
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
