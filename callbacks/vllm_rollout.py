@@ -169,9 +169,7 @@ class VLLMRollout(RLCallback, Generator):
         max_prompt_tokens = self._check(trainer, module, stage)
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        if self.sampling.seed is None and device.type == "cpu":
-            # On a GPU vLLM draws for each seeded request by itself, which slows sampling: only on demand there.
-            self.sampling = replace(self.sampling, seed=run_seed())
+        self.sampling = with_run_seed(self.sampling, device)
         module.generator, module.sampling = self, self.sampling
         configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
         if self.options.placement == "standalone":
@@ -446,3 +444,12 @@ class VLLMRollout(RLCallback, Generator):
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
         return max_prompt_tokens
+
+
+def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
+    """Seed requests by ``seed_everything``, unless ``sampling`` has a seed.
+
+    On a GPU vLLM draws for each seeded request by itself, which slows sampling: there a seed is used on demand only.
+    """
+    is_wanted = sampling.seed is None and device.type == "cpu"
+    return replace(sampling, seed=run_seed()) if is_wanted else sampling

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -113,9 +112,10 @@ class ConfiguredLR(LambdaLR):
             group["lr"] = lr
 
 
-def schedule_end(trainer: Trainer, warmup_steps: int) -> int:
+def schedule_end(trainer: Any, warmup_steps: int) -> int:
     """Return the step at which a schedule ends: ``max_steps``, unless ``fast_dev_run`` has set that."""
-    return max(trainer.max_steps, warmup_steps + 1) if trainer.fast_dev_run else trainer.max_steps
+    max_steps: int = trainer.max_steps
+    return max(max_steps, warmup_steps + 1) if trainer.fast_dev_run else max_steps
 
 
 def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:

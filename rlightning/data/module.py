@@ -247,8 +247,7 @@ class PromptDataModule(LightningDataModule):
         self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
-        assert self.trainer is not None
-        limit = self.trainer.overfit_batches
+        limit = getattr(self.trainer, "overfit_batches", 0)
         if limit:  # always the same steps
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
