@@ -218,7 +218,7 @@ class RLCLI(LightningCLI):
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
         """The rollout callback first, then those listed, then each default whose class is not listed."""
-        callbacks = rollout_first(listed)
+        callbacks = order_callbacks(listed)
         section = self._get(self.config_init, "rollout")
         if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
             if self.is_rollout_configured():
@@ -265,10 +265,10 @@ def find_callback(name: str) -> Any:
     return getattr(import_module("rlightning.callbacks"), name)
 
 
-def rollout_first(callbacks: list[Callback]) -> list[Callback]:
-    """The same callbacks, that of the engine in front: see :mod:`rlightning.hooks`."""
-    rollout = find_callback("VLLMRollout")
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
+def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
+    """That of the engine in front (:mod:`rlightning.hooks`), and exports behind all that may change weights."""
+    rollout, export = find_callback("VLLMRollout"), find_callback("SaveHF")
+    return sorted(callbacks, key=lambda callback: isinstance(callback, export) - isinstance(callback, rollout))
 
 
 def new_run_folder() -> str:
