@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,19 +17,22 @@ from transformers import PreTrainedModel
 from rlightning.balance import balance, deal_groups
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
+from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
+from rlightning.monitoring import adapt_monitoring
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.optimization import check_trainer, clip_gradients
+from rlightning.optimization import clip_gradients
 from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
+from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -107,7 +111,7 @@ class RLModule(PolicyModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.reference_path = reference_model or model
+        self.reference_path = os.path.expanduser(reference_model or model)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -169,10 +173,12 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
             )
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
-        return []
+        adapt_monitoring(callbacks)
+        return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
@@ -207,6 +213,7 @@ class RLModule(PolicyModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the updates."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -216,6 +223,7 @@ class RLModule(PolicyModule):
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
+        super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
         """End the reward functions' processes."""

@@ -14,6 +14,7 @@ from rlightning.data.loaders import PromptBatches, PromptLoader
 from rlightning.data.sources import read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
+from rlightning.run_settings import run_seed
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: the limit on a prompt's tokens.
         overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
-        seed: of these orders.
+        seed: of these orders; None: of ``seed_everything``.
         validation_batch_size: prompts that all ranks together give the engine at once, in validation and prediction.
     """
 
@@ -101,7 +102,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: int = 1024,
         overlong: Literal["drop", "truncate"] = "drop",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         validation_batch_size: int = 256,
     ) -> None:
         super().__init__()
@@ -128,6 +129,7 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.validation_batch_size = validation_batch_size
         self.stream: PromptStream | None = None
+        self._steps_per_epoch = 0
         self.validation_prompts: list[list[Prompt]] | None = None
         self.predict_prompts: list[Prompt] | None = None
 
@@ -166,7 +168,9 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> PromptLoader:
         """Yields this rank's share of ``prompts_per_step`` training prompts, a list each."""
         assert self.stream is not None
-        return PromptLoader(self.stream, self._module.prompts_per_step // self.stream.num_ranks)
+        return PromptLoader(
+            self.stream, self._module.prompts_per_step // self.stream.num_ranks, num_steps=self._steps_per_epoch
+        )
 
     def val_dataloader(self) -> list[PromptBatches]:
         """One loader a validation set, in the order of ``validation_sets``."""
@@ -241,9 +245,20 @@ class PromptDataModule(LightningDataModule):
                 f"'{self.train}' has {len(prompts)} usable prompts, and one step takes "
                 f"prompts_per_step={prompts_per_step}. Use at most {len(prompts)} a step, or more data."
             )
-        self.stream = PromptStream(prompts, shuffle=self.shuffle, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
-            logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
+            logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
+        limit = getattr(self.trainer, "overfit_batches", 0)
+        if limit:  # always the same steps
+            num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
+            prompts = prompts[: max(num_steps, 1) * prompts_per_step]
+        self.stream = PromptStream(
+            prompts,
+            shuffle=self.shuffle and not limit,
+            seed=(run_seed() or 0) if self.seed is None else self.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
 
     def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
         own = replace(

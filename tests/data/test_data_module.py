@@ -124,6 +124,27 @@ def test_epochs_go_on_where_the_last_ended(tokenizer: PreTrainedTokenizerFast, t
     assert sorted(seen[:11]) == sorted(seen[11:22]) == list(range(11))
 
 
+@pytest.mark.parametrize(("limit", "num_steps"), [(2, 2), (1, 1), (0.67, 2)])
+def test_overfit_batches_repeat_first_steps_in_order(
+    limit: float, num_steps: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    module = Recorder(tokenizer)
+    make_trainer(tmp_path, overfit_batches=limit).fit(module, datamodule=make_data(train))
+    assert module.steps == [[0, 1, 2], [3, 4, 5]][:num_steps] * 3
+
+
+def test_run_seed_decides_prompt_order_unless_data_has_its_own(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(run_seed: int, own: int | None) -> list[list[int]]:
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(run_seed))
+        module = Recorder(tokenizer)
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(train, seed=own))
+        return module.steps
+
+    assert order(1, None) == order(1, None) == order(2, 1) != order(2, None)
+
+
 @pytest.mark.parametrize("refill", [0, 2])
 @pytest.mark.parametrize("last_step", [1, 2, 3, 4, 6, 7])  # 3 and 6 end an epoch
 def test_a_resumed_run_sees_exactly_the_rest(
