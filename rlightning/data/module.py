@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,10 @@ class ValidationSet:
 class PromptDataModule(LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
-    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length``; calls its
-    ``check_columns(columns, source)``, where it has one, with the columns that the reward functions will get.
-    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
-    is part of every checkpoint.
+    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
+    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)``, where it has one, with the
+    columns that the reward functions will get. Everything wrong with the data is found in ``setup``, before any model
+    loads. The position in the training prompts is part of every checkpoint.
 
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
@@ -127,8 +128,8 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.validation_batch_size = validation_batch_size
         self.stream: PromptStream | None = None
-        self.validation_prompts: list[list[Prompt]] | None = None
-        self.predict_prompts: list[Prompt] | None = None
+        self.validation_prompts: list[Sequence[Prompt]] | None = None
+        self.predict_prompts: Sequence[Prompt] | None = None
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
@@ -244,7 +245,7 @@ class PromptDataModule(LightningDataModule):
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
 
-    def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
+    def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
         own = replace(
             self.format,
             column=chosen.prompt_column or self.format.column,
@@ -255,14 +256,21 @@ class PromptDataModule(LightningDataModule):
 
     def _load(
         self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
-    ) -> list[Prompt]:
+    ) -> Sequence[Prompt]:
         table = read_rows(path, limit)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
             check_columns(sorted(table.columns), path)
-        return build_prompts(table, self._module.tokenizer, prompt_format)
+        completion_column = getattr(self._module, "completion_column", None) if is_rewarded else None
+        return build_prompts(
+            table,
+            self._module.tokenizer,
+            replace(prompt_format, completion_column=completion_column),
+            vocab_size=getattr(self._module, "vocab_size", None),
+            max_length=self._module.max_model_length,
+        )
 
-    def _batches(self, prompts: list[Prompt]) -> PromptBatches:
+    def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
 
