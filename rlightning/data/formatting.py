@@ -76,7 +76,7 @@ def build_prompts(
         rows that stay on disk a sequence that stays there too, tokenised once for all processes and later starts.
     """
     encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
-    _require_columns(table, encoder.columns)
+    require_columns(table, encoder.columns)
     drop_above = prompt_format.max_tokens if prompt_format.overlong == "drop" else None
     prompts: Sequence[Prompt]
     if isinstance(table.rows, ArrowRows):
@@ -286,7 +286,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
         ) from error
 
 
-def _require_columns(table: RowTable, columns: list[str]) -> None:
+def require_columns(table: RowTable, columns: list[str]) -> None:
     """Refuse a set in which a row lacks a column; nothing is read where every row is known to have them."""
     missing_columns = [column for column in columns if column not in table.columns]
     for column in missing_columns:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +10,9 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
-from rlightning.data.formatting import PromptFormat, build_prompts
+from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.loaders import PromptBatches, PromptLoader
-from rlightning.data.sources import read_rows
+from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt
@@ -260,7 +260,7 @@ class PromptDataModule(LightningDataModule):
         table = read_rows(path, limit)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
-            check_columns(sorted(table.columns), path)
+            _check_columns(check_columns, table)
         completion_column = getattr(self._module, "completion_column", None) if is_rewarded else None
         return build_prompts(
             table,
@@ -273,6 +273,20 @@ class PromptDataModule(LightningDataModule):
     def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
+
+
+def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:
+    """Call the module's check; where a single row is to blame, name that row."""
+    try:
+        check(sorted(table.columns), table.path)
+    except ConfigError:
+        every: set[str] = set().union(*table.rows)
+        for column in sorted(every - table.columns):
+            try:
+                check(sorted(every - {column}), table.path)
+            except ConfigError:
+                require_columns(table, [column])
+        raise
 
 
 def _name_of(path: str) -> str:

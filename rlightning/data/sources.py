@@ -196,7 +196,7 @@ def _read_parquet(path: str, file: Path, limit: int | None) -> RowTable:
             rows = write_batches(batches, parquet.schema_arrow, parts)
         else:
             rows = [row for batch in batches for row in batch.to_pylist()]
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"'{path}' is not Parquet: {_first_line(error)}. Write it anew.") from error
     return RowTable(path, rows, "row", range(1, len(rows) + 1), has_fixed_fields=True)
 

@@ -113,6 +113,15 @@ def test_rows_that_cannot_be_learned_end_the_run_before_it_begins(
     assert module.actor is None
 
 
+def test_a_row_without_its_completion_is_named(model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "1", "completion": "1"}\n{"prompt": "1", "complete": "1"}\n')
+    with pytest.raises(ConfigError, match=r"sums\.jsonl, line 2 has no column 'completion', which other rows have"):
+        bare_trainer(tmp_path, 1).fit(
+            SFT(model_folder, prompts_per_step=1), PromptDataModule(str(path), max_prompt_tokens=9)
+        )
+
+
 def test_prompts_without_completions_are_refused(model_folder: str) -> None:
     with pytest.raises(ConfigError, match=r"Prompt 3 has no completion_ids\. Build it with"):
         SFT(model_folder)._pack([Prompt(3, "1", [2], {"completion": "1"})])
