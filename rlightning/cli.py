@@ -25,7 +25,8 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
-from rlightning.config_keys import ConfigKeys
+from rlightning.config_files import replace_files, use_strict_yaml
+from rlightning.config_keys import ConfigKeys, takes_text
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
@@ -60,6 +61,14 @@ class RLArgumentParser(LightningArgumentParser):
     """A parser whose errors are one line, without the usage of two hundred options."""
 
     keys: ConfigKeys | None = None
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
+        added = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if getattr(action, "_enable_path", False) and takes_text(getattr(action, "_typehint", None)):
+                action._enable_path = False  # or jsonargparse would read the file as configuration
+        return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the gist of jsonargparse's message and exit with 2."""
@@ -101,6 +110,7 @@ class RLCLI(LightningCLI):
         self.args = args
         replace_lightning_ddp()
         spell_out_files()
+        use_strict_yaml()
         for name in import_module("rlightning.callbacks").__all__:
             find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
         super().__init__(
@@ -149,6 +159,7 @@ class RLCLI(LightningCLI):
         if not asks_for_help:
             keys.check_options(options)
             check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
+            options = replace_files(options, keys.files)
             if "model" not in keys.classes:
                 raise ConfigError(
                     "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "

@@ -171,6 +171,12 @@ class PolicyModule(LightningModule):
         """Tokens of the longest sequence that the model's positions allow."""
         return max_model_length(self.model_config)
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: every token id is below."""
+        size: int = self.model_config.get_text_config().vocab_size
+        return size
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The actor's weights by their Hugging Face names, tied ones once: what an engine is sent."""
         yield from self.loaded_actor.named_parameters()

@@ -23,12 +23,14 @@ class Prompt(NamedTuple):
         text: what the model reads, after the chat template.
         token_ids: [P], the tokens of ``text``; nothing is tokenised again later.
         columns: the row as it was read; reward functions get these by name.
+        completion_ids: [C], the tokens of the row's own completion, to learn from; None where it has none.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index()
     text: str
     token_ids: list[int]
     columns: dict[str, Any]
+    completion_ids: list[int] | None = None
 
 
 class Completion(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,9 +10,9 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
-from rlightning.data.formatting import PromptFormat, build_prompts
+from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.loaders import PromptBatches, PromptLoader
-from rlightning.data.sources import read_rows
+from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
 from rlightning.run_settings import run_seed
@@ -65,11 +66,11 @@ class ValidationSet:
 class PromptDataModule(LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
-    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length``; calls its
-    ``check_columns(columns, source)`` and, on rank 0, ``check_answers(prompts, where)``, where it has them, with what
-    the reward functions will get.
-    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
-    is part of every checkpoint.
+    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
+    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)`` and, on rank 0,
+    ``check_answers(prompts, where)``, where it has them, with what the reward functions will get. Everything wrong with
+    the data is found in ``setup``, before any model loads. The position in the training prompts is part of every
+    checkpoint.
 
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
@@ -130,8 +131,8 @@ class PromptDataModule(LightningDataModule):
         self.validation_batch_size = validation_batch_size
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
-        self.validation_prompts: list[list[Prompt]] | None = None
-        self.predict_prompts: list[Prompt] | None = None
+        self.validation_prompts: list[Sequence[Prompt]] | None = None
+        self.predict_prompts: Sequence[Prompt] | None = None
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
@@ -260,7 +261,7 @@ class PromptDataModule(LightningDataModule):
             num_ranks=num_ranks,
         )
 
-    def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
+    def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
         own = replace(
             self.format,
             column=chosen.prompt_column or self.format.column,
@@ -271,20 +272,41 @@ class PromptDataModule(LightningDataModule):
 
     def _load(
         self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
-    ) -> list[Prompt]:
+    ) -> Sequence[Prompt]:
         table = read_rows(path, limit)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
-            check_columns(sorted(table.columns), path)
-        prompts = build_prompts(table, self._module.tokenizer, prompt_format)
+            _check_columns(check_columns, table)
+        completion_column = getattr(self._module, "completion_column", None) if is_rewarded else None
+        prompts = build_prompts(
+            table,
+            self._module.tokenizer,
+            replace(prompt_format, completion_column=completion_column),
+            vocab_size=getattr(self._module, "vocab_size", None),
+            max_length=self._module.max_model_length,
+        )
         check_answers = getattr(self._module, "check_answers", None)
         if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
             check_answers(prompts, table.where)
         return prompts
 
-    def _batches(self, prompts: list[Prompt]) -> PromptBatches:
+    def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
+
+
+def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:
+    """Call the module's check; where a single row is to blame, name that row."""
+    try:
+        check(sorted(table.columns), table.path)
+    except ConfigError:
+        every: set[str] = set().union(*table.rows)
+        for column in sorted(every - table.columns):
+            try:
+                check(sorted(every - {column}), table.path)
+            except ConfigError:
+                require_columns(table, [column])
+        raise
 
 
 def _name_of(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 
-GIVEN = ("prompt", "completion", "num_tokens", "is_truncated")
+GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")

@@ -326,6 +326,7 @@ def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "completion": completion.text,
+        "full_text": prompt.text + completion.text,
         "num_tokens": len(completion.token_ids),
         "is_truncated": completion.is_truncated,
     }

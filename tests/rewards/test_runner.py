@@ -112,6 +112,11 @@ def test_score_total_beyond_float32_fails_the_sample(make_runner: MakeRunner) ->
     assert scores.failed == 2
 
 
+def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction(lambda full_text: float(full_text == "prompt 0abc"), name="whole"))
+    assert values(score(runner, ["abc"]).rewards) == [1.0]
+
+
 def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: MakeRunner) -> None:
     runner = pickle.loads(pickle.dumps(make_runner(sample_rewards.length)))
     try:
