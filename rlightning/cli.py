@@ -66,8 +66,8 @@ class RLArgumentParser(LightningArgumentParser):
         """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
         added = super().add_class_arguments(*args, **kwargs)
         for action in self._actions:
-            if getattr(action, "_enable_path", False) and takes_text(getattr(action, "_typehint", None)):
-                action._enable_path = False  # or jsonargparse would read the file as configuration
+            if takes_text(getattr(action, "_typehint", None)):
+                vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
         return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

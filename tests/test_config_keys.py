@@ -92,9 +92,9 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
         ("  init_args:\n", "  lr: 1\n  init_args:\n", "model.lr: beside class_path, keys stand under init_args."),
         ("train: rows.jsonl", "train: [rows", "run.yaml, line"),
         (
-            "  max_steps: 3",
-            "  max_steps: 3\ndata: {seed: 1}",
-            "run.yaml, line 15: not valid YAML (the key 'data' is in",
+            "rollout:",
+            "data: {seed: 1}\nrollout:",
+            "run.yaml, line 10: not valid YAML (the key 'data' is in line 7 already",
         ),
         ("train: rows.jsonl", "shuffle: no", "data.shuffle: expected bool, got 'no'"),
         ("model:\n  class", "modell:\n  class", "modell: there is no such key. Did you mean 'model'?"),

@@ -129,7 +129,11 @@ def test_several_processes_tokenise_and_any_may_find_a_mistake(tmp_path: Path, m
 
 
 def test_rows_of_mixed_types_are_kept_as_they_are(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "x": 1}, {"prompt": "b", "x": "1", "y": None}, {"prompt": "c", "x": [2**70, "\ud83d"]}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "x": 1},
+        {"prompt": "b", "x": "1", "y": None},
+        {"prompt": "c", "x": [2**70, "\ud83d"]},
+    ]
     table = read_rows(write_rows(tmp_path / "a.jsonl", rows))
     assert list(table.rows) == rows
     assert table.columns == {"prompt", "x"}
