@@ -117,7 +117,7 @@ class CompletionsTable(RLCallback):
             self._show(spread_by_reward(rows, self.num_console), step)
 
     def _folder(self, trainer: Any) -> Path:
-        return Path(self.path) if self.path else run_dir(trainer) / "completions"
+        return Path(self.path).expanduser() if self.path else run_dir(trainer) / "completions"
 
     def _log(self, loggers: Any, rows: list[dict[str, Any]], step: int) -> None:
         columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]

@@ -78,7 +78,7 @@ class JSONLPredictions(RLCallback):
             logger.info("the first %d prompts' completions are in %s", self._num_prompts, self._partial)
 
     def _locate(self, trainer: Any) -> Path:
-        path = Path(self.path) if self.path else run_dir(trainer) / "predictions.jsonl"
+        path = Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
         if getattr(trainer, "world_size", 1) > 1:
             path = path.with_suffix(f".rank{trainer.global_rank}{path.suffix}")
         if path.exists():

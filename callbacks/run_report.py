@@ -170,7 +170,7 @@ class RunReport(PhaseTimer):
             logger.info("report of the run: %s", path)
 
     def _file(self, trainer: Any) -> Path:
-        return Path(self.path) if self.path else run_dir(trainer) / "report.html"
+        return Path(self.path).expanduser() if self.path else run_dir(trainer) / "report.html"
 
     @property
     def _seconds(self) -> float:

@@ -74,4 +74,4 @@ class SaveHF(RLCallback):
             logger.info("saved the model to %s", folder)
 
     def _folder(self, trainer: Any) -> Path:
-        return Path(self.path) if self.path else run_dir(trainer) / "hf"
+        return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"

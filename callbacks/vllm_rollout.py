@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from rlightning.distributed.collectives import any_rank, gather_objects, global_
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback, fire
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.canary import canary_tokens, check_agreement, default_tolerance
+from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
@@ -23,6 +24,7 @@ from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
+from rlightning.run_settings import run_seed
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,8 @@ class VLLMRollout(RLCallback, Generator):
     A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
     ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
     ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
-    ``device``, ``weight_version`` (which must change with the weights), ``named_weights()``, and ``score(token_ids)``,
-    the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one such loop.
+    ``device``, ``weight_version`` (counted up here too, when weights have changed without), ``named_weights()``, and
+    ``score(token_ids)``, the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one such loop.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -129,7 +131,7 @@ class VLLMRollout(RLCallback, Generator):
             placement=placement,
             num_engines=num_engines,
             engines=tuple(engines),
-            weight_folder=None if weight_folder is None else Path(weight_folder),
+            weight_folder=None if weight_folder is None else Path(weight_folder).expanduser(),
             max_staleness=max_staleness,
             oversample=oversample,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -151,6 +153,7 @@ class VLLMRollout(RLCallback, Generator):
         self._trainer: Any = None
         self._module: Any = None
         self._num_syncs = 0
+        self._weight_print, self._seen_version = WeightPrint(), -1
         self._num_drawn: Counter[int] = Counter()  # how often each prompt was completed in this step
 
     # The engine's life
@@ -164,9 +167,10 @@ class VLLMRollout(RLCallback, Generator):
         if stage == "fit":
             self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
         max_prompt_tokens = self._check(trainer, module, stage)
-        module.generator, module.sampling = self, self.sampling
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
+        self.sampling = with_run_seed(self.sampling, device)
+        module.generator, module.sampling = self, self.sampling
         configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
         if self.options.placement == "standalone":
             self._engines = StandaloneEngines(
@@ -278,6 +282,7 @@ class VLLMRollout(RLCallback, Generator):
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
+        self._count_change()
         requests = self._requests(prompts, sampling)
         return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
 
@@ -310,6 +315,7 @@ class VLLMRollout(RLCallback, Generator):
         ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
         if not ahead and not in_flight:
             return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        self._count_change()
         requests = self._requests(prompts, sampling)
         if take_prompts is not None and ahead > in_flight:
             requests += self._requests(take_prompts(-(-(ahead - in_flight) // world_size())), sampling)
@@ -361,6 +367,15 @@ class VLLMRollout(RLCallback, Generator):
                 self._sync(engines)
             except EngineDiedError as error:
                 engines.restart(error)
+
+    def _count_change(self) -> None:
+        """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
+        module = self._module
+        has_changed = self._weight_print.has_changed(module.named_weights())
+        is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
+        if any_rank(has_changed and not is_counted, name="weights changed"):
+            module.weight_version += 1
+            self._seen_version = module.weight_version
 
     def _rest(self) -> None:
         if self._engines is None or not self._engines.can_sleep:
@@ -429,3 +444,12 @@ class VLLMRollout(RLCallback, Generator):
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
         return max_prompt_tokens
+
+
+def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
+    """Seed requests by ``seed_everything``, unless ``sampling`` has a seed.
+
+    On a GPU vLLM draws for each seeded request by itself, which slows sampling: there a seed is used on demand only.
+    """
+    is_wanted = sampling.seed is None and device.type == "cpu"
+    return replace(sampling, seed=run_seed()) if is_wanted else sampling

@@ -49,6 +49,7 @@ rlightning --version shows the version.
 
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+TERMINATED = 128 + signal.SIGTERM
 YIELD_SECONDS = 3.0
 """How long ranks but rank 0 wait with an error before the ranks have met: it is usually that of all, and shown."""
 
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; ``sys.argv[1:]`` unless given.
 
     Returns:
-        0, or 2 after a mistake of the user's (one line on stderr), or 130 after Ctrl-C. Any other exception is raised.
+        0, or 2 after a mistake of the user's (one line on stderr), or 130 after Ctrl-C. Any other exception is raised,
+        also that of SIGTERM, which ends the process with 143.
         Of several ranks, the one that failed first says so, and all return the same.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -82,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
         if isinstance(stop.__context__, KeyboardInterrupt):
             return end(stop.__context__, "interrupted", INTERRUPTED)
+        if stop.code == TERMINATED and not is_other_rank():
+            sys.stderr.write("ended by SIGTERM\n")
         raise
     except Exception as error:
         mistake = find_mistake(error)

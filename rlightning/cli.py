@@ -1,10 +1,12 @@
 """The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
 
 import logging
+import os
 import re
 import sys
 import time
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,21 +20,28 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.atomic_save import PREVIOUS, find_saved
-from rlightning.config_keys import ConfigKeys
+from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
+from rlightning.config_files import replace_files, use_strict_yaml
+from rlightning.config_keys import ConfigKeys, takes_text
 from rlightning.data import PromptDataModule
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.optimization import check_precision, check_step_options
+from rlightning.policy_module import PolicyModule
+from rlightning.run_settings import flatten
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
+from rlightning.trainer_options import check_callbacks, check_precision, check_step_options, check_unused_options
 
 log = logging.getLogger(__name__)
+
+# Defaults of Lightning's, such as that of Timer, are enums where their types say str.
+yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 # The package never imports a concrete callback: the command line finds its own by these names, when it runs.
 ROLLOUT = "rlightning.callbacks.VLLMRollout"
@@ -52,6 +61,14 @@ class RLArgumentParser(LightningArgumentParser):
     """A parser whose errors are one line, without the usage of two hundred options."""
 
     keys: ConfigKeys | None = None
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
+        added = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if takes_text(getattr(action, "_typehint", None)):
+                vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
+        return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the gist of jsonargparse's message and exit with 2."""
@@ -93,6 +110,7 @@ class RLCLI(LightningCLI):
         self.args = args
         replace_lightning_ddp()
         spell_out_files()
+        use_strict_yaml()
         for name in import_module("rlightning.callbacks").__all__:
             find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
         super().__init__(
@@ -140,6 +158,8 @@ class RLCLI(LightningCLI):
         asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
         if not asks_for_help:
             keys.check_options(options)
+            check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
+            options = replace_files(options, keys.files)
             if "model" not in keys.classes:
                 raise ConfigError(
                     "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
@@ -153,6 +173,7 @@ class RLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle what depends on several keys, before anything is built."""
         config = self.config[self.subcommand]
+        expand_home(config)
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
             trainer["default_root_dir"] = new_run_folder()
@@ -163,12 +184,25 @@ class RLCLI(LightningCLI):
         folder = Path(trainer["default_root_dir"])
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
-        check_checkpoints(str(self.subcommand), folder, config.get("ckpt_path"))
-        if config.get("ckpt_path") == "last":
-            config["ckpt_path"] = find_last(folder)
+        command, ckpt_path = str(self.subcommand), config.get("ckpt_path")
+        places = find_places(folder, trainer["callbacks"])
+        check_checkpoints(command, folder, places, ckpt_path)
+        if ckpt_path == "last":
+            last = find_last(command, places)
+            log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
+            config["ckpt_path"] = str(last.path)
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
+        if trainer["barebones"]:
+            trainer["log_every_n_steps"] = trainer["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+
+    def instantiate_classes(self) -> None:
+        """Build everything, and tell the module the whole configuration, which its checkpoints keep."""
+        super().instantiate_classes()
+        if isinstance(self.model, PolicyModule):
+            text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+            self.model.configuration = flatten(yaml.safe_load(text))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
@@ -195,7 +229,7 @@ class RLCLI(LightningCLI):
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
         """The rollout callback first, then those listed, then each default whose class is not listed."""
-        callbacks = rollout_first(listed)
+        callbacks = order_callbacks(listed)
         section = self._get(self.config_init, "rollout")
         if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
             if self.is_rollout_configured():
@@ -215,7 +249,7 @@ class RLCLI(LightningCLI):
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
             callbacks.append(predictions(self._get(self.config_init, "output")))
-        folder = Path(trainer["default_root_dir"]) / "checkpoints"
+        folder = Path(trainer["default_root_dir"]) / FOLDER
         # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
         has_checkpoints = trainer["enable_checkpointing"] is not False
         if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
@@ -242,10 +276,10 @@ def find_callback(name: str) -> Any:
     return getattr(import_module("rlightning.callbacks"), name)
 
 
-def rollout_first(callbacks: list[Callback]) -> list[Callback]:
-    """The same callbacks, that of the engine in front: see :mod:`rlightning.hooks`."""
-    rollout = find_callback("VLLMRollout")
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
+def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
+    """That of the engine in front (:mod:`rlightning.hooks`), and exports behind all that may change weights."""
+    rollout, export = find_callback("VLLMRollout"), find_callback("SaveHF")
+    return sorted(callbacks, key=lambda callback: isinstance(callback, export) - isinstance(callback, rollout))
 
 
 def new_run_folder() -> str:
@@ -264,48 +298,26 @@ def new_run_folder() -> str:
     return str(path)
 
 
+def expand_home(values: Any) -> Any:
+    """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
+    if isinstance(values, Namespace | dict):
+        entries = vars(values) if isinstance(values, Namespace) else values
+        for key, value in entries.items():
+            entries[key] = expand_home(value)
+    elif isinstance(values, list):
+        values[:] = [expand_home(value) for value in values]
+    elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
+        return os.path.expanduser(values)
+    return values
+
+
 def check_trainer(trainer: Namespace) -> None:
     """Reject the Trainer's options that make no sense here, before it is built."""
     check_strategy(trainer["strategy"])
     check_precision(trainer["precision"])
-    check_step_options(
-        accumulate_grad_batches=trainer["accumulate_grad_batches"], gradient_clip_val=trainer["gradient_clip_val"]
-    )
-
-
-def check_checkpoints(command: str, folder: Path, ckpt_path: str | None) -> None:
-    """Reject a checkpoint that is not there, and a new run in the folder of another."""
-    checkpoints = folder / "checkpoints"
-    saved = sorted([*checkpoints.glob("*.ckpt"), *checkpoints.glob(f"*.ckpt{PREVIOUS}")])
-    if ckpt_path is None:
-        if command == "fit" and saved:
-            raise ConfigError(
-                f"trainer.default_root_dir={folder} holds a run's checkpoints already. Continue that run with "
-                "--ckpt_path last, or set another trainer.default_root_dir."
-            )
-    elif ckpt_path == "last":
-        if last_checkpoint(checkpoints) is None:
-            start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
-            raise ConfigError(
-                f"ckpt_path=last, but there is no checkpoint in {checkpoints}. "
-                f"Set trainer.default_root_dir to the folder of the run to {start}."
-            )
-    elif ckpt_path == "best":
-        raise ConfigError(
-            "ckpt_path=best: which one that is only the run itself knew. "
-            + (f"Name one, such as {saved[0]}." if saved else "Name one by its path.")
-        )
-    elif ckpt_path != "hpc" and "://" not in ckpt_path and not find_saved(Path(ckpt_path)).exists():
-        raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
-
-
-def find_last(folder: Path) -> str:
-    """``last`` where Lightning finds that itself; else the newest checkpoint, which is what a crash has left of it."""
-    found = last_checkpoint(folder / "checkpoints")
-    if found is None or (found.name.startswith("last") and found.suffix == ".ckpt"):
-        return "last"
-    log.info("There is no last.ckpt in %s: this goes on from the newest checkpoint, %s.", found.parent, found.name)
-    return str(found)
+    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    check_step_options(**{name: trainer[name] for name in steps})
+    check_unused_options(sync_batchnorm=trainer["sync_batchnorm"], model_registry=trainer["model_registry"])
 
 
 def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
@@ -337,6 +349,8 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    # after the reason, what a class may be written as
+    lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
     if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
         lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
     text = "; ".join(dict.fromkeys(lines))

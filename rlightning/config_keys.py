@@ -9,6 +9,7 @@ import difflib
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser
 
+from rlightning.config_files import load_yaml, merge_mappings, read_yaml
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.strategy_names import spell_out
 
@@ -35,12 +37,17 @@ class ConfigKeys:
         parser: of the command, with all its arguments.
         classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
         seen: every key met, in full.
+        files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
     """
 
     def __init__(self, parser: ArgumentParser, classes: dict[str, type]) -> None:
         self.parser = parser
         self.classes = dict(classes)
         self.seen: list[str] = []
+        self.files: list[Any] = []
+        self._mappings: dict[str, dict[str, Any]] = {}  # by key, as the files so far have set them
+        self._is_in_file = False
+        self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
         """Check command line options, and the files that ``--config`` names.
@@ -59,7 +66,12 @@ class ConfigKeys:
         content = spell_out(read_yaml(path))
         if not isinstance(content, dict):
             raise ConfigError(f"--config {path}: the file holds no keys. It needs lines such as 'model: ...'.")
+        written = deepcopy(content)
+        self._is_in_file = True
+        self._leaves = set()
         self.check_mapping(content, parameters_of(self.parser), "")
+        self._is_in_file = False
+        self.files.append(None if content == written else content)
 
     def full_key(self, key: str) -> str:
         """The one key met that ends in ``key``, or ``key`` itself."""
@@ -76,9 +88,12 @@ class ConfigKeys:
         """
         for written, value in values.items():
             name, _, rest = str(written).partition(".")
+            is_set = not rest and not name.endswith("+") and not isinstance(value, dict)
             name = name.removesuffix("+")
             value = {rest: value} if rest else value
             key = f"{where}.{name}" if where else name
+            if self._is_in_file and is_set:
+                self._check_set_once(key.replace(".init_args.", "."))
             if name not in parameters:
                 raise ConfigError(f"{key}: there is no such key. {did_you_mean(name, parameters)}")
             self.seen.append(key)
@@ -94,6 +109,9 @@ class ConfigKeys:
     def check_value(self, value: Any, hint: Any, key: str) -> None:
         """Check what a key is set to, as far as it names classes or holds keys of its own."""
         options = list(flatten_union(hint))
+        # A later file's list replaces an earlier one, with all that is in it.
+        if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
+            self._merge(value, key.replace(".init_args.", "."))
         bases = [option for option in options if is_configurable(option)]
         items = [i for option in options if is_sequence(option) for i in get_args(option) if i is not Ellipsis]
         item_bases = [option for item in items for option in flatten_union(item) if is_configurable(option)]
@@ -117,6 +135,22 @@ class ConfigKeys:
                     for written, item in value.items():
                         name, _, rest = str(written).partition(".")
                         self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
+
+    def _check_set_once(self, key: str) -> None:
+        """Refuse a key that the present file has set before, nested in one place and dotted in the other."""
+        if key in self._leaves:
+            raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
+        self._leaves.add(key)
+
+    def _merge(self, value: Any, key: str) -> None:
+        """Extend a mapping of a file by what earlier files have set its key to, where jsonargparse would replace it."""
+        if isinstance(value, dict) and not SPEC_KEYS & value.keys():
+            merged = merge_mappings(self._mappings.get(key, {}), value)
+            value.clear()
+            value.update(merged)
+            self._mappings[key] = deepcopy(value)
+        else:
+            self._mappings.pop(key, None)
 
     def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
         """Check a class and its arguments, given under ``init_args`` or directly."""
@@ -166,23 +200,9 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
 def parse_value(text: str) -> Any:
     """What an option's text means as YAML, or the text itself."""
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError:
         return text
-
-
-def read_yaml(path: str) -> Any:
-    """The content of a YAML file."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-        hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
-        raise ConfigError(f"--config {path}: there is no such file.{hint}")
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line}: not valid YAML ({error.problem}).") from error
 
 
 def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
@@ -223,6 +243,14 @@ def is_configurable(hint: Any) -> bool:
     if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
         return False
     return hint.__module__.partition(".")[0] not in PLAIN_MODULES
+
+
+def takes_text(hint: Any) -> bool:
+    """Whether a type hint accepts a string as it is, alone or as an item of a container."""
+    options = list(flatten_union(hint))
+    values = [item for option in options if is_mapping(option) for item in get_args(option)[1:]]
+    values += [item for option in options if is_sequence(option) for item in get_args(option)]
+    return str in options or any(str in flatten_union(value) for value in values)
 
 
 def is_sequence(hint: Any) -> bool:

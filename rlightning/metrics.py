@@ -6,6 +6,7 @@ from math import comb
 import torch
 from torch import Tensor
 
+from rlightning.objectives.advantages import has_signal
 from rlightning.types import RolloutBatch
 
 Reduce = Callable[[Tensor], Tensor]
@@ -87,11 +88,9 @@ def rollout_metrics(batch: RolloutBatch, all_sum: Reduce, all_max: Reduce) -> di
 
 def _groups_without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """For each group [G] whether its rewards are all equal, so that it says nothing about what is better."""
-    _, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(group.max()) + 1 if group.numel() else 0
-    low = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group, rewards, "amin")
-    high = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group, rewards, "amax")
-    return low == high
+    ids, group = torch.unique(group_ids, return_inverse=True)
+    signal = has_signal(rewards, group_ids, tolerance=0.0)
+    return torch.ones(ids.numel(), dtype=torch.bool).index_put((group,), ~signal)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

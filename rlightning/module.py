@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,19 +17,22 @@ from transformers import PreTrainedModel
 from rlightning.balance import balance, deal_groups
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
+from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
+from rlightning.monitoring import adapt_monitoring
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.optimization import check_trainer, clip_gradients
+from rlightning.optimization import clip_gradients
 from rlightning.policy_module import PolicyModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
+from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -72,6 +76,8 @@ class RLModule(PolicyModule):
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
         max_failed_share: a step in which a larger share of rewards fails ends the run.
+        max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
+            refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
         validate_first: validate before the first step too.
         kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
     """
@@ -100,11 +106,12 @@ class RLModule(PolicyModule):
         reference_model: str | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
+        max_unrewarded_references: float = 0.02,
         validate_first: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.reference_path = reference_model or model
+        self.reference_path = os.path.expanduser(reference_model or model)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -114,7 +121,9 @@ class RLModule(PolicyModule):
         )
         if kl_coef < 0:
             raise ConfigError(f"kl_coef={kl_coef} must be at least 0: it is a penalty. Use 0 for none.")
-        self.rewarder = RewardRunner(rewards, max_failed_share=max_failed_share)
+        self.rewarder = RewardRunner(
+            rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
+        )
         self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
         self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
         self.rollout_correction = rollout_correction
@@ -143,6 +152,16 @@ class RLModule(PolicyModule):
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
         self.rewarder.check(columns, source)
 
+    def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
+        """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
+
+        Args:
+            prompts: of one set.
+            where: gives the file and line of a row.
+        """
+        if self.generates and self._has_own_rewards:
+            self.rewarder.check_answers(prompts, where)
+
     # Set-up
 
     def configure_callbacks(self) -> list[Callback]:
@@ -154,10 +173,12 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
             )
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
-        return []
+        adapt_monitoring(callbacks)
+        return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
@@ -192,6 +213,7 @@ class RLModule(PolicyModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the updates."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -201,6 +223,7 @@ class RLModule(PolicyModule):
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
+        super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
         """End the reward functions' processes."""
@@ -396,7 +419,7 @@ class RLModule(PolicyModule):
             batch: on the CPU, with ``prompts`` [N] and ``completions`` [N].
 
         Returns:
-            [N] float32; NaN for a completion that is to be left out, as if it had not been sampled.
+            [N] floats; NaN for a completion that is to be left out, as if it had not been sampled.
         """
         scores = self.rewarder.score(batch.prompts, batch.completions)
         batch.reward_components = scores.components

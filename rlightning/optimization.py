@@ -4,15 +4,14 @@ import logging
 import math
 from collections.abc import Iterable
 from functools import reduce
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError, did_you_mean
@@ -22,46 +21,6 @@ from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW, fetch_all
 log = logging.getLogger(__name__)
 
 LRSchedule = Literal["constant", "linear", "cosine"]
-
-
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
-    check_precision(trainer.precision)
-    if trainer.precision == "bf16-true":
-        log.warning(
-            "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
-            "1/256 of a weight or so: at a small lr nothing is learned. Use bf16-mixed."
-        )
-    check_step_options(
-        accumulate_grad_batches=trainer.accumulate_grad_batches, gradient_clip_val=trainer.gradient_clip_val
-    )
-
-
-def check_precision(precision: object) -> None:
-    """Refuse float16.
-
-    Args:
-        precision: as of the Trainer. On a CPU, and so in a controller, Lightning turns float16 into bfloat16: there it
-            has to be asked for what the user has said.
-    """
-    if str(precision) in ("16", "16-mixed", "16-true"):
-        raise ConfigError(
-            f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
-        )
-
-
-def check_step_options(*, accumulate_grad_batches: int, gradient_clip_val: float | None) -> None:
-    """Refuse the Trainer's options that the module's own optimizer steps make meaningless."""
-    rule = "has no effect here: the model steps its optimizer itself"
-    if accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulate_grad_batches} {rule}. "
-            "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
-        )
-    if gradient_clip_val is not None:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={gradient_clip_val} {rule}. Set model.max_grad_norm={gradient_clip_val}."
-        )
 
 
 def check_optimizer(
@@ -113,13 +72,50 @@ def make_optimizer(
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in trained)
+    optimizer: AdamW
     if states != "float32" or is_state_on_host:
-        return StoredMomentsAdamW(
+        optimizer = StoredMomentsAdamW(
             groups, states=states, is_state_on_host=is_state_on_host, lr=lr, betas=betas, fused=is_fused
         )
-    optimizer = AdamW(groups, lr=lr, betas=betas, fused=is_fused)
-    optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+    else:
+        optimizer = AdamW(groups, lr=lr, betas=betas, fused=is_fused)
+        optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+    optimizer.register_load_state_dict_pre_hook(keep_settings)
     return optimizer
+
+
+PROGRESS = ("params", "num_steps")
+"""Of an optimizer's groups, what a checkpoint decides; all else, such as ``lr``, is configured."""
+
+
+def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Take from a checkpoint what the optimizer has learned, and from this run's configuration how it goes on."""
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        return state_dict  # which torch refuses
+    groups = [
+        {**saved, **{name: value for name, value in own.items() if name not in PROGRESS}}
+        for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+class ConfiguredLR(LambdaLR):
+    """A schedule of which a checkpoint keeps the position alone: what it does from there on is configured."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the position of ``state_dict``, with the learning rate that this run's schedule has there."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        self._last_lr = [
+            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
+def schedule_end(trainer: Any, warmup_steps: int) -> int:
+    """Return the step at which a schedule ends: ``max_steps``, unless ``fast_dev_run`` has set that."""
+    max_steps: int = trainer.max_steps
+    return max(max_steps, warmup_steps + 1) if trainer.fast_dev_run else max_steps
 
 
 def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:
@@ -149,7 +145,7 @@ def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: in
             case "cosine":
                 return 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return LambdaLR(optimizer, factor)
+    return ConfiguredLR(optimizer, factor)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,15 @@ from rlightning.models import load_config, load_policy, load_tokenizer, max_mode
 from rlightning.models.attention import describe_attention
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer
+from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
 from rlightning.optimizers import OptimizerStates
+from rlightning.run_settings import describe_changes
 from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
+
+SETTINGS = "settings"
+"""The key of a checkpoint that holds the settings that it was written with."""
 
 
 class PolicyModule(LightningModule):
@@ -70,7 +75,7 @@ class PolicyModule(LightningModule):
             optimizer_states=optimizer_states,
         )
         self.automatic_optimization = False
-        self.model_path = model
+        self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -78,6 +83,7 @@ class PolicyModule(LightningModule):
         self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.actor: PreTrainedModel | None = None
+        self.configuration: Mapping[str, Any] = {}  # all keys of the command line's, if it has built this module
 
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
@@ -133,14 +139,43 @@ class PolicyModule(LightningModule):
             is_state_on_host=getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer",
         )
         schedule = make_lr_schedule(
-            optimizer, self.lr_schedule, warmup_steps=self.warmup_steps, max_steps=self.trainer.max_steps
+            optimizer,
+            self.lr_schedule,
+            warmup_steps=self.warmup_steps,
+            max_steps=schedule_end(self.trainer, self.warmup_steps),
         )
         return [optimizer], [schedule]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the settings in force."""
+        checkpoint[SETTINGS] = self.settings
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say which settings differ from the checkpoint's: those in force decide."""
+        if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
+            return
+        changes = describe_changes(checkpoint.get(SETTINGS, {}), self.settings)
+        if changes is not None:
+            log.info(changes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration in force by key, as far as it is known: what optimizes, and all that a file said."""
+        own = ("lr", "weight_decay", "betas", "warmup_steps", "lr_schedule", "max_grad_norm", "optimizer_states")
+        values = {f"model.{name}": getattr(self, name) for name in own}
+        values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
+        return values | dict(self.configuration)
 
     @property
     def max_model_length(self) -> int:
         """Tokens of the longest sequence that the model's positions allow."""
         return max_model_length(self.model_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: every token id is below."""
+        size: int = self.model_config.get_text_config().vocab_size
+        return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The actor's weights by their Hugging Face names, tied ones once: what an engine is sent."""

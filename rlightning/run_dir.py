@@ -19,4 +19,4 @@ def run_dir(trainer: Any) -> Path:
         )
     if "://" in str(folder):
         raise ConfigError(f"default_root_dir='{folder}' is not a local folder. Use one; copy it afterwards.")
-    return Path(folder)
+    return Path(folder).expanduser()

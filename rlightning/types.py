@@ -23,12 +23,14 @@ class Prompt(NamedTuple):
         text: what the model reads, after the chat template.
         token_ids: [P], the tokens of ``text``; nothing is tokenised again later.
         columns: the row as it was read; reward functions get these by name.
+        completion_ids: [C], the tokens of the row's own completion, to learn from; None where it has none.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index()
     text: str
     token_ids: list[int]
     columns: dict[str, Any]
+    completion_ids: list[int] | None = None
 
 
 class Completion(NamedTuple):
@@ -77,7 +79,7 @@ class RolloutBatch:
         group_ids: [N] int64, equal for completions of one prompt.
         prompts: N of them, one a sequence.
         completions: N of them.
-        rewards: [N] float32.
+        rewards: [N] float64.
         reward_components: [N] float32 each, by the reward function's name, unweighted; NaN where it gave none.
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.

@@ -78,11 +78,11 @@ def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) 
     fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "listed"]
     listed = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2"]
     assert rlightning(project, *fit, *listed).returncode == 0
-    assert [path.name for path in (project / "listed/checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
-    continued = rlightning(project, *fit, "--ckpt_path", "last")
+    assert [path.name for path in (project / "listed/checkpoints").iterdir()] == ["epoch=0-step=3.ckpt"]
+    continued = rlightning(project, *fit, "--ckpt_path", "last", "--trainer.max_steps", "4")
     assert continued.returncode == 0, continued.stderr
-    assert "goes on from the newest checkpoint, epoch=0-step=2.ckpt" in continued.stderr
-    assert logged_steps(project / "listed/metrics/version_1") == [3]
+    assert "ckpt_path=last is listed/checkpoints/epoch=0-step=3.ckpt, saved after step 3." in continued.stderr
+    assert logged_steps(project / "listed/metrics/version_1") == [4]
 
 
 def test_configs_and_overrides_merge_in_their_order_and_run_as_printed(project: Path) -> None:

@@ -9,13 +9,12 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, VLLMRollout
+from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, SaveHF, VLLMRollout
 from rlightning.cli import (
     add_checkpoint_io,
-    check_checkpoints,
-    find_last,
+    expand_home,
     new_run_folder,
-    rollout_first,
+    order_callbacks,
     settle_lengths,
     summarise,
 )
@@ -53,9 +52,9 @@ def test_an_interval_in_steps_counts_over_epochs(given: dict[str, Any], every_n_
     assert config["check_val_every_n_epoch"] == every_n_epochs
 
 
-def test_a_rollout_that_is_listed_by_hand_stands_first() -> None:
-    empty, rollout, offload = EmptyCacheAfterUpdate(), VLLMRollout(), OffloadDuringRollout()
-    assert rollout_first([empty, rollout, offload]) == [rollout, empty, offload]
+def test_rollout_stands_first_and_exports_last() -> None:
+    empty, rollout, export, offload = EmptyCacheAfterUpdate(), VLLMRollout(), SaveHF(), OffloadDuringRollout()
+    assert order_callbacks([empty, export, rollout, offload]) == [rollout, empty, offload, export]
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,50 +75,16 @@ def test_ranks_that_were_launched_from_outside_must_be_told_the_folder(monkeypat
         new_run_folder()
 
 
-def test_a_folder_with_checkpoints_takes_no_new_run(tmp_path: Path) -> None:
-    check_checkpoints("fit", tmp_path, None)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
-    with pytest.raises(ConfigError, match="holds a run's checkpoints already"):
-        check_checkpoints("fit", tmp_path, None)
-    check_checkpoints("fit", tmp_path, "last")
-    check_checkpoints("validate", tmp_path, None)
-    check_checkpoints("fit", tmp_path, str(tmp_path / "checkpoints" / "last.ckpt"))
-
-
-@pytest.mark.parametrize("command", ["fit", "validate"])
-def test_a_checkpoint_that_nobody_can_find(command: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ckpt_path=last, but there is no checkpoint in .* Set trainer"):
-        check_checkpoints(command, tmp_path, "last")
-    with pytest.raises(ConfigError, match=r"gone\.ckpt: there is no such file"):
-        check_checkpoints(command, tmp_path, str(tmp_path / "gone.ckpt"))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "epoch=0-step=2.ckpt").touch()
-    with pytest.raises(ConfigError, match=r"ckpt_path=best.*only the run itself knew.* such as .*step=2\.ckpt"):
-        check_checkpoints(command, tmp_path, "best")
-
-
-def test_last_is_what_a_crash_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "rlightning")
-    checkpoints = tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    (checkpoints / "last.ckpt").touch()
-    assert find_last(tmp_path) == "last"
-    assert not any(record.name.startswith("rlightning") for record in caplog.records)
-    # in the middle of being replaced
-    (checkpoints / "last.ckpt").rename(checkpoints / "last.ckpt.previous")
-    for ckpt_path in ("last", str(checkpoints / "last.ckpt")):
-        check_checkpoints("fit", tmp_path, ckpt_path)
-    with pytest.raises(ConfigError, match="holds a run's checkpoints already"):
-        check_checkpoints("fit", tmp_path, None)
-    assert find_last(tmp_path) == str(checkpoints / "last.ckpt.previous")
-    # a link that leads to what has been removed
-    (checkpoints / "last.ckpt.previous").unlink()
-    (checkpoints / "last.ckpt").symlink_to("epoch=0-step=2.ckpt")
-    (checkpoints / "epoch=0-step=4.ckpt").touch()
-    check_checkpoints("fit", tmp_path, "last")
-    assert find_last(tmp_path) == str(checkpoints / "epoch=0-step=4.ckpt")
-    assert caplog.messages[-1].endswith("goes on from the newest checkpoint, epoch=0-step=4.ckpt.")
+def test_expand_home_reaches_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    callbacks = [Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath="~/kept"))]
+    config = Namespace(trainer=Namespace(default_root_dir="~/runs/a", callbacks=callbacks), data={"train": "~"})
+    config["model"] = Namespace(stop=["~/", "~5", "a/~/b"])
+    expand_home(config)
+    assert config["trainer"]["default_root_dir"] == "/home/ada/runs/a"
+    assert callbacks[0].init_args.dirpath == "/home/ada/kept"
+    assert config["data"] == {"train": "/home/ada"}
+    assert config["model"]["stop"] == ["/home/ada/", "~5", "a/~/b"]
 
 
 def test_files_are_saved_atomically_unless_told_otherwise() -> None:

@@ -1,13 +1,17 @@
 """Every mistake in a configuration: one line, the key, the nearest valid name."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli_project import make_project
 
 from rlightning.__main__ import main
 from rlightning.callbacks import VLLMRollout
+from rlightning.config_keys import takes_text
+from rlightning.rewards import RewardFunction
 
 
 @pytest.fixture
@@ -87,6 +91,12 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
         ("    model: model\n", "", "model: it needs a value for 'model'"),
         ("  init_args:\n", "  lr: 1\n  init_args:\n", "model.lr: beside class_path, keys stand under init_args."),
         ("train: rows.jsonl", "train: [rows", "run.yaml, line"),
+        (
+            "rollout:",
+            "data: {seed: 1}\nrollout:",
+            "run.yaml, line 10: not valid YAML (the key 'data' is in line 7 already",
+        ),
+        ("train: rows.jsonl", "shuffle: no", "data.shuffle: expected bool, got 'no'"),
         ("model:\n  class", "modell:\n  class", "modell: there is no such key. Did you mean 'model'?"),
         (
             "max_steps: 3",
@@ -172,6 +182,75 @@ def test_a_validation_set_may_be_a_path_alone(project: Path, capsys: pytest.Capt
     assert code == 0, shown.err
     assert "easy: rows.jsonl" in shown.out
     assert "limit: 3" in shown.out
+
+
+def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """The configuration that ``fit`` shows for these options."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *args, "--print_config"])
+    shown = capsys.readouterr()
+    assert stop.value.code == 0, shown.err
+    return yaml.safe_load(shown.out)
+
+
+def test_mappings_of_several_files_merge(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = "data:\n  validation: {no: rows.jsonl, easy: {path: rows.jsonl, limit: 3}}\n"
+    first += "  chat_template_arguments: {mode: off, a: 1}\n"
+    first += "model: {init_args: {rewards: [{function: a.b, arguments: {x: 1}}]}}\n"
+    (project / "first.yaml").write_text(first)
+    second = "data: {init_args: {validation: {easy: {limit: 5}, hard: rows.jsonl}, chat_template_arguments: {a: 2}}}\n"
+    second += "model: {init_args: {rewards: [{function: c.d, arguments: {y: 2}}]}}\n"
+    (project / "second.yaml").write_text(second)
+    shown = print_config(capsys, "--config", "run.yaml", "--config", "first.yaml", "--config=second.yaml")
+    data = shown["data"]["init_args"]
+    assert list(data["validation"]) == ["no", "easy", "hard"]
+    assert (data["validation"]["easy"]["path"], data["validation"]["easy"]["limit"]) == ("rows.jsonl", 5)
+    assert data["chat_template_arguments"] == {"mode": "off", "a": 2}
+    # Lists replace each other, with all that is in them.
+    assert [reward["arguments"] for reward in shown["model"]["init_args"]["rewards"]] == [{"y": 2}]
+    (project / "third.yaml").write_text("data: {validation: null}\n")
+    files = ("--config", "run.yaml", "--config", "first.yaml", "--config", "third.yaml")
+    assert print_config(capsys, *files)["data"]["init_args"]["validation"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "validation"),
+    [
+        (["--data.validation", "one.jsonl"], "one.jsonl"),
+        (["--data.validation=rows.csv"], "rows.csv"),
+        (["--data.validation", "list.json"], "list.json"),
+        (["--data.validation.easy", "one.jsonl"], {"easy": "one.jsonl"}),
+        (["--data.validation", "{easy: one.jsonl}"], {"easy": "one.jsonl"}),
+    ],
+)
+def test_a_path_is_no_configuration(
+    project: Path, capsys: pytest.CaptureFixture[str], options: list[str], validation: Any
+) -> None:
+    (project / "one.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    (project / "rows.csv").write_text("prompt,completion\n1,2\n")
+    (project / "list.json").write_text('[{"prompt": "1", "completion": "2"}]')
+    shown = print_config(capsys, "--config", "run.yaml", *options)
+    assert shown["data"]["init_args"]["validation"] == validation
+
+
+@pytest.mark.parametrize(
+    ("hint", "takes"),
+    [
+        (str | None, True),
+        (dict[str, int | str] | None, True),
+        (Sequence[RewardFunction | str], True),
+        (dict[str, int], False),
+        (list[RewardFunction] | None, False),
+    ],
+)
+def test_takes_text_looks_into_containers(hint: Any, takes: bool) -> None:
+    assert takes_text(hint) is takes
+
+
+def test_a_key_set_twice_by_nesting_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "twice.yaml").write_text("trainer: {max_steps: 3}\ntrainer.max_steps: 4\n")
+    code, errors = fit(capsys, "--config", "run.yaml", "--config", "twice.yaml")
+    assert (code, errors) == (2, "error: trainer.max_steps: the file sets this key twice. Remove one of them.\n")
 
 
 def test_the_engine_may_be_listed_as_a_callback_instead(

@@ -150,7 +150,8 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
     class Watched(GRPO):
         def update(self, batch: RolloutBatch) -> dict[str, float]:
             values = (batch.rewards, batch.advantages, batch.old_logprobs, batch.ref_logprobs)
-            assert [None if value is None else value.dtype for value in values] == [torch.float32] * 4
+            dtypes = [None if value is None else value.dtype for value in values]
+            assert dtypes == [torch.float64] + [torch.float32] * 3
             return super().update(batch)
 
     module = Watched(model_folder, rewards=REWARDS, updates_per_rollout=2, **SMALL)

@@ -1,7 +1,6 @@
 import logging
 import math
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 from rlightning.errors import ConfigError
 from rlightning.optimization import (
     check_optimizer,
-    check_trainer,
     clip_gradients,
     make_lr_schedule,
     make_optimizer,
@@ -96,31 +94,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, caplog: pyt
     assert "this optimizer step is skipped" in caplog.text
     optimizer.step()
     assert (matrix == 2.0).all() and (bias == 2.0).all()
-
-
-def test_weights_too_coarse_to_learn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    weight, update = torch.tensor(0.02, dtype=torch.bfloat16), 1e-6
-    assert weight - update == weight
-    settings = {"precision": "bf16-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
-    with caplog.at_level(logging.WARNING):
-        check_trainer(SimpleNamespace(**settings))  # type: ignore[arg-type]
-    assert "Use bf16-mixed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"precision": "16-mixed"}, r"trainer\.precision=16-mixed .* Use bf16-mixed\."),
-        ({"precision": "16-true"}, r"trainer\.precision=16-true .* Use bf16-mixed\."),
-        ({"accumulate_grad_batches": 4}, r"batches=4 has no effect .* Lower model\.max_tokens_per_microbatch"),
-        ({"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5 has no effect here.*\. Set model\.max_grad_norm=0\.5\."),
-    ],
-)
-def test_settings_of_the_trainer_that_do_not_reach_here(setting: dict[str, Any], message: str) -> None:
-    settings = {"precision": "bf16-mixed", "accumulate_grad_batches": 1, "gradient_clip_val": None}
-    check_trainer(SimpleNamespace(**settings))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=message):
-        check_trainer(SimpleNamespace(**settings | setting))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

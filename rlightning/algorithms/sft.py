@@ -22,8 +22,8 @@ class SFT(RLModule):
 
     Args:
         model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken but ``samples_per_prompt``.
-        completion_column: the column of the prompt set that holds the completion. It is tokenised without special
-            tokens, and an end-of-sequence token is added.
+        completion_column: the column of the prompt set that holds the completion. The data module tokenises it with
+            its prompt as one text, adds an end-of-sequence token, and checks every row before the first step.
         lr: AdamW's learning rate.
     """
 
@@ -89,23 +89,14 @@ class SFT(RLModule):
         return RolloutBatch.pack(prompts, [[self._completion(prompt)] for prompt in prompts])
 
     def _completion(self, prompt: Prompt) -> Completion:
-        text = prompt.columns.get(self.completion_column)
-        if not isinstance(text, str):
+        tokens = prompt.completion_ids
+        if tokens is None:
             raise ConfigError(
-                f"completion_column='{self.completion_column}' holds {text!r} in row {prompt.index}. It must be text: "
-                "mend or remove the row."
-            )
-        if self.tokenizer.eos_token_id is None:
-            raise ConfigError("The tokenizer has no end-of-sequence token to end a completion with. Set its eos_token.")
-        tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        length = len(prompt.token_ids) + len(tokens)
-        if length > self.max_model_length:
-            raise ConfigError(
-                f"Row {prompt.index} has {len(prompt.token_ids)} prompt + {len(tokens)} completion = {length} tokens, "
-                f"but the model's positions end at {self.max_model_length}. Shorten or remove the row."
+                f"Prompt {prompt.index} has no completion_ids. Build it with PromptFormat(completion_column="
+                f"'{self.completion_column}'), as PromptDataModule does."
             )
         return Completion(
-            text=text,
+            text=str(prompt.columns[self.completion_column]),
             token_ids=np.array(tokens, np.int64),
             logprobs=np.zeros(len(tokens), np.float32),
             weight_versions=np.full(len(tokens), self.weight_version, np.int32),

@@ -2,16 +2,31 @@
 
 import logging
 import string
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rlightning.data.sources import Row, RowTable
+import numpy as np
+
+from rlightning.data.arrow_rows import ArrowRows, Row
+from rlightning.data.chats import (
+    Message,
+    check_template_arguments,
+    clean_messages,
+    find_open_thought,
+    is_chat,
+    render_chat,
+)
+from rlightning.data.mapped import COLUMNS, map_prompts
+from rlightning.data.sources import RowTable
+from rlightning.data.summary import Note, summarize
+from rlightning.data.tokens import Tokens, check_characters, cut_prompt, tokenize
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
+_ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +41,7 @@ class PromptFormat:
         chat_template_arguments: passed to the chat template, such as ``enable_thinking``.
         max_tokens: of a prompt.
         overlong: what to do with longer ones; "truncate" keeps their end.
+        completion_column: the column of a completion to learn; None: rows hold none.
     """
 
     column: str = "prompt"
@@ -35,36 +51,209 @@ class PromptFormat:
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 1024
     overlong: Literal["drop", "truncate"] = "drop"
+    completion_column: str | None = None
 
 
-def build_prompts(table: RowTable, tokenizer: Any, prompt_format: PromptFormat) -> list[Prompt]:
-    """Render and tokenise every row; count, say and drop or cut those that are too long.
+def build_prompts(
+    table: RowTable,
+    tokenizer: Any,
+    prompt_format: PromptFormat,
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+) -> Sequence[Prompt]:
+    """Render, tokenise and check every row; count, say and drop or cut prompts that are too long.
 
     Args:
         table: the rows.
         tokenizer: a Hugging Face tokenizer.
         prompt_format: how.
+        vocab_size: rows of the model's embedding, which no token may be beyond; None: unknown.
+        max_length: the model's positions, for prompts that have a completion; None: unknown.
 
     Returns:
-        At least one prompt, each of 1 to ``prompt_format.max_tokens`` tokens, in the order of the rows.
+        At least one prompt, each of 1 to ``prompt_format.max_tokens`` tokens, in the order of the rows: a list, or for
+        rows that stay on disk a sequence that stays there too, tokenised once for all processes and later starts.
     """
-    is_chat = _is_chat(tokenizer, prompt_format)
-    contents = _read_contents(table, prompt_format)
-    if is_chat:
-        chats = [_to_messages(content, prompt_format.system) for content in contents]
-        texts = [_render_chat(tokenizer, chat, prompt_format, table.where(i)) for i, chat in enumerate(chats)]
+    encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
+    require_columns(table, encoder.columns)
+    drop_above = prompt_format.max_tokens if prompt_format.overlong == "drop" else None
+    prompts: Sequence[Prompt]
+    if isinstance(table.rows, ArrowRows):
+        prompts, summary = map_prompts(table, encoder, prompt_format.max_tokens, is_dropping=drop_above is not None)
     else:
-        texts = [_to_plain(content, prompt_format.system, table.where(i)) for i, content in enumerate(contents)]
-    # The chat template writes the special tokens itself.
-    encoded = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)["input_ids"]
-    prompts = [
-        Prompt(index, text, list(ids), row)
-        for index, (text, ids, row) in enumerate(zip(texts, encoded, table.rows, strict=True))
-    ]
-    for prompt in prompts:
-        if not prompt.token_ids:
-            raise ConfigError(f"{table.where(prompt.index)}: the prompt is empty. Remove the row or give it a text.")
-    return _limit_lengths(prompts, table, tokenizer, prompt_format)
+        prompts, lengths, notes = _encode_in_memory(table, encoder)
+        summary = summarize(np.array(lengths), np.array(notes), prompt_format.max_tokens)
+        if drop_above is not None and 0 < summary.num_overlong < len(prompts):
+            prompts = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= drop_above]
+    summary.report(table, prompt_format.max_tokens, prompt_format.overlong, max_length)
+    return prompts
+
+
+class PromptEncoder:
+    """Turns rows into texts and tokens, and refuses those that cannot be used, by their place."""
+
+    def __init__(
+        self, tokenizer: Any, prompt_format: PromptFormat, *, vocab_size: int | None, max_length: int | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.format = prompt_format
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.is_chat = _is_chat(tokenizer, prompt_format)
+        if self.is_chat:
+            check_template_arguments(tokenizer, prompt_format.chat_template_arguments)
+        elif prompt_format.chat_template_arguments:
+            raise ConfigError(
+                f"chat_template_arguments={prompt_format.chat_template_arguments} have no effect: no chat template is "
+                "applied. Remove them, or use a tokenizer that has one."
+            )
+        template, column = prompt_format.template, prompt_format.column
+        self.columns = [column] if template is None else _template_columns(template)
+        if prompt_format.completion_column is not None:
+            self.columns.append(prompt_format.completion_column)
+            if tokenizer.eos_token_id is None:
+                raise ConfigError(
+                    "The tokenizer has no end-of-sequence token to end a completion with. Set its eos_token."
+                )
+        self._special_tokens = tuple(
+            str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token)
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything besides the rows that the tokens follow from."""
+        import tokenizers
+        import transformers
+
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        return {
+            "format": asdict(self.format),
+            "limits": [self.vocab_size, self.max_length],
+            "class": type(tokenizer).__name__,
+            "tokenizer": backend.to_str() if backend else sorted(tokenizer.get_vocab().items()),
+            "template": tokenizer.chat_template,
+            "special": tokenizer.special_tokens_map,
+            "versions": [tokenizers.__version__, transformers.__version__],
+        }
+
+    def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
+        """Return the columns text, token_ids, completion_ids, num_tokens and notes of some rows.
+
+        ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
+        """
+        rows = table.rows[start:stop]
+        places = range(start, stop)
+        rendered = [self._render(row, table, i) for row, i in zip(rows, places, strict=True)]
+        completions = None
+        if self.format.completion_column is not None:
+            completions = [self._read_completion(row, table, i) for row, i in zip(rows, places, strict=True)]
+        texts = [text for text, _ in rendered]
+        encoded = tokenize(self.tokenizer, texts, completions, has_special_tokens=self.is_chat)
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        for i, (text, note), tokens in zip(places, rendered, encoded, strict=True):
+            for name, value in self._finish(text, note, tokens, table, i).items():
+                columns[name].append(value)
+        return columns
+
+    def _render(self, row: Row, table: RowTable, place: int) -> tuple[str, Note]:
+        """The text that the model reads."""
+        where = table.where(place)
+        content = self._read_content(row, table, place)
+        system = self.format.system
+        if not self.is_chat:
+            if not isinstance(content, str):
+                raise ConfigError(
+                    f"{where} holds chat messages, but no chat template is applied. Use chat_template=True, or texts."
+                )
+            text = content if system is None else f"{system}\n\n{content}"
+            check_characters(text, where, "prompt")
+            return text, Note(0)
+        arguments = self.format.chat_template_arguments
+        text = render_chat(self.tokenizer, _to_messages(content, system), arguments, where)
+        note = Note(0)
+        if isinstance(content, str) and content.startswith(self._special_tokens):
+            opening = next(token for token in self._special_tokens if content.startswith(token))
+            if text.startswith(opening) or opening == self.tokenizer.bos_token:
+                text, note = content, Note.RENDERED_BEFORE
+                if self.tokenizer.eos_token and text.endswith(self.tokenizer.eos_token):
+                    text, note = text.removesuffix(self.tokenizer.eos_token), note | Note.DROPPED_EOS
+        check_characters(text, where, "prompt")
+        return text, note
+
+    def _read_content(self, row: Row, table: RowTable, place: int) -> str | list[Message]:
+        where = table.where(place)
+        if self.format.template is not None:
+            return _fill_template(self.format.template, row, where)
+        column = self.format.column
+        content = row[column]
+        if isinstance(content, str):
+            return content
+        if is_chat(content):
+            return clean_messages(content, where, has_fixed_fields=table.has_fixed_fields)
+        rule = "Write a text, or a list of messages with role and content"
+        raise ConfigError(f"{where}: column '{column}' holds {_shorten(content)}. {rule}.")
+
+    def _read_completion(self, row: Row, table: RowTable, place: int) -> str:
+        column = str(self.format.completion_column)
+        text = row[column]
+        where = table.where(place)
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{where}: completion_column='{column}' holds {_shorten(text)}. It must be text: correct or remove the "
+                "row."
+            )
+        check_characters(text, where, "completion")
+        return text
+
+    def _finish(self, text: str, note: Note, tokens: Tokens, table: RowTable, place: int) -> dict[str, Any]:
+        prompt = tokens.prompt
+        where = table.where(place)
+        if not prompt:
+            raise ConfigError(f"{where}: the prompt is empty. Remove the row or give it a text.")
+        note |= Note.DROPPED_BOS if tokens.has_dropped_bos else Note(0)
+        note |= Note.DROPPED_EOS if tokens.has_dropped_eos else Note(0)
+        note |= Note.INSIDE_THOUGHT if find_open_thought(text) else Note(0)
+        num_tokens, limit = len(prompt), self.format.max_tokens
+        is_dropped = num_tokens > limit and self.format.overlong == "drop"
+        if num_tokens > limit and not is_dropped:
+            prompt, tail = cut_prompt(self.tokenizer, prompt, limit)
+            text = self.tokenizer.decode(prompt if self.is_chat else tail)
+        completion = None if tokens.completion is None else [*tokens.completion, self.tokenizer.eos_token_id]
+        if completion and self.max_length and len(prompt) + len(completion) > self.max_length and not is_dropped:
+            note |= Note.BEYOND_POSITIONS
+        self._check_vocabulary(prompt + (completion or []), where)
+        return {
+            "text": text,
+            "token_ids": prompt,
+            "completion_ids": completion,
+            "num_tokens": num_tokens,
+            "notes": int(note),
+        }
+
+    def _check_vocabulary(self, token_ids: list[int], where: str) -> None:
+        highest = max(token_ids)
+        if self.vocab_size is not None and highest >= self.vocab_size:
+            raise ConfigError(
+                f"{where}: its token {highest} ({self.tokenizer.decode([highest])!r}) is beyond the model's embedding "
+                f"of {self.vocab_size} tokens. Use the model's own tokenizer, or resize the embedding."
+            )
+
+
+def _encode_in_memory(table: RowTable, encoder: PromptEncoder) -> tuple[list[Prompt], list[int], list[int]]:
+    """The prompts of all rows, the lengths that they had, and their notes."""
+    prompts: list[Prompt] = []
+    lengths: list[int] = []
+    notes: list[int] = []
+    for start in range(0, len(table.rows), _ROWS_A_BATCH):
+        stop = min(start + _ROWS_A_BATCH, len(table.rows))
+        columns = encoder.encode(table, start, stop)
+        parts = (columns["text"], columns["token_ids"], table.rows[start:stop], columns["completion_ids"])
+        prompts += map(Prompt, range(start, stop), *parts)
+        lengths += columns["num_tokens"]
+        notes += columns["notes"]
+    return prompts, lengths, notes
 
 
 def _is_chat(tokenizer: Any, prompt_format: PromptFormat) -> bool:
@@ -73,18 +262,6 @@ def _is_chat(tokenizer: Any, prompt_format: PromptFormat) -> bool:
         name = getattr(tokenizer, "name_or_path", "")
         raise ConfigError(f"chat_template=True, but the tokenizer '{name}' has none. Use chat_template=False.")
     return has_template if prompt_format.chat_template is None else prompt_format.chat_template
-
-
-def _read_contents(table: RowTable, prompt_format: PromptFormat) -> list[str | list[Message]]:
-    if prompt_format.template is None:
-        _require_columns(table, [prompt_format.column])
-        return [
-            _check_content(row[prompt_format.column], prompt_format.column, table, i)
-            for i, row in enumerate(table.rows)
-        ]
-    template = prompt_format.template
-    _require_columns(table, _template_columns(template))
-    return [_fill_template(template, row, table.where(i)) for i, row in enumerate(table.rows)]
 
 
 def _template_columns(template: str) -> list[str]:
@@ -105,32 +282,21 @@ def _fill_template(template: str, row: Row, where: str) -> str:
         return template.format_map(row)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{where}: prompt_template={template!r} cannot be filled: {error!r}. Mend the row."
+            f"{where}: prompt_template={template!r} cannot be filled: {error!r}. Correct the row."
         ) from error
 
 
-def _require_columns(table: RowTable, columns: list[str]) -> None:
-    for column in columns:
+def require_columns(table: RowTable, columns: list[str]) -> None:
+    """Refuse a set in which a row lacks a column; nothing is read where every row is known to have them."""
+    missing_columns = [column for column in columns if column not in table.columns]
+    for column in missing_columns:
         missing = [i for i, row in enumerate(table.rows) if column not in row]
         if len(missing) == len(table.rows):
             raise ConfigError(f"'{table.path}' has no column '{column}'. {did_you_mean(column, table.rows[0])}")
-        if missing:
-            raise ConfigError(
-                f"{table.where(missing[0])} has no column '{column}', which other rows have. "
-                f"{did_you_mean(column, table.rows[missing[0]])}"
-            )
-
-
-def _check_content(content: Any, column: str, table: RowTable, row: int) -> str | list[Message]:
-    if isinstance(content, str):
-        return content
-    is_chat = isinstance(content, list) and bool(content)
-    if is_chat and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in content):
-        messages: list[Message] = content
-        return messages
-    shown = repr(content) if len(repr(content)) <= 60 else repr(content)[:57] + "..."
-    rule = "Write a text, or a list of messages with role and content"
-    raise ConfigError(f"{table.where(row)}: column '{column}' holds {shown}. {rule}.")
+        raise ConfigError(
+            f"{table.where(missing[0])} has no column '{column}', which other rows have. "
+            f"{did_you_mean(column, table.rows[missing[0]])}"
+        )
 
 
 def _to_messages(content: str | list[Message], system: str | None) -> list[Message]:
@@ -140,48 +306,6 @@ def _to_messages(content: str | list[Message], system: str | None) -> list[Messa
     return [{"role": "system", "content": system}, *messages]
 
 
-def _render_chat(tokenizer: Any, messages: list[Message], prompt_format: PromptFormat, where: str) -> str:
-    import jinja2
-
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **prompt_format.chat_template_arguments
-        )
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{where}: the tokenizer's chat template refuses it: {error}. Mend the messages.") from error
-    return text
-
-
-def _to_plain(content: str | list[Message], system: str | None, where: str) -> str:
-    if not isinstance(content, str):
-        raise ConfigError(
-            f"{where} holds chat messages, but no chat template is applied. Use chat_template=True, or texts."
-        )
-    return content if system is None else f"{system}\n\n{content}"
-
-
-def _limit_lengths(prompts: list[Prompt], table: RowTable, tokenizer: Any, prompt_format: PromptFormat) -> list[Prompt]:
-    limit = prompt_format.max_tokens
-    overlong = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
-    if not overlong:
-        return prompts
-    longest = max(overlong, key=lambda prompt: len(prompt.token_ids))
-    count = (
-        f"{len(overlong)} of {len(prompts)} prompts of '{table.path}' have more than max_prompt_tokens={limit} tokens"
-    )
-    place = f"the longest, {table.where(longest.index)}, has {len(longest.token_ids)}"
-    if prompt_format.overlong == "truncate":
-        logger.warning("%s and keep their last %d; %s.", count, limit, place)
-        return [_cut(prompt, limit, tokenizer) for prompt in prompts]
-    if len(overlong) == len(prompts):
-        raise ConfigError(f"All {count}; {place}. Raise max_prompt_tokens, or use overlong='truncate'.")
-    logger.warning("%s and are dropped; %s.", count, place)
-    return [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
-
-
-def _cut(prompt: Prompt, limit: int, tokenizer: Any) -> Prompt:
-    """Keep the end of a prompt: the question's last words and the turn of the model stand there."""
-    if len(prompt.token_ids) <= limit:
-        return prompt
-    token_ids = prompt.token_ids[-limit:]
-    return Prompt(prompt.index, tokenizer.decode(token_ids), token_ids, prompt.columns)
+def _shorten(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -15,14 +15,20 @@ class PromptLoader:
 
     An epoch has as many steps as fit into the set once. What is left over opens the next epoch, and so do the prompts
     after those that a step took in addition: no prompt is skipped.
+
+    Args:
+        stream: the prompts.
+        num_prompts: of a step, on this rank.
+        num_steps: of an epoch, where the stream repeats fewer prompts (``trainer.overfit_batches``).
     """
 
-    def __init__(self, stream: PromptStream, num_prompts: int) -> None:
+    def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int | None = None) -> None:
         self.stream = stream
         self.num_prompts = num_prompts
+        self.num_steps = len(stream.prompts) // (num_prompts * stream.num_ranks) if num_steps is None else num_steps
 
     def __len__(self) -> int:
-        return len(self.stream.prompts) // (self.num_prompts * self.stream.num_ranks)
+        return self.num_steps
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         for _ in range(len(self)):

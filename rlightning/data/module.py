@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +10,12 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
-from rlightning.data.formatting import PromptFormat, build_prompts
+from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.loaders import PromptBatches, PromptLoader
-from rlightning.data.sources import read_rows
+from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
+from rlightning.run_settings import run_seed
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,11 @@ class ValidationSet:
 class PromptDataModule(LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
-    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length``; calls its
-    ``check_columns(columns, source)``, where it has one, with the columns that the reward functions will get.
-    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
-    is part of every checkpoint.
+    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
+    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)`` and, on rank 0,
+    ``check_answers(prompts, where)``, where it has them, with what the reward functions will get. Everything wrong with
+    the data is found in ``setup``, before any model loads. The position in the training prompts is part of every
+    checkpoint.
 
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
@@ -82,7 +85,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: the limit on a prompt's tokens.
         overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
-        seed: of these orders.
+        seed: of these orders; None: of ``seed_everything``.
         validation_batch_size: prompts that all ranks together give the engine at once, in validation and prediction.
     """
 
@@ -100,7 +103,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: int = 1024,
         overlong: Literal["drop", "truncate"] = "drop",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         validation_batch_size: int = 256,
     ) -> None:
         super().__init__()
@@ -127,8 +130,9 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.validation_batch_size = validation_batch_size
         self.stream: PromptStream | None = None
-        self.validation_prompts: list[list[Prompt]] | None = None
-        self.predict_prompts: list[Prompt] | None = None
+        self._steps_per_epoch = 0
+        self.validation_prompts: list[Sequence[Prompt]] | None = None
+        self.predict_prompts: Sequence[Prompt] | None = None
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
@@ -165,7 +169,9 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> PromptLoader:
         """Yields this rank's share of ``prompts_per_step`` training prompts, a list each."""
         assert self.stream is not None
-        return PromptLoader(self.stream, self._module.prompts_per_step // self.stream.num_ranks)
+        return PromptLoader(
+            self.stream, self._module.prompts_per_step // self.stream.num_ranks, num_steps=self._steps_per_epoch
+        )
 
     def val_dataloader(self) -> list[PromptBatches]:
         """One loader a validation set, in the order of ``validation_sets``."""
@@ -240,11 +246,22 @@ class PromptDataModule(LightningDataModule):
                 f"'{self.train}' has {len(prompts)} usable prompts, and one step takes "
                 f"prompts_per_step={prompts_per_step}. Use at most {len(prompts)} a step, or more data."
             )
-        self.stream = PromptStream(prompts, shuffle=self.shuffle, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
-            logger.info("%d training prompts, %d steps an epoch.", len(prompts), len(prompts) // prompts_per_step)
+            logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
+        limit = getattr(self.trainer, "overfit_batches", 0)
+        if limit:  # always the same steps
+            num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
+            prompts = prompts[: max(num_steps, 1) * prompts_per_step]
+        self.stream = PromptStream(
+            prompts,
+            shuffle=self.shuffle and not limit,
+            seed=(run_seed() or 0) if self.seed is None else self.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
 
-    def _load_validation(self, chosen: ValidationSet) -> list[Prompt]:
+    def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
         own = replace(
             self.format,
             column=chosen.prompt_column or self.format.column,
@@ -255,16 +272,41 @@ class PromptDataModule(LightningDataModule):
 
     def _load(
         self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
-    ) -> list[Prompt]:
+    ) -> Sequence[Prompt]:
         table = read_rows(path, limit)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
-            check_columns(sorted(table.columns), path)
-        return build_prompts(table, self._module.tokenizer, prompt_format)
+            _check_columns(check_columns, table)
+        completion_column = getattr(self._module, "completion_column", None) if is_rewarded else None
+        prompts = build_prompts(
+            table,
+            self._module.tokenizer,
+            replace(prompt_format, completion_column=completion_column),
+            vocab_size=getattr(self._module, "vocab_size", None),
+            max_length=self._module.max_model_length,
+        )
+        check_answers = getattr(self._module, "check_answers", None)
+        if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
+            check_answers(prompts, table.where)
+        return prompts
 
-    def _batches(self, prompts: list[Prompt]) -> PromptBatches:
+    def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
+
+
+def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:
+    """Call the module's check; where a single row is to blame, name that row."""
+    try:
+        check(sorted(table.columns), table.path)
+    except ConfigError:
+        every: set[str] = set().union(*table.rows)
+        for column in sorted(every - table.columns):
+            try:
+                check(sorted(every - {column}), table.path)
+            except ConfigError:
+                require_columns(table, [column])
+        raise
 
 
 def _name_of(path: str) -> str:

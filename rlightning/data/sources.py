@@ -4,15 +4,20 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlightning.data.arrow_rows import ArrowRows, Row, write_batches, write_json_rows
+from rlightning.data.cache import file_digest
 from rlightning.errors import ConfigError, did_you_mean
 
-Row = dict[str, Any]
+MAX_BYTES_IN_MEMORY = 8 * 2**20
+"""Of a text file; rows of larger ones stay on disk."""
+MAX_ROWS_IN_MEMORY = 10_000
+"""Of a table whose number of rows is known; rows of larger ones stay on disk."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 
@@ -23,15 +28,17 @@ class RowTable:
 
     Attributes:
         path: the set as the user named it.
-        rows: in the order of the file.
+        rows: in the order of the file; a list, or :class:`~rlightning.data.arrow_rows.ArrowRows` of a large set.
         unit: what ``places`` counts, "line" or "row".
         places: one a row, counted from 1.
+        has_fixed_fields: whether each row has every field of every other, null where it has no value.
     """
 
     path: str
-    rows: list[Row]
+    rows: Sequence[Row]
     unit: str
-    places: list[int]
+    places: Sequence[int]
+    has_fixed_fields: bool = False
 
     def where(self, row: int) -> str:
         """The place of a row, such as "train.jsonl, line 7"."""
@@ -40,6 +47,8 @@ class RowTable:
     @property
     def columns(self) -> set[str]:
         """The columns that every row has."""
+        if isinstance(self.rows, ArrowRows):
+            return self.rows.columns
         return set.intersection(*(set(row) for row in self.rows))
 
 
@@ -56,50 +65,63 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
     """
     file = Path(path).expanduser()
     if file.is_dir():
-        table = _read_folder(path, file, None)
-    elif file.is_file():
-        reader = _READERS.get(file.suffix)
-        if reader is None:
-            raise ConfigError(
-                f"'{path}' is no prompt set: its name ends in none of {', '.join(_READERS)}. Convert it to one."
-            )
-        table = reader(path, file, limit)
+        table = _read_folder(path, file, None, limit)
+    elif not file.is_file():
+        table = _read_named(path, limit)
+    elif file.suffix == ".parquet":
+        table = _read_parquet(path, file, limit)
+    elif file.suffix in _READERS:
+        table = _read_text(path, file, limit)
     else:
-        table = _read_named(path)
-    if not table.rows:
+        raise ConfigError(
+            f"'{path}' is no prompt set: its name ends in none of {', '.join(_SUFFIXES)}. Convert it to one."
+        )
+    if not len(table.rows):
         raise ConfigError(f"The prompt set '{path}' is empty. Give a file with at least one row.")
-    return RowTable(table.path, table.rows[:limit], table.unit, table.places[:limit])
+    return table
 
 
-def _read_json_lines(path: str, file: Path, limit: int | None) -> RowTable:
-    rows: list[Row] = []
-    places: list[int] = []
+def _read_text(path: str, file: Path, limit: int | None) -> RowTable:
+    unit, read = _READERS[file.suffix]
+    is_small = limit is not None and limit <= MAX_ROWS_IN_MEMORY
+    if is_small or file.stat().st_size <= MAX_BYTES_IN_MEMORY:
+        numbered = list(islice(read(path, file), limit))
+        return RowTable(path, [row for _, row in numbered], unit, [place for place, _ in numbered])
+    parts = {"content": file_digest(file), "suffix": file.suffix, "limit": limit}
+    rows, places = write_json_rows(islice(read(path, file), limit), parts)
+    return RowTable(path, rows, unit, places)  # type: ignore[arg-type]  # an array of int64, read alone
+
+
+def _read_json_lines(path: str, file: Path) -> Iterator[tuple[int, Row]]:
     with file.open("rb") as lines:
         for place, line in enumerate(lines, 1):
-            if limit is not None and len(rows) == limit:
-                break
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{path}, line {place} is not JSON: {error}. Write one JSON object a line."
-                ) from error
-            rows.append(_require_object(row, f"{path}, line {place}"))
-            places.append(place)
-    return RowTable(path, rows, "line", places)
+            if not line.isspace():
+                where = f"{path}, line {place}"
+                row = _parse(line, f"{where} is not JSON", "Write one JSON object a line.", where)
+                yield place, _require_object(row, where)
 
 
-def _read_json(path: str, file: Path, limit: int | None) -> RowTable:
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"'{path}' is not JSON: {error}. If it holds one object a line, name it .jsonl.") from error
+def _read_json(path: str, file: Path) -> Iterator[tuple[int, Row]]:
+    content = _parse(file.read_bytes(), f"'{path}' is not JSON", "If it holds one object a line, name it .jsonl.", path)
     if not isinstance(content, list):
         raise ConfigError(f"'{path}' holds a JSON {type(content).__name__}. Write a list of objects, one a prompt.")
-    rows = [_require_object(row, f"{path}, row {place}") for place, row in enumerate(content, 1)]
-    return RowTable(path, rows, "row", list(range(1, len(rows) + 1)))
+    for place, row in enumerate(content, 1):
+        yield place, _require_object(row, f"{path}, row {place}")
+
+
+def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> Row:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            _refuse_duplicates([name for name, _ in pairs], where)
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}: {error}. {way_out}") from error
 
 
 def _require_object(row: Any, where: str) -> Row:
@@ -108,29 +130,55 @@ def _require_object(row: Any, where: str) -> Row:
     return row
 
 
-def _read_csv(path: str, file: Path, limit: int | None) -> RowTable:
-    rows: list[Row] = []
-    places: list[int] = []
+def _refuse_duplicates(names: Sequence[str], where: str) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{where} names '{twice}' twice. Rename or remove one of them.")
+
+
+def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells of over 131,072 characters
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
+        place = 1
         try:
             header = next(reader, [])
+            _refuse_duplicates(header, f"{path}, line 1")
             place = reader.line_num + 1
-            for cells in islice(reader, limit):
+            for cells in reader:
                 if cells:
                     if len(cells) != len(header):
                         rule = (
                             f"has {len(cells)} cells where the header has {len(header)}. Quote cells that hold commas."
                         )
                         raise ConfigError(f"{path}, line {place} {rule}")
-                    rows.append(dict(zip(header, cells, strict=True)))
-                    places.append(place)
+                    yield place, dict(zip(header, cells, strict=True))
                 place = reader.line_num + 1  # a quoted cell may span lines: a row stands where it begins
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise ConfigError(
-                f"{path}, line {reader.line_num + 1} is not UTF-8 CSV: {error}. Mend the line."
+                f"{path}, line {place} is not CSV: {error}. Correct the row that begins there."
             ) from error
-    return RowTable(path, rows, "line", places)
+        except UnicodeDecodeError as error:
+            line = _find_undecodable_line(file)
+            raise ConfigError(f"{path}, line {line} is not UTF-8: {error.reason}. Save the file as UTF-8.") from error
+
+
+def _find_undecodable_line(file: Path) -> int:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+_READERS: dict[str, tuple[str, Callable[[str, Path], Iterator[tuple[int, Row]]]]] = {
+    ".jsonl": ("line", _read_json_lines),
+    ".json": ("row", _read_json),
+    ".csv": ("line", _read_csv),
+}
+_SUFFIXES = (*_READERS, ".parquet")
 
 
 def _read_parquet(path: str, file: Path, limit: int | None) -> RowTable:
@@ -138,48 +186,63 @@ def _read_parquet(path: str, file: Path, limit: int | None) -> RowTable:
     import pyarrow.parquet
 
     try:
-        batches: Iterator[Any] = pyarrow.parquet.ParquetFile(file).iter_batches()
-        rows: list[Row] = []
-        for batch in batches:
-            rows += batch.to_pylist()
-            if limit is not None and len(rows) >= limit:
-                break
-    except (pyarrow.ArrowException, OSError) as error:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        _refuse_duplicates(parquet.schema_arrow.names, path)
+        num_rows = parquet.metadata.num_rows if limit is None else min(limit, parquet.metadata.num_rows)
+        batches = _first_rows(parquet.iter_batches(batch_size=1000), num_rows)
+        rows: Sequence[Row]
+        if num_rows > MAX_ROWS_IN_MEMORY and _can_map(parquet.schema_arrow):
+            parts = {"content": file_digest(file), "limit": limit}
+            rows = write_batches(batches, parquet.schema_arrow, parts)
+        else:
+            rows = [row for batch in batches for row in batch.to_pylist()]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"'{path}' is not Parquet: {_first_line(error)}. Write it anew.") from error
-    return RowTable(path, rows, "row", list(range(1, len(rows) + 1)))
+    return RowTable(path, rows, "row", range(1, len(rows) + 1), has_fixed_fields=True)
 
 
-_READERS: dict[str, Callable[[str, Path, int | None], RowTable]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _first_rows(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    for batch in batches:
+        if count <= 0:
+            return
+        yield batch.slice(0, count)
+        count -= batch.num_rows
 
 
-def _read_named(path: str) -> RowTable:
+def _can_map(schema: Any) -> bool:
+    """Whether ``datasets`` knows each type of a schema."""
+    import datasets
+
+    try:
+        datasets.Features.from_arrow_schema(schema)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_named(path: str, limit: int | None) -> RowTable:
     """Read what is neither a file nor a folder: ``folder:split``, or a set on the hub."""
     name, *options = path.split(":")
     folder = Path(name).expanduser()
     if folder.is_dir() and len(options) == 1:
-        return _read_folder(path, folder, options[0])
+        return _read_folder(path, folder, options[0], limit)
     root = folder.parts[0] if folder.parts else ""
     is_local = len(folder.parts) > 1 and Path(root).is_dir()
-    if is_local or folder.suffix in _READERS or not _HUB_NAME.fullmatch(path):
+    if is_local or folder.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(path):
         raise ConfigError(f"There is no file '{path}'. {_nearest_file(folder)}")
-    return _read_hub(path, name, options)
+    return _read_hub(path, name, options, limit)
 
 
-def _read_folder(path: str, folder: Path, split: str | None) -> RowTable:
+def _read_folder(path: str, folder: Path, split: str | None, limit: int | None) -> RowTable:
     import datasets
 
     if not ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
         raise ConfigError(f"The folder '{path}' was not saved by datasets' save_to_disk. {_nearest_file(folder / 'x')}")
     loaded = datasets.load_from_disk(str(folder))
-    return _from_dataset(path, loaded, split)
+    return _from_dataset(path, loaded, split, limit)
 
 
-def _read_hub(path: str, name: str, options: list[str]) -> RowTable:
+def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> RowTable:
     import datasets
 
     config = options[0] if len(options) == 2 else None
@@ -189,10 +252,10 @@ def _read_hub(path: str, name: str, options: list[str]) -> RowTable:
     except (OSError, ValueError) as error:
         rule = f"is no file, and the hub's set cannot be loaded: {_first_line(error)}."
         raise ConfigError(f"'{path}' {rule} Write a path, or owner/name:config:split.") from error
-    return _from_dataset(path, loaded, None)
+    return _from_dataset(path, loaded, None, limit)
 
 
-def _from_dataset(path: str, loaded: Any, split: str | None) -> RowTable:
+def _from_dataset(path: str, loaded: Any, split: str | None, limit: int | None) -> RowTable:
     if isinstance(loaded, dict):
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))
@@ -203,8 +266,12 @@ def _from_dataset(path: str, loaded: Any, split: str | None) -> RowTable:
         loaded = loaded[split]
     elif split is not None:
         raise ConfigError(f"'{path}' names a split, but the folder holds a single set. Leave out ':{split}'.")
-    rows: list[Row] = loaded.with_format(None).to_list()
-    return RowTable(path, rows, "row", list(range(1, len(rows) + 1)))
+    if limit is not None and limit < len(loaded):
+        loaded = loaded.select(range(limit))
+    rows: Sequence[Row] = ArrowRows(loaded, digest=loaded._fingerprint, columns=loaded.column_names)
+    if len(loaded) <= MAX_ROWS_IN_MEMORY:
+        rows = rows[:]
+    return RowTable(path, rows, "row", range(1, len(rows) + 1), has_fixed_fields=True)
 
 
 def _nearest_file(missing: Path) -> str:
@@ -212,7 +279,7 @@ def _nearest_file(missing: Path) -> str:
     wanted, folder = missing.name, missing.parent
     while not folder.is_dir():
         wanted, folder = folder.name, folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in _READERS)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in _SUFFIXES)
     nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     if nearest:
         return f"Did you mean '{folder / nearest[0]}'?"

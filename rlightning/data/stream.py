@@ -1,7 +1,7 @@
 """The endless, resumable order in which a run sees its prompts."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class PromptStream:
         self.num_ranks = num_ranks
         self.position = 0
         self.step_start = 0
-        self.fingerprint = _fingerprint(prompts)
+        self.fingerprint: str = getattr(prompts, "fingerprint", None) or digest_texts(prompt.text for prompt in prompts)
         self._order_epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -81,9 +81,10 @@ class PromptStream:
         self.position = self.step_start = int(state["position"])
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
+def digest_texts(texts: Iterable[str]) -> str:
+    """Return a digest of the texts of a prompt set, in their order."""
     digest = hashlib.blake2b(digest_size=8)
-    for prompt in prompts:
-        text = prompt.text.encode("utf-8", "surrogatepass")
-        digest.update(len(text).to_bytes(8, "little") + text)
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()

@@ -1,14 +1,18 @@
 """Checkpoints on a disk, such that a crash leaves the last good one in place and found."""
 
+import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
-from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, read_whole
+from rlightning.distributed.checkpoint_folder import META, is_checkpoint_folder, read_whole
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".ckpt"
 
@@ -60,20 +64,70 @@ def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
     return max(found, key=_written_at, default=None)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """What ``last`` stands for: ``last.ckpt`` or, where a crash has taken that, the newest checkpoint that is whole.
+class SavedState(NamedTuple):
+    """What a checkpoint says of itself.
 
-    A crash may also have taken what ``last.ckpt`` leads to, and left its predecessor under another name.
+    Attributes:
+        path: its file or folder.
+        step: after which it was saved.
+        is_resumable: whether it holds more than weights.
+    """
+
+    path: Path
+    step: int
+    is_resumable: bool
+
+
+def read_state(path: Path) -> SavedState | None:
+    """Read a checkpoint's step without its tensors; None, and a log line, where that cannot be read."""
+    try:
+        if is_checkpoint_folder(path):
+            checkpoint: Any = torch.load(path / META, map_location="cpu", weights_only=False)
+        else:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
+    except Exception as error:  # a file that is cut short may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log.warning("%s is no checkpoint that can be read, and is left aside (%s).", path, reason[:200])
+        return None
+
+
+def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
+    """The checkpoints in a folder, and in those below it down to ``max_depth``, with what crashes have left of them."""
+    found: list[Path] = []
+    for depth in range(max_depth + 1):
+        below = "*/" * depth
+        for path in sorted([*folder.glob(f"{below}*{SUFFIX}"), *folder.glob(f"{below}*{SUFFIX}{PREVIOUS}")]):
+            name = path.with_name(path.name.removesuffix(PREVIOUS))
+            if is_whole(path) and (path == name or not is_whole(name)):
+                found.append(path)
+    return found
+
+
+def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False) -> SavedState | None:
+    """The checkpoint of the highest step, by what it holds: copies and moves change the times of files.
 
     Args:
-        folder: the checkpoints'.
+        paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
+        to_resume: leave out those that hold weights alone.
     """
-    lasts = [find_saved(path) for path in (folder / f"last{SUFFIX}", *sorted(folder.glob(f"last-v*{SUFFIX}")))]
-    lasts = [path for path in lasts if is_whole(path)]
-    if lasts:
-        return max(lasts, key=_written_at)
-    found = [newest_checkpoint(folder), *folder.glob(f"*{SUFFIX}{PREVIOUS}")]
-    return max((path for path in found if path is not None and is_whole(path)), key=_written_at, default=None)
+    names: dict[Path, Path] = {}
+    for path in paths:
+        if path.is_symlink() or path.resolve() not in names:
+            names[path.resolve()] = path
+    states = [state for path in names.values() if (state := read_state(path)) is not None]
+    states = [state for state in states if state.is_resumable or not to_resume]
+    return max(
+        states,
+        key=lambda state: (state.step, state.path.name.startswith("last"), _written_at(state.path)),
+        default=None,
+    )
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """What ``last`` stands for in a folder of checkpoints: the one of the highest step that is whole."""
+    latest = latest_checkpoint(list_checkpoints(folder))
+    return None if latest is None else latest.path
 
 
 def relink(link: Path, target: Path) -> None:

@@ -35,6 +35,8 @@ REAP_SECONDS = 5.0
 """How long a process takes at most from closing its connections to its end."""
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+TERMINATED = 143
+"""What a scheduler expects of a process that SIGTERM ended."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 """Wakes the main thread out of a system call; a signal that nobody else uses."""
 
@@ -309,8 +311,8 @@ def report_failure(error: BaseException) -> Failure | None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether ``error`` ends a run badly: everything but an exit without a code, such as Lightning's after SIGTERM."""
-    return not isinstance(error, SystemExit) or error.code not in (None, 0)
+    """Whether ``error`` ends a run badly: everything but an exit without a code, or after SIGTERM."""
+    return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
 
 
 def is_of_collective(error: BaseException) -> bool:

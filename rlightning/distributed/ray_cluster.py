@@ -113,9 +113,3 @@ class Resources:
                     f"but the Ray cluster has {has.get(kind, 0):g}. Lower either, or add nodes."
                 )
         return count, {"CPU": self.cpus, **({"GPU": gpus} if gpus else {})}
-
-
-def driver_seed() -> int | None:
-    """What ``seed_everything`` has seeded this process with."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return None if seed is None else int(seed)

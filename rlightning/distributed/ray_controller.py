@@ -25,11 +25,12 @@ from rlightning.distributed.controller_launcher import ControllerLauncher
 from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
 from rlightning.distributed.execution_mode import check_execution_mode, resolve_execution_mode
-from rlightning.distributed.ray_cluster import Resources, driver_seed, import_ray, join_cluster
+from rlightning.distributed.ray_cluster import Resources, import_ray, join_cluster
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
+from rlightning.run_settings import run_seed
 from rlightning.strategy_names import CLASSES, check_strategy
 
 log = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ class RayController(ControllerStrategy):
             settings=settings_of(trainer),
             root_dir=str(trainer.default_root_dir),
             checkpoint_io=self._checkpoint_io,
-            seed=driver_seed(),
+            seed=run_seed(),
             max_store_bytes=self.max_store_bytes,
             engine_token=None if self._engines is None else self._engines.token,
         )

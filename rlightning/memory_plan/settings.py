@@ -15,10 +15,10 @@ from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
-from rlightning.optimization import check_precision
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
 from rlightning.strategy_names import WORKERS_KEY, spell_out
+from rlightning.trainer_options import check_precision
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
 CALLBACKS = "rlightning.callbacks"

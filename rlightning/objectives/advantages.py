@@ -1,7 +1,7 @@
 """Advantages from rewards: group baselines, whitening over the batch, returns; and DAPO's filter and shaping.
 
-Statistics are taken in float64: a mean of equal rewards is then exactly that reward, so that a group with no signal
-gives exact zeros rather than rounding errors divided by a tiny standard deviation.
+Statistics are taken in float64, and rewards that differ by rounding alone count as equal: a group without signal gives
+exact zeros rather than rounding errors divided by a tiny standard deviation.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
+ROUNDING = 1e-9
+"""Rewards in float64 that differ by less, relative to the group's largest, are equal sums of different parts."""
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
@@ -24,10 +26,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
         scale_by_std: whether to divide.
 
     Returns:
-        [N] float32; zeros for a group whose rewards are all equal, and for a group of one.
+        [N] float32; zeros for a group whose rewards are all equal up to rounding, and for a group of one.
     """
-    rewards, groups, counts = _by_group(rewards, group_ids)
-    centred = rewards - (_sum_groups(rewards, groups, counts) / counts)[groups]
+    centred, groups, counts = _centre_groups(rewards, group_ids)
     if scale_by_std:
         variance = _sum_groups(centred**2, groups, counts) / (counts - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + EPSILON)[groups]
@@ -46,8 +47,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         [N] float32; zero for a group of one, which has nothing to compare with.
     """
-    rewards, groups, counts = _by_group(rewards, group_ids)
-    centred = rewards - (_sum_groups(rewards, groups, counts) / counts)[groups]
+    centred, groups, counts = _centre_groups(rewards, group_ids)
     return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
 
 
@@ -105,16 +105,14 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
     Args:
         rewards: [N], one a completion.
         group_ids: [N], equal for completions of one prompt.
-        tolerance: rewards that lie no further apart count as equal.
+        tolerance: rewards that lie no further apart count as equal; so do those that differ by rounding alone.
 
     Returns:
         [N] bool, equal within a group; False for a group of one.
     """
-    ids, groups = torch.unique(group_ids, return_inverse=True)
-    rewards = rewards.float()
-    highest = rewards.new_zeros(ids.numel()).scatter_reduce(0, groups, rewards, "amax", include_self=False)
-    lowest = rewards.new_zeros(ids.numel()).scatter_reduce(0, groups, rewards, "amin", include_self=False)
-    return (highest - lowest > tolerance)[groups]
+    _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    spread, rounding = _spread_groups(rewards, groups, counts.numel())
+    return (spread > rounding.clamp(min=tolerance))[groups]
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Tensor:
@@ -134,10 +132,26 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Ten
     return ((free - lengths.float()) / cache_tokens).clamp(min=-1.0, max=0.0)
 
 
-def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards [N] in float64, each one's group [N] counted from 0, and the groups' sizes [G] in float64."""
+def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract each group's mean; exactly 0 throughout a group whose rewards differ by rounding alone.
+
+    Returns:
+        The centred rewards [N] in float64, each one's group [N] counted from 0, and the groups' sizes [G] in float64.
+    """
     _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return rewards.double(), groups, counts.double()
+    spread, rounding = _spread_groups(rewards, groups, counts.numel())
+    rewards, counts = rewards.double(), counts.double()
+    centred = rewards - (_sum_groups(rewards, groups, counts) / counts)[groups]
+    return centred.masked_fill((spread <= rounding)[groups], 0.0), groups, counts
+
+
+def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """How far apart each group's rewards lie, and how far rounding alone may set them apart: [G] each, in float64."""
+    relative = max(ROUNDING, 4 * torch.finfo(rewards.dtype).eps) if rewards.is_floating_point() else 0.0
+    rewards = rewards.double()
+    highest = rewards.new_zeros(num_groups).scatter_reduce(0, groups, rewards, "amax", include_self=False)
+    lowest = rewards.new_zeros(num_groups).scatter_reduce(0, groups, rewards, "amin", include_self=False)
+    return highest - lowest, relative * torch.maximum(highest.abs(), lowest.abs())
 
 
 def _sum_groups(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:

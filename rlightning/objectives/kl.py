@@ -51,6 +51,6 @@ def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, cu_seqlens: Tensor, c
         coefficient: the penalty's weight.
 
     Returns:
-        [N] float32.
+        [N] float64.
     """
-    return rewards.float() - coefficient * sum_by_sequence(torch.where(mask, kl.float(), 0), cu_seqlens)
+    return rewards.double() - coefficient * sum_by_sequence(torch.where(mask, kl.double(), 0), cu_seqlens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlightning.rewards.config import RewardFunction
 from rlightning.rewards.functions import exact_match, length_penalty, regex_format
+from rlightning.rewards.references import answer_checker
 from rlightning.rewards.runner import RewardRunner, RewardScores
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ __all__ = [
     "RewardFunction",
     "RewardRunner",
     "RewardScores",
+    "answer_checker",
     "exact_match",
     "length_penalty",
     "numeric_answer",

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.rewards.references import AnswerCheck, find_answer_check
 
-GIVEN = ("prompt", "completion", "num_tokens", "is_truncated")
+GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
@@ -53,6 +54,7 @@ class BoundReward:
         required: those of these parameters that have no default.
         takes_all: whether it has ``**columns``.
         given: those of ``GIVEN`` that it asks for.
+        answer_check: of a checker of answers, whose reference is a column; None of others.
     """
 
     name: str
@@ -66,6 +68,7 @@ class BoundReward:
     required: tuple[str, ...]
     takes_all: bool
     given: tuple[str, ...]
+    answer_check: AnswerCheck | None
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the function cannot do without."""
@@ -123,6 +126,13 @@ def _bind(reward: RewardFunction) -> BoundReward:
         if argument not in by_keyword and not takes_all:
             raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, by_keyword)}")
     free = [p for p in by_keyword.values() if p.name not in GIVEN and p.name not in reward.arguments]
+    answer_check = find_answer_check(function)
+    if answer_check is not None and answer_check.parameter not in by_keyword and not takes_all:
+        raise ConfigError(
+            f"Reward '{name}' is marked as an answer_checker of '{answer_check.parameter}', which it has no parameter "
+            f"for. {did_you_mean(answer_check.parameter, by_keyword)}"
+        )
+    columns = {p.name: p.name for p in free} | reward.columns
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return BoundReward(
         name=name,
@@ -132,10 +142,11 @@ def _bind(reward: RewardFunction) -> BoundReward:
         is_async=is_async,
         pickled=None if is_async else _pickle(function),
         arguments=dict(reward.arguments),
-        columns={p.name: p.name for p in free} | reward.columns,
+        columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,
         given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
+        answer_check=answer_check if answer_check is not None and answer_check.parameter in columns else None,
     )
 
 

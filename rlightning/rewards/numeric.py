@@ -1,35 +1,87 @@
-"""The reward for an answer that is a number or a formula."""
+"""The reward for an answer that is a number, a formula, a choice or a few words."""
 
+import contextlib
+import signal
 import threading
+from collections.abc import Iterator
+from typing import Any
 
-import math_verify
+from rlightning.rewards.answers import Answer, answers_equal, find_answer, find_mark, read_answer, read_listing
+from rlightning.rewards.answers.reading import Text
+from rlightning.rewards.references import answer_checker
 
 TIME_LIMIT = 3
-"""Seconds that math-verify may take over one text; a formula that takes longer counts as wrong."""
+"""Seconds that a comparison may take; a formula that takes longer counts as wrong."""
 
 
+@answer_checker
 def numeric_answer(completion: str, answer: object) -> float:
-    """1 if the completion's last answer equals the reference as a number or formula, else 0.
+    """1 if the completion's answer equals the reference, else 0.
 
-    Both are read by math-verify: the last ``\\boxed{...}``, or else the last formula or number. In both, only what
-    follows the last ``####`` counts where there is one, as in GSM8K.
+    The completion's answer is its last ``\\boxed{...}``, ``<answer>`` or GSM8K's ``#### 18``, or else what follows the
+    last "answer is" or "Answer:", or else its last formula or number. It and the reference are read as a whole:
+    numbers (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
+    intervals, sets, equations, inequalities, matrices, ratios, numbers with a base, and words.
+
+    - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
+    - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals in theirs.
+    - Equations are equal up to a factor. ``x = 5`` is the answer 5.
+    - ``50%`` is 0.5, and 50 too. Units count where both have one that is known.
+    - What math-verify's parser cannot read is compared as it is written.
 
     Args:
         completion: what the model wrote.
-        answer: the column ``answer``: a number, a formula, or a solution that ends with ``#### 18``.
+        answer: the column ``answer``: an answer with or without dollars or a box, a list of answers, or a solution
+            that ends with a box or ``#### 18``.
 
     Raises:
-        ValueError: the reference holds nothing to compare with.
+        ValueError: the reference holds no answer, or is prose.
     """
-    # math-verify's limits need SIGALRM, which only a main thread has. Elsewhere only the runner's timeout holds.
-    limit = TIME_LIMIT if threading.current_thread() is threading.main_thread() else None
-    reference = math_verify.parse(_final_part(str(answer)), parsing_timeout=limit)
-    if not reference:
-        raise ValueError(f"The reference answer {str(answer)[-80:]!r} holds no number and no formula.")
-    given = math_verify.parse(_final_part(completion), parsing_timeout=limit)
-    return float(math_verify.verify(reference, given, timeout_seconds=limit))
+    reference = _read_reference(answer)
+    if isinstance(reference, Text) and completion.strip() == str(answer).strip():
+        return 1.0
+    # What nests too deeply for the parsers is wrong too.
+    with _time_limit(), contextlib.suppress(RecursionError):
+        given = find_answer(completion)
+        return float(given is not None and answers_equal(reference, given))
+    return 0.0
 
 
-def _final_part(text: str) -> str:
-    _, mark, final = text.rpartition("####")
-    return final.strip().split("\n")[0] if mark else text
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """Leave the block after :data:`TIME_LIMIT`, by a signal that only a main thread can get.
+
+    Elsewhere only the runner's timeout holds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signal_number: int, frame: Any) -> None:
+        raise _OutOfTime
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    try:
+        with contextlib.suppress(_OutOfTime):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: sympy and the parser catch those."""
+
+
+def _read_reference(answer: Any) -> Answer:
+    read = None
+    if isinstance(answer, list | tuple):
+        read = read_listing([str(item) for item in answer]) if answer else None
+    elif answer is not None:
+        text = str(answer)
+        mark = find_mark(text)
+        read = read_answer(text if mark is None else mark.content)
+    if read is None:
+        raise ValueError(f"The reference answer {str(answer)[-80:]!r} holds no answer that can be read as a whole.")
+    return read

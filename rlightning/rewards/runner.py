@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ from rlightning.rewards.calls import Answered, Call, Outcome
 from rlightning.rewards.config import BoundReward, RewardFunction, bind_rewards
 from rlightning.rewards.event_loop import BEAT, EventLoopPool, LoopFunction
 from rlightning.rewards.pool import WorkerPool
+from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.worker import WorkerFunction
 
 if TYPE_CHECKING:
@@ -21,13 +23,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
+CHECK_SECONDS = 1.5
+"""In which reference answers are graded, after the first of them."""
+MAX_REWARD = 3e38
+"""The largest reward: advantages are float32."""
 
 
 class RewardScores(NamedTuple):
     """What the reward functions said about ``N`` samples.
 
     Attributes:
-        rewards: [N] float32, the weighted sums; NaN where a function failed, or none applied.
+        rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
         components: [N] float32 each, by the function's name, unweighted; NaN where it gave none.
         failed: how many of ``rewards`` are NaN.
     """
@@ -77,6 +83,8 @@ class RewardRunner:
     Args:
         rewards: each a dotted path, a function, or a :class:`RewardFunction`.
         max_failed_share: the run ends when a larger share of a batch's samples has failed.
+        max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded
+            by the checker of answers that it is graded with.
         num_workers: processes, and threads; None: as many as this process has cores, and at most eight.
     """
 
@@ -85,13 +93,18 @@ class RewardRunner:
         rewards: Sequence[RewardFunction | str | Callable[..., Any]],
         *,
         max_failed_share: float = 0.1,
+        max_unrewarded_references: float = 0.02,
         num_workers: int | None = None,
     ) -> None:
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share} is no share. Use a number from 0 to 1.")
+        if not 0 <= max_unrewarded_references <= 1:
+            rule = "is no share. Use a number from 0 to 1."
+            raise ConfigError(f"max_unrewarded_references={max_unrewarded_references} {rule}")
         if num_workers is not None and num_workers < 1:
             raise ConfigError(f"num_workers={num_workers} must be at least 1.")
         self.max_failed_share = max_failed_share
+        self.max_unrewarded_references = max_unrewarded_references
         self.functions = bind_rewards(rewards)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
@@ -108,6 +121,35 @@ class RewardRunner:
         """
         for function in self.functions:
             function.check(columns, source)
+
+    def check_answers(self, prompts: "Sequence[Prompt]", where: Callable[[int], str]) -> None:
+        """Grade reference answers against themselves, by each function that is marked as a checker of answers.
+
+        At most 2,000 prompts of the set, and as many of them as :data:`CHECK_SECONDS` allow.
+
+        Args:
+            prompts: of one set, with its columns.
+            where: gives the file and line of a row, for the error.
+
+        Raises:
+            ConfigError: more than ``max_unrewarded_references`` of them are not rewarded.
+        """
+        for index, function in enumerate(self.functions):
+            if function.answer_check is None or not prompts:
+                continue
+            column = function.columns[function.answer_check.parameter]
+            chosen = {self._num_samples + i: prompt for i, prompt in enumerate(choose_evenly(prompts))}
+            self._num_samples += len(chosen)
+            calls = []
+            for number, prompt in chosen.items():
+                text = function.answer_check.make_completion(prompt.columns.get(column))
+                given = {"prompt": prompt.text, "completion": text, "num_tokens": 0, "is_truncated": False}
+                calls.append(Call(index, number, function.select(given, prompt.columns)))
+            try:
+                outcomes = self._run_for(calls, CHECK_SECONDS)
+            finally:
+                self.close()
+            report_unrewarded(function.name, column, chosen, outcomes, where, self.max_unrewarded_references)
 
     def begin(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> None:
         """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
@@ -185,6 +227,23 @@ class RewardRunner:
         self._pools.loop.submit([call for call in calls if self.functions[call.function].pickled is None])
         self._pools.processes.submit([call for call in calls if self.functions[call.function].pickled is not None])
 
+    def _run_for(self, calls: Sequence[Call], seconds: float) -> dict[int, Outcome]:
+        """The outcomes, by the calls' samples, that come within some seconds after the first."""
+        outcomes: dict[int, Outcome] = {}
+        deadline: float | None = None
+        self._submit(calls)
+        while len(outcomes) < len(calls) and (deadline is None or time.monotonic() < deadline):
+            try:
+                answer = self._pools.answers.get(timeout=BEAT)
+            except queue.Empty:
+                self._pools.loop.replace_if_blocked()
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            deadline = deadline or time.monotonic() + seconds
+            outcomes[answer.call.sample] = answer.outcome
+        return outcomes
+
     def _collect(self, samples: "dict[int, int]", tally: "_Tally") -> None:
         """Wait for the answer to every function's call on every sample.
 
@@ -235,15 +294,22 @@ class _Tally:
                 self._fail(
                     sample, "every function", "ValueError: no reward function applies to the sample: all gave None"
                 )
+        totals = [self._weighted_sum(sample) for sample in range(self.num_samples)]
+        for sample, total in enumerate(totals):
+            if sample not in self.failed and not abs(total) <= MAX_REWARD:
+                self._fail(sample, "the weighted sum", f"ValueError: a reward of {total:g} is beyond float32")
+        rewards = torch.tensor(totals, dtype=torch.float64)
+        rewards[sorted(self.failed)] = float("nan")
         components = {
             function.name: torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
             for function, values in zip(self.functions, self.values, strict=True)
         }
-        rewards = torch.zeros(self.num_samples, dtype=torch.float32)
-        for function in self.functions:
-            rewards += function.weight * components[function.name].nan_to_num(0.0)
-        rewards[sorted(self.failed)] = float("nan")
         return RewardScores(rewards, components, len(self.failed))
+
+    def _weighted_sum(self, sample: int) -> float:
+        """The sum over the functions that apply, in float64: float32 would round equal totals of other parts apart."""
+        pairs = zip(self.functions, self.values, strict=True)
+        return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
 
     def _fail(self, sample: int, name: str, error: str) -> None:
         self.failed.add(sample)
@@ -260,6 +326,7 @@ def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "completion": completion.text,
+        "full_text": prompt.text + completion.text,
         "num_tokens": len(completion.token_ids),
         "is_truncated": completion.is_truncated,
     }

@@ -1,12 +1,15 @@
 """A short sequence on which actor and engine must agree: stale or wrong weights show in its log-probabilities."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rlightning.errors import EngineError
+from rlightning.models.shards import local_tensor
 from rlightning.rollout.engine_link import VLLMConfig
 
 CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
@@ -27,6 +30,34 @@ def canary_tokens(tokenizer: Any, max_tokens: int) -> list[int]:
     token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
     token_ids += [(7 * i + 1) % len(tokenizer) for i in range(CANARY_TOKENS - len(token_ids))]
     return token_ids[: min(CANARY_TOKENS, max_tokens)]
+
+
+class WeightPrint:
+    """Tells whether weights have changed since it was asked last, also through ``.data``, which no version counts.
+
+    It keeps each tensor's sum and norm, which are read at the speed of memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
+        """Compare this rank's shards with those of the call before; False for the first, or on other devices.
+
+        Args:
+            weights: names, which are not compared, and tensors.
+        """
+        tensors = [local_tensor(tensor) for _, tensor in weights]
+        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
+            return False  # they wait in the host's memory, where nothing writes to them
+        sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+        found = [number.view(torch.int32) for number in (*sums, *norms)]  # as bits: what is not a number equals itself
+        known, self._known = self._known, found
+        if known is None or [number.device for number in known] != [number.device for number in found]:
+            return False
+        return len(found) > 0 and not torch.equal(torch.stack(known), torch.stack(found))
 
 
 def default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:

@@ -1,43 +1,46 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from prompt_files import make_metaspace_tokenizer
+from tiny import bare_trainer, save_weights
 
 from rlightning.algorithms import SFT
 from rlightning.data import PromptDataModule, ValidationSet
+from rlightning.data.formatting import PromptFormat, build_prompts
+from rlightning.data.sources import read_rows
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt
 
+SFT_FORMAT = PromptFormat(completion_column="completion")
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(4) for b in range(4)]
 
 
-def make_prompts(module: SFT, problems: list[tuple[str, str]] = PROBLEMS) -> list[Prompt]:
-    def tokens(text: str) -> list[int]:
-        ids: list[int] = module.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    return [
-        Prompt(index=i, text=prompt, token_ids=tokens(prompt), columns={"prompt": prompt, "completion": completion})
-        for i, (prompt, completion) in enumerate(problems)
-    ]
+def make_prompts(module: SFT, folder: Path, problems: list[tuple[str, str]] = PROBLEMS) -> list[Prompt]:
+    return list(build_prompts(read_rows(write_problems(folder, problems)), module.tokenizer, SFT_FORMAT))
 
 
-def test_rows_become_a_batch(model_folder: str) -> None:
+def write_problems(folder: Path, problems: list[tuple[str, Any]] = PROBLEMS) -> str:
+    path = folder / "sums.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "completion": text}) for prompt, text in problems))
+    return str(path)
+
+
+def test_rows_become_a_batch(model_folder: str, tmp_path: Path) -> None:
     module = SFT(model_folder)
-    batch = module._pack(make_prompts(module, [("1+2=", "3"), ("9+3=", "12")]))
+    batch = module._pack(make_prompts(module, tmp_path, [("1+2=", "3"), ("9+3=", "12")]))
     # Digits are tokens 1 to 10, + is 11, = is 12, and 0 ends a sequence.
     assert batch.token_ids.tolist() == [2, 11, 3, 12, 4, 0, 10, 11, 4, 12, 2, 3, 0]
     assert batch.completion_mask.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3
     assert [c.text for c in batch.completions] == ["3", "12"]
 
 
-def test_loss_is_the_negative_log_likelihood(model_folder: str) -> None:
+def test_loss_is_the_negative_log_likelihood(model_folder: str, tmp_path: Path) -> None:
     module = SFT(model_folder)
-    batch = module._pack(make_prompts(module))
+    batch = module._pack(make_prompts(module, tmp_path))
     logprobs = torch.randn(batch.num_tokens).bfloat16()
     loss, metrics = module.policy_loss(logprobs, batch)
     assert torch.equal(loss, -logprobs.float())
@@ -46,12 +49,10 @@ def test_loss_is_the_negative_log_likelihood(model_folder: str) -> None:
 
 
 def make_data(folder: Path, validation_batch_size: int) -> PromptDataModule:
-    rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in PROBLEMS]
-    path = folder / "sums.jsonl"
-    path.write_text("\n".join(rows))
+    path = write_problems(folder)
     return PromptDataModule(
-        str(path),
-        validation={"sums": ValidationSet(str(path))},
+        path,
+        validation={"sums": ValidationSet(path)},
         max_prompt_tokens=16,
         validation_batch_size=validation_batch_size,
     )
@@ -83,33 +84,58 @@ def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: 
     assert again == pytest.approx(loss, rel=1e-5)
     tested = trainer.test(module, make_data(tmp_path, validation_batch_size=5), verbose=False)[0]["test/sums/loss"]
     assert tested == pytest.approx(loss, rel=1e-5)
-    batch = module._pack(make_prompts(module))
+    batch = module._pack(make_prompts(module, tmp_path))
     with torch.no_grad():
         logprobs, _ = module.compute_logprobs(batch)
     assert again == pytest.approx(-logprobs[batch.completion_mask].mean().item(), rel=1e-4)
 
 
-def set_column(prompt: Prompt, value: object) -> None:
-    prompt.columns["completion"] = value
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("completion", "message"),
     [
-        (lambda prompt: set_column(prompt, 7), "completion_column='completion' holds 7 in row 0. It must be text"),
-        (lambda prompt: prompt.columns.clear(), "completion_column='completion' holds None in row 0"),
-        (
-            lambda prompt: set_column(prompt, "1" * 60),
-            r"Row 0 has 4 prompt \+ 61 completion = 65 tokens, but the model's positions end at 64",
-        ),
+        (None, "line 15: completion_column='completion' holds None. It must be text"),
+        (7, "line 15: completion_column='completion' holds 7. It must be text"),
+        ("1" * 60, "line 15: prompt and completion have more tokens than the model's 64 positions"),
     ],
 )
-def test_rows_that_cannot_be_learned(spoil: Callable[[Prompt], Any], message: str, model_folder: str) -> None:
-    module = SFT(model_folder)
-    prompts = make_prompts(module)
-    spoil(prompts[0])
-    with pytest.raises(ConfigError, match=message):
-        module._pack(prompts)
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_rows_that_cannot_be_learned_end_the_run_before_it_begins(
+    completion: Any, message: str, is_validation: bool, model_folder: str, tmp_path: Path
+) -> None:
+    module = SFT(model_folder, prompts_per_step=4)
+    (tmp_path / "bad").mkdir()
+    bad = write_problems(tmp_path / "bad", [*PROBLEMS[:14], ("1+1=", completion), PROBLEMS[0]])
+    train = write_problems(tmp_path) if is_validation else bad
+    data = PromptDataModule(train, validation=bad if is_validation else None, max_prompt_tokens=16)
+    with pytest.raises(ConfigError, match=message) as caught:
+        bare_trainer(tmp_path, 10).fit(module, data)
+    assert str(caught.value).startswith(bad)
+    assert module.actor is None
+
+
+def test_a_row_without_its_completion_is_named(model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "1", "completion": "1"}\n{"prompt": "1", "complete": "1"}\n')
+    with pytest.raises(ConfigError, match=r"sums\.jsonl, line 2 has no column 'completion', which other rows have"):
+        bare_trainer(tmp_path, 1).fit(
+            SFT(model_folder, prompts_per_step=1), PromptDataModule(str(path), max_prompt_tokens=9)
+        )
+
+
+def test_prompts_without_completions_are_refused(model_folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"Prompt 3 has no completion_ids\. Build it with"):
+        SFT(model_folder)._pack([Prompt(3, "1", [2], {"completion": "1"})])
+
+
+def test_a_completion_is_split_from_the_whole_text(tmp_path: Path) -> None:
+    tokenizer = make_metaspace_tokenizer(adds_eos=True)
+    tokenizer.save_pretrained(tmp_path)
+    save_weights(tmp_path, len(tokenizer), 0, eos_token_id=1)
+    module = SFT(str(tmp_path))
+    batch = module._pack(make_prompts(module, tmp_path, [("A:", "T"), ("A: ", "T")]))
+    # <s> 0, </s> 1, : 4, T 5, with a space before it A is 6 and T 7
+    assert batch.token_ids.tolist() == [0, 6, 4, 5, 1, 0, 6, 4, 7, 1]
+    assert batch.completion_mask.tolist() == [False, False, False, True, True] * 2
 
 
 def test_a_missing_column_names_the_nearest(model_folder: str) -> None:

@@ -18,10 +18,12 @@ from lightning.pytorch import Trainer
 from tiny import make_batch
 
 from rlightning.callbacks import VLLMRollout
+from rlightning.callbacks.vllm_rollout import with_run_seed
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
@@ -188,6 +190,15 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
     return sample(loop)
 
 
+def test_run_seed_reaches_sampling_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert with_run_seed(Sampling(), cpu).seed is None
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert [with_run_seed(Sampling(), device).seed for device in (cpu, gpu)] == [7, None]
+    assert with_run_seed(Sampling(seed=3), cpu).seed == 3
+
+
 def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     first = sample_anew(loop)
     # A prompt that comes again within a step, as in a refill, is not answered with the same completions.
@@ -219,6 +230,20 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
         rewards = runner.score(batch.prompts, batch.completions).rewards
     assert len(arrived) == 64
     assert rewards.min() < arrived[0]
+
+
+def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
+    """As a callback does that validates with averaged weights, and then takes them out again."""
+    sample(loop)
+    version, syncs = loop.policy.weight_version, loop.rollout._num_syncs
+    weight = next(iter(loop.policy.model.parameters()))
+    trained = weight.detach().clone()
+    for change in (trained * 1.5, trained):
+        weight.data.copy_(change)
+        sample(loop)
+        sample(loop)
+    assert loop.rollout._num_syncs == syncs + 2  # each with a canary: verify_every is 1
+    assert loop.policy.weight_version == version + 2
 
 
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:

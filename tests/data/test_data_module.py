@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ class Recorder(LightningModule):
         self.steps: list[list[int]] = []
         self.validated: dict[int, list[int]] = {}
         self.checked: list[tuple[list[str], str]] = []
+        self.answers_checked: list[tuple[int, str]] = []
 
     def check_columns(self, columns: list[str], source: str) -> None:
         self.checked.append((columns, Path(source).name))
+
+    def check_answers(self, prompts: list[Prompt], where: Callable[[int], str]) -> None:
+        self.answers_checked.append((len(prompts), Path(where(0)).name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -117,6 +122,27 @@ def test_epochs_go_on_where_the_last_ended(tokenizer: PreTrainedTokenizerFast, t
     assert [len(step) for step in steps] == [3] * 9
     seen = [index for step in steps for index in step]
     assert sorted(seen[:11]) == sorted(seen[11:22]) == list(range(11))
+
+
+@pytest.mark.parametrize(("limit", "num_steps"), [(2, 2), (1, 1), (0.67, 2)])
+def test_overfit_batches_repeat_first_steps_in_order(
+    limit: float, num_steps: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    module = Recorder(tokenizer)
+    make_trainer(tmp_path, overfit_batches=limit).fit(module, datamodule=make_data(train))
+    assert module.steps == [[0, 1, 2], [3, 4, 5]][:num_steps] * 3
+
+
+def test_run_seed_decides_prompt_order_unless_data_has_its_own(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(run_seed: int, own: int | None) -> list[list[int]]:
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(run_seed))
+        module = Recorder(tokenizer)
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(train, seed=own))
+        return module.steps
+
+    assert order(1, None) == order(1, None) == order(2, 1) != order(2, None)
 
 
 @pytest.mark.parametrize("refill", [0, 2])
@@ -294,6 +320,27 @@ def test_two_ranks_share_every_step_and_every_validation_batch(
     # Batches of four: the last one holds a single prompt, and the second rank gets an empty share of it.
     assert first["validated"] == {"0": [0, 2, 4]}
     assert second["validated"] == {"0": [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, [(11, "train.jsonl, line 1"), (5, "train.jsonl, line 1")]), (1, [])]
+)
+def test_reference_answers_are_checked_on_rank_0(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    train: str,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    expected: list[tuple[int, str]],
+) -> None:
+    data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, predict=train)
+    data.trainer = make_trainer(tmp_path)
+    module = Recorder(tokenizer)
+    data.trainer.strategy.connect(module)
+    monkeypatch.setattr(PromptDataModule, "_rank_and_ranks", (rank, 1))
+    data.setup("fit")
+    data.setup("predict")
+    assert module.answers_checked == expected
 
 
 def test_prompts_that_the_ranks_cannot_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_files import make_tokenizer, write_rows
+from prompt_files import make_byte_tokenizer, make_metaspace_tokenizer, make_tokenizer, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data.formatting import PromptFormat, build_prompts
@@ -71,6 +71,10 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> No
         ([{"prompt": [{"content": "x"}]}], {}, r"line 1: column 'prompt' holds \[\{'content': 'x'\}\]"),
         ([{"prompt": MESSAGES}], {}, "line 1 holds chat messages, but no chat template is applied"),
         ([{"prompt": "x"}, {"prompt": ""}], {}, "line 2: the prompt is empty"),
+        ([{"prompt": "a\ud83d"}], {}, r"line 1: the prompt holds the lone surrogate U\+D83D at character 2"),
+        ([{"prompt": "x", "q": "\ud83d"}], {"template": "{q}"}, "line 1: the prompt holds the lone surrogate"),
+        ([{"prompt": "x"}], {"chat_template_arguments": {"a": 1}}, "have no effect: no chat template is applied"),
+        ([{"prompt": "x"}], {"completion_column": "completion"}, "no end-of-sequence token to end a completion"),
         ([{"prompt": "x"}], {"chat_template": True}, "chat_template=True, but the tokenizer '.*' has none"),
     ],
 )
@@ -117,3 +121,86 @@ def test_nothing_left_is_an_error(tokenizer: PreTrainedTokenizerFast, tmp_path: 
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": "abcde"}])
     with pytest.raises(ConfigError, match=r"All 1 of 1 prompts .* Raise max_prompt_tokens, or use overlong='truncate'"):
         build(path, tokenizer, max_tokens=4)
+
+
+def test_text_that_was_rendered_before_is_taken_as_it_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make_metaspace_tokenizer(adds_eos=True)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}A{{ m.content }}{% endfor %}:"
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "T"}, {"prompt": "<s>AT:</s>"}])
+    with caplog.at_level(logging.INFO):
+        first, second = build_prompts(read_rows(path), tokenizer, PromptFormat())
+    assert first.text == second.text == "<s>AT:"
+    assert first.token_ids == second.token_ids
+    said = [record.message for record in caplog.records if "rendered before" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(f"1 of 2 prompts of '{path}' begin with") and f"(first: {path}, line 2)" in said[0]
+
+
+def test_what_is_left_out_of_prompts_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "<s>A:"}, {"prompt": "<s>T:"}, {"prompt": "T"}])
+    with caplog.at_level(logging.INFO):
+        prompts = build_prompts(read_rows(path), make_metaspace_tokenizer(adds_eos=True), PromptFormat())
+    assert [prompt.token_ids for prompt in prompts] == [[0, 3, 4], [0, 5, 4], [0, 7]]
+    said = [record.message for record in caplog.records]
+    assert [message.split(" of ")[0] for message in said if "beginning-of-sequence" in message] == ["2"]
+    assert [message.split(" of ")[0] for message in said if "end-of-sequence" in message] == ["3"]
+
+
+def test_cut_prompts_keep_their_bos(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "A:A:T"}])
+    prompt_format = PromptFormat(max_tokens=3, overlong="truncate")
+    (prompt,) = build_prompts(read_rows(path), make_metaspace_tokenizer(), prompt_format)
+    assert prompt.token_ids == [0, 4, 5]
+    assert prompt.text == ":T"
+
+
+def test_prompts_that_open_a_thought_are_said_once(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.chat_template = CHAT_TEMPLATE + "<think>\n"
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with caplog.at_level(logging.INFO):
+        build(path, tokenizer)
+    (message,) = [record.message for record in caplog.records if "thought" in record.message]
+    assert message.startswith(f"2 of 2 prompts of '{path}' end with the tag that opens the model's thought")
+    assert "full_text" in message
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        (None, "line 3: completion_column='completion' holds None. It must be text"),
+        (7, "line 3: completion_column='completion' holds 7. It must be text"),
+        ([{"role": "assistant", "content": "x"}], r"line 3: completion_column='completion' holds \[\{'role"),
+        ("\udc00", r"line 3: the completion holds the lone surrogate U\+DC00"),
+        ("x" * 9, "line 3: prompt and completion have more tokens than the model's 10 positions, as in 1 of 3 rows"),
+    ],
+)
+def test_completions_that_cannot_be_learned_say_where(tmp_path: Path, completion: Any, message: str) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    path = write_rows(tmp_path / "train.jsonl", [good, good, {"prompt": "a", "completion": completion}])
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_prompts(
+            read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), max_length=10
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_completions_end_with_one_eos(tmp_path: Path) -> None:
+    rows = [{"prompt": "A:", "completion": text} for text in ("T", "T</s>", "", "</s>")]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    prompts = build_prompts(
+        read_rows(path), make_metaspace_tokenizer(adds_eos=True), PromptFormat(completion_column="completion")
+    )
+    assert [prompt.token_ids for prompt in prompts] == [[0, 6, 4]] * 4
+    assert [prompt.completion_ids for prompt in prompts] == [[5, 1], [5, 1], [1], [1]]
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_a_token_beyond_the_embedding_says_where(tmp_path: Path, column: str) -> None:
+    good = {"prompt": "A", "completion": "A"}  # tokens 1 to 94 are the characters from ! to ~, so that B is 34
+    path = write_rows(tmp_path / "train.jsonl", [good, {**good, column: "AB"}])
+    with pytest.raises(ConfigError, match=r"line 2: its token 34 \('B'\) is beyond the model's embedding of 34 tokens"):
+        build_prompts(
+            read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), vocab_size=34
+        )

@@ -68,6 +68,11 @@ def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
         ("a.json", '{"prompt": "x"}', "holds a JSON dict"),
         ("a.json", "[{}, 3]", r"a\.json, row 2 is a JSON int"),
         ("a.csv", "prompt,answer\nx,1\ny\n", r"a\.csv, line 3 has 1 cells where the header has 2"),
+        ("a.csv", 'prompt\n"x\ny"\n"z\nw\n', r"a\.csv, line 4 is not CSV: unexpected end of data"),
+        ("a.csv", "prompt,answer,prompt\nx,1,y\n", r"a\.csv, line 1 names 'prompt' twice"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "x", "prompt": "y"}\n', r"a\.jsonl, line 2 names 'prompt' twice"),
+        ("a.json", '[{"a": {"b": 1, "b": 2}}]', r"a\.json names 'b' twice"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1 is not JSON"),
         ("a.parquet", "no", "is not Parquet"),
         ("a.jsonl", "\n", "is empty"),
         ("a.csv", "prompt\n", "is empty"),
@@ -87,6 +92,27 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"line 2 is not JSON.*utf-8"):
         read_rows(str(path))
+
+
+@pytest.mark.parametrize("num_before", [1, 5000])  # within what is decoded at once, and beyond
+def test_a_csv_line_that_is_not_utf8_is_named(tmp_path: Path, num_before: int) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"prompt\n" + b"x\n" * num_before + b"\xff\n" + b"x\n" * 5000)
+    with pytest.raises(ConfigError, match=rf"a\.csv, line {num_before + 2} is not UTF-8"):
+        read_rows(str(path))
+
+
+def test_a_csv_cell_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\n" + "x" * 140_000 + "\n")
+    assert read_rows(str(path)).rows == [{"prompt": "x" * 140_000}]
+
+
+def test_parquet_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet names 'prompt' twice"):
+        read_rows(str(tmp_path / "a.parquet"))
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def save_folder(path: Path, value: int) -> None:
     partial = atomic_save.prepare_partial(path)
     atomic_save.remove_leftovers(path.parent, path.suffix)
     partial.mkdir()
-    checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "step": value}
+    checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "global_step": value}
     write_tensors(partial, checkpoint)
     write_meta(partial, checkpoint, {})
     atomic_save.swap_in(partial, path)
@@ -39,15 +39,15 @@ def save_folder(path: Path, value: int) -> None:
 
 def save_file(path: Path, value: int) -> None:
     AtomicCheckpointIO().save_checkpoint(
-        {"state_dict": {"weight": torch.full((3,), float(value))}, "step": value}, path
+        {"state_dict": {"weight": torch.full((3,), float(value))}, "global_step": value}, path
     )
 
 
 def saved_value(path: Path) -> int:
     """What :meth:`load_checkpoint` finds; parts that do not belong together are refused."""
     checkpoint = AtomicCheckpointIO().load_checkpoint(path)
-    assert checkpoint["state_dict"]["weight"].eq(checkpoint["step"]).all()
-    return int(checkpoint["step"])
+    assert checkpoint["state_dict"]["weight"].eq(checkpoint["global_step"]).all()
+    return int(checkpoint["global_step"])
 
 
 def die_at(moment: int, *others: tuple[Any, str]) -> None:
@@ -95,7 +95,7 @@ def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
         if value == 2 and rank == doomed:
             die_at(moment, (strategy, "barrier"))
         weight = distribute_tensor(torch.full((3,), float(value)), mesh, [Shard(0)])
-        strategy.save_checkpoint({"state_dict": {"weight": weight}, "step": value}, path)
+        strategy.save_checkpoint({"state_dict": {"weight": weight}, "global_step": value}, path)
 
 
 def die_on_two_ranks(path: Path, doomed: int, moment: int) -> bool:
@@ -204,13 +204,15 @@ def test_what_last_stands_for(tmp_path: Path) -> None:
     relink(tmp_path / "last.ckpt", tmp_path / "gone.ckpt")
     assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
     relink(tmp_path / "last.ckpt", tmp_path / "epoch=0-step=2.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    relink(tmp_path / "last.ckpt", tmp_path / "epoch=0-step=4.ckpt")
     assert last_checkpoint(tmp_path) == tmp_path / "last.ckpt"
 
 
 def test_the_whole_of_a_folder(tmp_path: Path) -> None:
     save_folder(tmp_path / "last.ckpt", 5)
     checkpoint = read_whole(tmp_path / "last.ckpt")
-    assert FORMAT not in checkpoint and checkpoint["step"] == 5
+    assert FORMAT not in checkpoint and checkpoint["global_step"] == 5
 
 
 def test_a_folder_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,35 @@ def test_equal_rewards_give_exact_zeros(advantages: Callable[[Tensor, Tensor], T
     assert torch.equal(result, torch.zeros(7))
 
 
+_SUMS_OF_99_9 = [99.9, 33.3 + 66.6, 100.2 - 0.3, 0.1 + 0.2 + 99.6]
+"""Some of which are not 99.9 in float64, and none of which is in float32."""
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out])
+def test_advantages_of_equal_sums_are_exact_zeros(advantages: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert len(set(_SUMS_OF_99_9)) > 1
+    group = torch.zeros(4, dtype=torch.int64)
+    rewards = torch.tensor(_SUMS_OF_99_9, dtype=torch.float64)
+    assert torch.equal(advantages(rewards, group), torch.zeros(4))
+    # One unit in the last place of float32, as a reward function of one's own may compute.
+    narrow = torch.tensor([99.9, 99.9, 99.9 + 8e-6, 99.9])
+    assert narrow.unique().numel() == 2
+    assert torch.equal(advantages(narrow, group), torch.zeros(4))
+
+
+def test_advantages_keep_small_differences_of_rewards() -> None:
+    rewards = torch.tensor([1.0, 1.0 + 1e-5], dtype=torch.float64)
+    group = torch.zeros(2, dtype=torch.int64)
+    torch.testing.assert_close(leave_one_out(rewards, group), torch.tensor([-1e-5, 1e-5]))
+    assert has_signal(rewards, group).all()
+
+
+def test_has_signal_of_equal_sums_is_false() -> None:
+    group = torch.zeros(4, dtype=torch.int64)
+    assert not has_signal(torch.tensor(_SUMS_OF_99_9, dtype=torch.float64), group).any()
+    assert not has_signal(torch.tensor([99.9, 99.9 + 8e-6, 99.9, 99.9]), group).any()
+
+
 def test_leave_one_out_by_hand() -> None:
     rewards = torch.tensor([1.0, 0.0, 4.0, 9.0])
     groups = torch.tensor([0, 0, 0, 1])

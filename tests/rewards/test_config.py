@@ -10,7 +10,7 @@ from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction
 from rlightning.rewards.config import bind_rewards
 
-GIVEN = {"prompt": "p", "completion": "c", "num_tokens": 3, "is_truncated": False}
+GIVEN = {"prompt": "p", "completion": "c", "full_text": "pc", "num_tokens": 3, "is_truncated": False}
 
 
 def grade(completion: str, answer: str, *, scale: float = 1.0, hint: str = "") -> float:

@@ -92,8 +92,29 @@ def test_weights_columns_and_every_kind_of_function(make_runner: MakeRunner) -> 
     assert values(scores.components["tokens"]) == [1.0, 3.0]
     # 0.5 * length + value + 2 * length - length
     assert values(scores.rewards) == [8.5, 13.5]
-    assert scores.rewards.dtype == torch.float32
+    assert scores.rewards.dtype == torch.float64
     assert scores.failed == 0
+
+
+def test_score_sums_weighted_rewards_in_float64(make_runner: MakeRunner) -> None:
+    runner = make_runner(
+        RewardFunction(lambda one: one, weight=3.0, name="one"), RewardFunction(lambda other: other, name="other")
+    )
+    # In float32 the first would be 99.90000153.
+    scores = score(runner, ["", ""], one=[33.3, 10.0], other=[0.0, 69.9])
+    assert scores.rewards.tolist() == pytest.approx([99.9, 99.9], rel=1e-15)
+
+
+def test_score_total_beyond_float32_fails_the_sample(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction(lambda value: value, weight=2.0, name="large"))
+    scores = score(runner, ["", "", ""], value=[1.0, 1e39, 1e308])
+    assert values(scores.rewards) == [2.0, None, None]
+    assert scores.failed == 2
+
+
+def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction(lambda full_text: float(full_text == "prompt 0abc"), name="whole"))
+    assert values(score(runner, ["abc"]).rewards) == [1.0]
 
 
 def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: MakeRunner) -> None:

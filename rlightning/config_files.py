@@ -1,0 +1,92 @@
+"""Reading configuration files so that nothing that they say is lost or becomes something else.
+
+YAML 1.1, which PyYAML reads, takes ``no`` for false, and PyYAML keeps the last of several keys of one name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
+
+from rlightning.errors import ConfigError, did_you_mean
+
+_TAG = "tag:yaml.org,2002:"
+
+
+def use_strict_yaml() -> None:
+    """Have jsonargparse read YAML as :func:`load_yaml` does. May be called twice."""
+    loader: Any = get_yaml_default_loader()
+    resolvers = {
+        letter: [(tag, pattern) for tag, pattern in known if tag != f"{_TAG}bool"]
+        for letter, known in loader.yaml_implicit_resolvers.items()
+    }
+    loader.yaml_implicit_resolvers = resolvers
+    loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+    loader.add_constructor(f"{_TAG}map", _construct_mapping)
+
+
+def load_yaml(text: str) -> Any:
+    """Read YAML as version 1.2 has it: ``yes``, ``no``, ``on`` and ``off`` are texts; no mapping has a key twice."""
+    use_strict_yaml()
+    return yaml.load(text, Loader=get_yaml_default_loader())
+
+
+def read_yaml(path: str) -> Any:
+    """Return the content of a YAML file."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
+        raise ConfigError(f"--config {path}: there is no such file.{hint}")
+    try:
+        return load_yaml(file.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line}: not valid YAML ({error.problem}).") from error
+
+
+def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, the later over the earlier, nested mappings likewise; a class replaces another and its arguments."""
+    merged = dict(earlier)
+    for name, value in later.items():
+        before = merged.get(name)
+        both_nested = isinstance(before, Mapping) and isinstance(value, Mapping) and "class_path" not in value
+        merged[name] = merge_mappings(before, value) if both_nested else value  # type: ignore[arg-type]
+    return merged
+
+
+def replace_files(options: list[str], contents: list[Any]) -> list[str]:
+    """Return command line options in which the n-th ``--config`` has the n-th content in place of its file.
+
+    Args:
+        options: what follows the command.
+        contents: one a file; None leaves the file.
+    """
+    rest, replaced = iter(contents), list(options)
+    for i, option in enumerate(options):
+        name, equals, _ = option.partition("=")
+        if name not in ("--config", "-c"):
+            continue
+        content = next(rest)
+        if content is not None:
+            text = yaml.safe_dump(content, sort_keys=False)
+            replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
+    return replaced
+
+
+def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Iterator[Any]:
+    """Construct a mapping whose keys are texts or numbers, each once."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+            continue
+        if key.value in lines:
+            rule = f"the key '{key.value}' is in line {lines[key.value]} already: remove or rename one of them"
+            raise yaml.constructor.ConstructorError(None, None, rule, key.start_mark)
+        lines[key.value] = key.start_mark.line + 1
+        if key.tag in (f"{_TAG}bool", f"{_TAG}null"):
+            key.tag = f"{_TAG}str"
+    yield from loader.construct_yaml_map(node)

@@ -1,0 +1,133 @@
+"""Chat messages: checked, freed of null fields, and rendered by the tokenizer's chat template."""
+
+import difflib
+import inspect
+import re
+from typing import Any
+
+from rlightning.errors import ConfigError
+
+Message = dict[str, Any]
+
+CONTINUES = "continue_final_message"
+"""Of ``chat_template_arguments``: a final assistant message is the beginning of the completion."""
+_PASSED_ON = {CONTINUES, "chat_template"}
+"""Parameters of ``apply_chat_template`` that are free; its others are this module's, or variables of the template."""
+_OPEN_THOUGHT = re.compile(
+    r"[<\[](?!/|\|?end)[^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]\s*\Z", re.IGNORECASE
+)
+
+
+def check_template_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
+    """Refuse an argument that the tokenizer's chat template does not read."""
+    if not arguments:
+        return
+    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+    code = " ".join(re.findall(r"\{[{%](.*?)[}%]\}", template, re.DOTALL))
+    names = set(re.findall(r"[A-Za-z_]\w*", code))
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    for key in arguments:
+        if key in _PASSED_ON:
+            continue
+        if key in parameters or key == "messages":
+            raise ConfigError(f"chat_template_arguments: '{key}' is set by the data module. Remove it.")
+        if key not in names:
+            nearest = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.6)
+            way_out = f"Did you mean '{nearest[0]}'?" if nearest else "Remove it."
+            raise ConfigError(f"chat_template_arguments: the chat template does not read '{key}'. {way_out}")
+
+
+def is_chat(content: Any) -> bool:
+    """Whether a cell is a list of messages, each with a role."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content)
+    )
+
+
+def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: bool) -> list[Message]:
+    """Return the messages as chat templates expect them: no field is null, each content is a text.
+
+    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM does.
+
+    Args:
+        messages: each with a role.
+        where: their row's place, for errors.
+        has_fixed_fields: whether the format of the file has every field in every row, null where it has no value
+            (Parquet, ``datasets``); then nulls in the arguments of tool calls are left out too.
+    """
+    return [_clean(message, f"{where}: message {i}", has_fixed_fields) for i, message in enumerate(messages, 1)]
+
+
+def render_chat(tokenizer: Any, messages: list[Message], arguments: dict[str, Any], where: str) -> str:
+    """Return the text of a chat up to where the model's turn begins."""
+    ends_with_model = messages[-1]["role"] == "assistant"
+    if ends_with_model and not arguments.get(CONTINUES):
+        raise ConfigError(
+            f"{where}: the chat ends with the assistant, so that nothing is left to answer. Remove that message, or "
+            f"set chat_template_arguments={{{CONTINUES}: true}} to have completions continue it."
+        )
+    options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template is a program of the model's author, which may raise anything
+        kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+        reason = f"{kind}{' '.join(str(error).split())}".rstrip(".")[:300]
+        raise ConfigError(
+            f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
+        ) from error
+    return text
+
+
+def find_open_thought(text: str) -> str | None:
+    """Return the tag, such as ``<think>``, that a prompt ends with, so that completions begin inside a thought."""
+    found = _OPEN_THOUGHT.search(text[-100:])
+    return found.group().strip() if found else None
+
+
+def _clean(message: Message, where: str, has_fixed_fields: bool) -> Message:
+    kept: Message = _drop_nulls(message, has_fixed_fields)
+    calls = kept.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ConfigError(f"{where} has tool_calls={_shorten(calls)}. Write a list of tool calls, or leave them out.")
+    if calls == []:
+        del kept["tool_calls"]
+    return {**kept, "content": _read_text(kept, where)}
+
+
+def _drop_nulls(value: Any, has_fixed_fields: bool) -> Any:
+    if isinstance(value, list):
+        return [_drop_nulls(item, has_fixed_fields) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: item if name == "arguments" and not has_fixed_fields else _drop_nulls(item, has_fixed_fields)
+        for name, item in value.items()
+        if item is not None
+    }
+
+
+def _read_text(message: Message, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.get("tool_calls") or message.get("function_call"):
+            return ""
+        raise ConfigError(f"{where} ('{message['role']}') has no content. Write a text, or remove the message.")
+    if isinstance(content, list):
+        return "\n".join(_read_part(part, f"{where}, part {i}") for i, part in enumerate(content, 1))
+    raise ConfigError(f"{where} has content={_shorten(content)}. Write a text, or a list of text parts.")
+
+
+def _read_part(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise ConfigError(f"{where} is {_shorten(part)}. Only text is read: {{type: text, text: ...}}.")
+    return text
+
+
+def _shorten(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,171 @@
+"""Prompts that stay on disk: tokenised once a host by ``datasets``, memory-mapped by every process."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlightning.data.arrow_rows import ArrowRows
+from rlightning.data.cache import cached_folder
+from rlightning.data.sources import RowTable
+from rlightning.data.stream import digest_texts
+from rlightning.data.summary import Summary, summarize
+from rlightning.types import Prompt
+
+if TYPE_CHECKING:
+    from rlightning.data.formatting import PromptEncoder
+
+COLUMNS = {
+    "text": "string",
+    "token_ids": "list of int32",
+    "completion_ids": "list of int32",
+    "num_tokens": "int32",
+    "notes": "int8",
+}
+"""What an encoder gives of rows, and their types."""
+ROWS_A_PROCESS = 10_000
+"""A further process is worth its start for so many rows."""
+_VERSION = 1  # of how rows become tokens, and of what is written; files of another are not read
+
+
+class MappedPrompts(Sequence[Prompt]):
+    """The prompts of rows that stay on disk; each is made when it is asked for.
+
+    Args:
+        rows: of the whole set.
+        folder: what :func:`map_prompts` has written.
+    """
+
+    def __init__(self, rows: ArrowRows, folder: Path) -> None:
+        self._rows = rows
+        self._encoded = _open(folder)
+        kept = folder / "kept.npy"
+        self._kept: NDArray[np.int64] | None = np.load(kept, mmap_mode="r") if kept.is_file() else None
+        self.fingerprint: str = json.loads((folder / "summary.json").read_text())["fingerprint"]
+
+    def __len__(self) -> int:
+        return len(self._encoded) if self._kept is None else len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        row = place if self._kept is None else int(self._kept[place])
+        (encoded,) = self._encoded[row : row + 1].to_pylist()
+        return Prompt(row, encoded["text"], encoded["token_ids"], self._rows[row], encoded["completion_ids"])
+
+
+def map_prompts(
+    table: RowTable, encoder: "PromptEncoder", max_tokens: int, *, is_dropping: bool
+) -> tuple[MappedPrompts, Summary]:
+    """Tokenise rows that stay on disk, unless a process of this host has before.
+
+    Args:
+        table: its rows are :class:`~rlightning.data.arrow_rows.ArrowRows`.
+        encoder: what turns rows into tokens.
+        max_tokens: of a prompt.
+        is_dropping: whether prompts with more are left out.
+    """
+    rows = table.rows
+    assert isinstance(rows, ArrowRows)
+
+    def build(folder: Path) -> None:
+        _map(table, encoder, folder)
+        lengths, notes = [np.empty(0, np.int32)], [np.empty(0, np.int8)]
+
+        def kept_texts() -> Iterator[str]:
+            for batch in _read_batches(folder):
+                lengths.append(batch["num_tokens"].to_numpy().copy())  # a view would keep the whole batch
+                notes.append(batch["notes"].to_numpy().copy())
+                are_kept = lengths[-1] <= (max_tokens if is_dropping else lengths[-1])
+                yield from compress(batch["text"].to_pylist(), are_kept)
+
+        fingerprint = digest_texts(kept_texts())
+        num_tokens = np.concatenate(lengths)
+        summary = summarize(num_tokens, np.concatenate(notes), max_tokens)
+        if is_dropping and summary.num_overlong:
+            np.save(folder / "kept.npy", np.flatnonzero(num_tokens <= max_tokens))
+        written = {"fingerprint": fingerprint, "summary": asdict(summary)}
+        (folder / "summary.json").write_text(json.dumps(written))
+
+    parts = {"kind": "prompts", "version": _VERSION, "rows": [rows.digest, len(rows)], **encoder.identity}
+    folder = cached_folder(parts, build)
+    saved = json.loads((folder / "summary.json").read_text())["summary"]
+    notes = {int(note): (count, first) for note, (count, first) in saved["notes"].items()}
+    return MappedPrompts(rows, folder), Summary(**{**saved, "notes": notes})
+
+
+def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
+    import datasets
+
+    num_rows = len(table.rows)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_processes = min(cores, num_rows // ROWS_A_PROCESS)
+    values = {name: datasets.Value(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
+    features = {name: datasets.List(value) if "list" in COLUMNS[name] else value for name, value in values.items()}
+    with _one_thread_a_process():
+        datasets.Dataset.from_dict({"row": np.arange(num_rows)}).map(
+            _encode,
+            batched=True,
+            batch_size=1000,
+            remove_columns=["row"],
+            features=datasets.Features(features),
+            fn_kwargs={"table": table, "encoder": encoder},
+            num_proc=num_processes if num_processes > 1 else None,
+            cache_file_name=str(folder / "prompts.arrow"),
+            new_fingerprint=folder.name,
+            desc=f"Tokenising {table.path}",
+        )
+
+
+def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncoder") -> dict[str, list[Any]]:
+    return encoder.encode(table, batch["row"][0], batch["row"][-1] + 1)
+
+
+@contextmanager
+def _one_thread_a_process() -> Iterator[None]:
+    """Have forked processes tokenise on one thread each, as the library would warn of each of them otherwise."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(file) for file in folder.glob("prompts*.arrow"))
+
+
+def _open(folder: Path) -> Any:
+    """The columns of a folder as one table, however many processes wrote it."""
+    import datasets
+
+    parts = [datasets.Dataset.from_file(file) for file in _files(folder)]
+    return datasets.concatenate_datasets(parts).with_format("arrow")
+
+
+def _read_batches(folder: Path) -> Iterator[Any]:
+    """Read the columns of a folder once, without a mapping, whose pages would stay resident."""
+    import pyarrow
+
+    for name in _files(folder):
+        with pyarrow.OSFile(name) as file, pyarrow.ipc.open_stream(file) as batches:
+            yield from batches

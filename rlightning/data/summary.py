@@ -1,0 +1,108 @@
+"""What building a prompt set has found, said once for the whole set."""
+
+import logging
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlightning.data.sources import RowTable
+from rlightning.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Note(IntFlag):
+    """What is worth saying about a row's prompt."""
+
+    DROPPED_BOS = 1
+    DROPPED_EOS = 2
+    RENDERED_BEFORE = 4
+    INSIDE_THOUGHT = 8
+    BEYOND_POSITIONS = 16
+
+
+_MESSAGES = {
+    Note.DROPPED_BOS: "have the beginning-of-sequence token in their text, which the tokenizer adds too: one of "
+    "the two is left out",
+    Note.DROPPED_EOS: "end with the end-of-sequence token, of their text or of the tokenizer: it is left out",
+    Note.RENDERED_BEFORE: "begin with the special token that the chat template begins with: they are taken as rendered "
+    "before, and get neither the chat template nor the system prompt",
+    Note.INSIDE_THOUGHT: "end with the tag that opens the model's thought: completions begin inside the thought, "
+    "without the tag. A reward function can have prompt and completion as one text, as its parameter full_text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts over the rows of a set.
+
+    Attributes:
+        num_rows: of the set.
+        num_overlong: prompts over the limit.
+        longest: the row of the longest prompt.
+        longest_tokens: the tokens of the longest prompt.
+        notes: for each flag of :class:`Note` how many rows have it, and the first of them.
+    """
+
+    num_rows: int
+    num_overlong: int
+    longest: int
+    longest_tokens: int
+    notes: dict[int, tuple[int, int]]
+
+    def report(self, table: RowTable, limit: int, overlong: Literal["drop", "truncate"], positions: int | None) -> None:
+        """Log what was found; raise a ConfigError if nothing is left, or if rows do not fit into the model."""
+        for note, message in _MESSAGES.items():
+            if note in self.notes:
+                count, first = self.notes[note]
+                logger.info(
+                    "%d of %d prompts of '%s' %s (first: %s).",
+                    count,
+                    self.num_rows,
+                    table.path,
+                    message,
+                    table.where(first),
+                )
+        if self.num_overlong:
+            self._report_overlong(table, limit, overlong)
+        if Note.BEYOND_POSITIONS in self.notes:
+            count, first = self.notes[Note.BEYOND_POSITIONS]
+            raise ConfigError(
+                f"{table.where(first)}: prompt and completion have more tokens than the model's {positions} positions, "
+                f"as in {count} of {self.num_rows} rows. Shorten or remove them."
+            )
+
+    def _report_overlong(self, table: RowTable, limit: int, overlong: Literal["drop", "truncate"]) -> None:
+        count = (
+            f"{self.num_overlong} of {self.num_rows} prompts of '{table.path}' have more than "
+            f"max_prompt_tokens={limit} tokens"
+        )
+        place = f"the longest, {table.where(self.longest)}, has {self.longest_tokens}"
+        if overlong == "truncate":
+            logger.warning("%s and keep their last %d; %s.", count, limit, place)
+        elif self.num_overlong == self.num_rows:
+            raise ConfigError(f"All {count}; {place}. Raise max_prompt_tokens, or use overlong='truncate'.")
+        else:
+            logger.warning("%s and are dropped; %s.", count, place)
+
+
+def summarize(num_tokens: NDArray[Any], notes: NDArray[Any], limit: int) -> Summary:
+    """Count over a set.
+
+    Args:
+        num_tokens: [rows], of the prompts before they are cut.
+        notes: [rows], flags of :class:`Note`.
+        limit: a prompt's most tokens.
+    """
+    found = {int(note): np.flatnonzero(notes & note) for note in Note}
+    longest = int(num_tokens.argmax())
+    return Summary(
+        num_rows=len(num_tokens),
+        num_overlong=int((num_tokens > limit).sum()),
+        longest=longest,
+        longest_tokens=int(num_tokens[longest]),
+        notes={note: (len(rows), int(rows[0])) for note, rows in found.items() if len(rows)},
+    )

@@ -1,0 +1,223 @@
+"""The notations of one mathematical text: Unicode signs, LaTeX spacing and styles, delimiters around the whole."""
+
+# ruff: noqa: RUF001 (signs that look alike are what this module is about)
+
+import re
+from collections.abc import Sequence
+
+_UNICODE = {
+    "−": "-",
+    "–": "-",
+    "‐": "-",
+    "‑": "-",
+    "﹣": "-",
+    "－": "-",
+    "＋": "+",
+    "×": r"\times ",
+    "⋅": r"\cdot ",
+    "·": r"\cdot ",
+    "∙": r"\cdot ",
+    "÷": "/",
+    "∕": "/",
+    "⁄": "/",
+    "／": "/",
+    "＝": "=",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "⩽": r"\le ",
+    "⩾": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∞": r"\infty ",
+    "π": r"\pi ",
+    "θ": r"\theta ",
+    "α": r"\alpha ",
+    "β": r"\beta ",
+    "λ": r"\lambda ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+    "％": "%",
+    "，": ",",
+    "；": ";",
+    "：": ":",
+    "（": "(",
+    "）": ")",
+    "。": ".",
+    "√": r"\sqrt ",
+    "½": " 1/2",
+    "¼": " 1/4",
+    "¾": " 3/4",
+    "⅓": " 1/3",
+    "⅔": " 2/3",
+    "\u00a0": " ",
+    "\u202f": " ",
+    "\u2009": " ",
+    "\u200b": "",
+    "′": "'",
+    "’": "'",
+} | {chr(ord("０") + digit): str(digit) for digit in range(10)}
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+
+# Order matters: what comes later sees what came before.
+_STYLES: Sequence[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bigskip|boldsymbol|mathsf|mathit)(?![a-zA-Z])", ""),
+        (
+            r"\\(?:left|right|[bB]igg?[lrm]?)(?=\s*(?:[()\[\]|.<>/]|\\[{}|]|\\[lr](?:brace|brack|angle|vert|floor|ceil)))",
+            "",
+        ),
+        (r"\\(?:lbrace|\{)(?![a-zA-Z])\s*", r"\\{"),
+        (r"\s*\\(?:rbrace|\})(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:lbrack)(?![a-zA-Z])", "["),
+        (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\d?tbinom(?![a-zA-Z])|\\dbinom(?![a-zA-Z])", r"\\binom"),
+        (r"(?<=\d)\s*\{,\}\s*(?=\d{3})", ","),
+        (r"(?<=\d)(?:,\\!|\\,|\\!)\s*(?=\d{3}(?!\d))", ","),
+        (r"\\!", ""),
+        (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|(?<!\\)~|\\hspace\*?\{[^{}]*\}", " "),
+        (r"\\leqslant(?![a-zA-Z])|\\leq(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\geqslant(?![a-zA-Z])|\\geq(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:simeq|thickapprox)(?![a-zA-Z])", r"\\approx "),
+        (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset "),
+        (r"\\(?:lvert|rvert|vert)(?![a-zA-Z])", "|"),
+        (r"\\(?:langle)(?![a-zA-Z])", "("),
+        (r"\\(?:rangle)(?![a-zA-Z])", ")"),
+        (r"\\(?:textdegree|degree)(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
+        (r"\\(?:mbox|hbox|textnormal|textrm|textit|textbf|textsf|texttt|mathrm|mathbf|operatorname)\s*\{", r"\\text{"),
+        (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"\*\*", "^"),
+        (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        (r"(?<=\d)\s+x\s+(?=\$?\d)", r"\\times "),
+        # Formulas between dollars inside of a text; two amounts of money are none.
+        (r"(?<!\\)\$((?:[^$]*[\\^_{}=][^$]*|-?[\d.,]+)(?<!\\))\$(?!\d)", r" \1 "),
+        (r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<![a-zA-Z\\])(sqrt|sin|cos|tan|ln|log)(?=\s*\()", r"\\\1"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\s+", " "),
+    ]
+]
+
+_WRAPPERS = [
+    (re.compile(pattern, re.DOTALL), group)
+    for pattern, group in [
+        (r"\$\$(.*)\$\$", "$"),
+        (r"\$([^$]*)\$", "$"),
+        (r"\\\((.*)\\\)", r"\("),
+        (r"\\\[(.*)\\\]", r"\["),
+        (r"\*\*(.*)\*\*", "**"),
+        (r"__(.*)__", "__"),
+        (r"`+([^`]*)`+", "`"),
+    ]
+]
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+
+
+def normalize(text: str) -> str:
+    """Write a mathematical text in one of the notations that mean the same; nothing of its content is lost."""
+    text = strip_wrappers(text)
+    if not text.isascii():
+        for sign, replacement in _UNICODE.items():
+            text = text.replace(sign, replacement)
+        text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
+    if re.fullmatch(r"[\d.-]*", text):
+        return text
+    for pattern, replacement in _STYLES:
+        text = pattern.sub(replacement, text)
+    return strip_wrappers(text)
+
+
+def strip_wrappers(text: str) -> str:
+    """Remove white space, a full stop, math delimiters, boxes and Markdown from around the whole text."""
+    while True:
+        before = text
+        text = text.strip()
+        if text.endswith(".") and not text.endswith((r"\.", "..")):
+            text = text[:-1].rstrip()
+        for pattern, mark in _WRAPPERS:
+            match = pattern.fullmatch(text)
+            if match and mark not in match[1]:
+                text = match[1]
+        box = _BOX.match(text)
+        if box:
+            end = closing_brace(text, box.end())
+            text = text[box.end() + 1 : end] if end == len(text) - 1 else text
+        if text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+            text = text[1:-1]
+        if text == before:
+            return text
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """The place of the brace that closes the one at ``start``; None where there is none, or no brace at ``start``."""
+    depth = 0
+    place = start
+    while place < len(text):
+        if text[place] == "\\":
+            place += 2
+            continue
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place if place > start else None
+        place += 1
+    return None
+
+
+_PAIRS = {")": "(", "]": "[", "}": "{", r"\}": r"\{"}
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
+
+
+def split_top_level(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Split where ``separator`` matches outside of brackets, braces and environments.
+
+    Separators with a group are kept between the parts, as :func:`re.split` does.
+    """
+    parts = []
+    start = place = depth = 0
+    while place < len(text):
+        match = separator.match(text, place) if depth == 0 else None
+        if match and match.end() > place:
+            parts.append(text[start:place])
+            parts.extend(match.groups())
+            start = place = match.end()
+            continue
+        token = _TOKEN.match(text, place)
+        assert token is not None
+        if token[0] in ("(", "[", "{", r"\{", r"\begin"):
+            depth += 1
+        elif token[0] in (")", "]", "}", r"\}", r"\end"):
+            depth -= 1
+        place = token.end()
+    return [*parts, text[start:]]
+
+
+def bracketed(text: str) -> tuple[str, str, str] | None:
+    """The opening bracket, what is inside, and the closing bracket, where one pair is around the whole text.
+
+    The two need not be of a kind: ``[0, 1)``.
+    """
+    opening = next((b for b in (r"\{", "(", "[") if text.startswith(b)), None)
+    closing = next((b for b in (r"\}", ")", "]") if text.endswith(b)), None)
+    if opening is None or closing is None or len(text) < len(opening) + len(closing):
+        return None
+    if (opening == r"\{") != (closing == r"\}"):
+        return None
+    depth = 0
+    inside = text[len(opening) : len(text) - len(closing)]
+    for token in _TOKEN.findall(inside):
+        depth += token in ("(", "[", "{", r"\{")
+        depth -= token in (")", "]", "}", r"\}")
+        if depth < 0:
+            return None
+    return (opening, inside, closing) if depth == 0 else None

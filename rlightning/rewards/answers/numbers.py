@@ -1,0 +1,188 @@
+"""Numbers as people write them: decimals, thousands separators, fractions, scientific notation, percent, units."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+RELATIVE_TOLERANCE = Fraction(1, 10**6)
+"""How far a decimal may lie from what it stands for."""
+MAX_EXPONENT = 1000
+"""Powers of ten beyond this are no numbers that anyone computes with."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?(?![\d/])|\d+(?:\.\d*)?|\.\d+)"
+_POWER = r"(?:[eE][+-]?\d+|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))"
+_FRACTION = r"(?:\s*/\s*\d+|\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d))"
+NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?:"
+    rf"(?P<whole>\d+)\s+(?P<over>\d+)\s*/\s*(?P<under>\d+)(?![\d.])"
+    rf"|(?P<mixed>\d*)\s*\\frac\s*(?P<top>\{{\s*-?\d+\s*\}}|\d)\s*(?P<bottom>\{{\s*\d+\s*\}}|\d)"
+    rf"|(?P<repeating>\d*\.\d*)\\(?:overline|bar)\s*\{{(?P<period>\d+)\}}"
+    rf"|(?P<digits>{_DIGITS})(?P<power>{_POWER})?(?:\s*/\s*(?P<denominator>\d+(?:,\d{{3}})*)(?![\d.]))?"
+    rf")"
+)
+_CURRENCY = "$€£¥₹"
+_BEFORE = re.compile(
+    rf"(?P<sign>[+-]?)\s*\\?(?P<currency>[{_CURRENCY}]|(?:US|A|C)\\?\$|Rs\.?|\\pounds|\\text\{{\s*\\?\$\s*\}})\s*"
+)
+_PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{\s*)?(?:\\?%|percent|per cent|pct)(?:\s*\})?)\s*")
+_TEXT_UNIT = r"\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+UNIT = re.compile(
+    rf"(?:{_TEXT_UNIT})+|\s*\^\s*\\circ\s*(?:(?:\\text\{{\s*)?[CFK](?:\s*\}})?)?"
+    rf"|\s*\\?[{_CURRENCY}]|\s*[a-zA-Z]{{2,}}\.?(?:\^\{{?\d\}}?|\s*/\s*[a-zA-Z]+\.?(?:\^\{{?\d\}}?)?)?(?:[\s-]+[a-zA-Z][a-zA-Z.'-]*)*|\s*/\s*[a-zA-Z]{{2,}}|\s+[mgshLN](?:\^\{{?\d\}}?)?"
+)
+_NOT_UNITS = frozenset({"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "if", "is", "for", "when"})
+
+_SYNONYMS = {
+    name: unit
+    for unit, names in {
+        "$": r"$ \$ us$ dollar usd buck",
+        "cent": "cent ¢",
+        "€": "€ euro eur",
+        "£": "£ gbp \\pounds",
+        "¥": "¥ yen yuan",
+        "₹": "₹ rs rs. rupee inr",
+        "mm": "mm millimeter millimetre",
+        "cm": "cm centimeter centimetre",
+        "m": "m meter metre",
+        "km": "km kilometer kilometre",
+        "in": "in inch inche",
+        "ft": "ft foot feet",
+        "yd": "yd yard",
+        "mi": "mi mile",
+        "mg": "mg milligram",
+        "g": "g gram gm",
+        "kg": "kg kilogram kilo",
+        "lb": "lb pound",
+        "oz": "oz ounce",
+        "ml": "ml milliliter millilitre",
+        "l": "l liter litre",
+        "s": "s sec second",
+        "min": "min minute",
+        "h": "h hr hour",
+        "day": "day",
+        "week": "week wk",
+        "month": "month",
+        "year": "year yr",
+        "degree": r"^\circ degree deg",
+        "mph": "mph miles/hour mile/hour",
+        "km/h": "km/h kmh kmph",
+        "m/s": "m/s",
+    }.items()
+    for name in names.split()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A rational number as it was written.
+
+    Attributes:
+        value: exactly what is written.
+        last_place: one unit of the last digit of a decimal; 0: exact, as integers and fractions are.
+        is_percent: whether a percent sign follows, which ``value`` leaves out.
+        unit: the canonical name of a unit that is known, or "".
+    """
+
+    value: Fraction
+    last_place: Fraction = Fraction(0)
+    is_percent: bool = False
+    unit: str = ""
+
+    def equals(self, other: "Number") -> bool:
+        """Whether two numbers are the same; a percent sign may stand for 1/100, or for the unit that is asked for."""
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        if self.is_percent == other.is_percent:
+            return _is_close(self, other)
+        percent, plain = (self, other) if self.is_percent else (other, self)
+        share = Number(percent.value / 100, percent.last_place / 100)
+        return _is_close(percent, plain) or _is_close(share, plain)
+
+
+def read_number(text: str) -> Number | None:
+    """Read a number with its percent sign, currency or unit, if the whole of a normalised text is one."""
+    sign, currency = 1, ""
+    before = _BEFORE.match(text)
+    if before:
+        sign, currency = (-1 if before["sign"] == "-" else 1), before["currency"].replace("\\text", "").strip("{} ")
+        text = text[before.end() :]
+    match = NUMBER.match(text)
+    if match is None:
+        return None
+    if before and match["sign"] and before["sign"]:
+        return None
+    number = to_number(match)
+    if number is None:
+        return None
+    value, last_place = sign * number.value, number.last_place
+    rest = text[match.end() :]
+    percent = _PERCENT.match(rest)
+    if percent and (percent.end() == len(rest) or not rest[percent.end() :][0].isalnum()):
+        rest = rest[percent.end() :]
+        return Number(value, last_place, True) if not rest.strip() else None
+    unit = canonical_unit(currency)
+    if rest.strip():
+        match = UNIT.fullmatch(rest.rstrip())
+        if match is None or {*re.findall("[a-z]+", rest)} & _NOT_UNITS:
+            return None
+        unit = unit or canonical_unit(rest)
+    return Number(value, last_place, unit=unit)
+
+
+def to_number(match: re.Match[str]) -> Number | None:
+    """The number that :data:`NUMBER` has matched; None where it divides by 0 or is beyond all bounds."""
+    sign = -1 if match["sign"] == "-" else 1
+    try:
+        if match["whole"]:
+            value, last_place = int(match["whole"]) + Fraction(int(match["over"]), int(match["under"])), Fraction(0)
+        elif match["top"]:
+            fraction = Fraction(int(match["top"].strip("{} ")), int(match["bottom"].strip("{} ")))
+            value, last_place = int(match["mixed"] or 0) + fraction, Fraction(0)
+        elif match["period"]:
+            value, last_place = _repeating(match["repeating"], match["period"]), Fraction(0)
+        else:
+            value, last_place = _decimal(match["digits"], match["power"])
+            if match["denominator"]:
+                value /= int(match["denominator"].replace(",", ""))
+                last_place = Fraction(0)
+    except (ZeroDivisionError, OverflowError):
+        return None
+    return Number(sign * value, last_place)
+
+
+def canonical_unit(text: str) -> str:
+    """The one name of a unit that has several; "" for one that is not known, which cannot tell two numbers apart."""
+    words = re.sub(r"\\text|[{}\s]|\\(?=\$)", "", text).removesuffix(".").lower()
+    power = re.search(r"\^(-?\d)$", words)
+    base = words[: power.start()] if power else words
+    unit = _SYNONYMS.get(base) or _SYNONYMS.get(base.removesuffix("s"))
+    return unit + (power[0] if power else "") if unit else ""
+
+
+def _decimal(digits: str, power: str | None) -> tuple[Fraction, Fraction]:
+    digits = digits.replace(",", "").replace(" ", "")
+    whole, _, decimals = digits.partition(".")
+    exponent = 0
+    if power:
+        exponent = int(re.sub(r".*?10\s*\^|[eE{}\s]", "", power))
+        if abs(exponent) > MAX_EXPONENT:
+            raise OverflowError
+    scale = Fraction(10) ** exponent
+    decimals = decimals.rstrip("0")
+    value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals)) * scale
+    is_exact = value.denominator == 1
+    return value, Fraction(0) if is_exact else scale / 10 ** len(decimals)
+
+
+def _repeating(start: str, period: str) -> Fraction:
+    whole, _, decimals = start.partition(".")
+    shift = 10 ** len(decimals)
+    return Fraction(int((whole or "0") + decimals), shift) + Fraction(int(period), shift * (10 ** len(period) - 1))
+
+
+def _is_close(one: Number, other: Number) -> bool:
+    difference = abs(one.value - other.value)
+    if difference == 0:
+        return True
+    last_place = max(one.last_place, other.last_place)
+    return difference < last_place and difference <= RELATIVE_TOLERANCE * max(abs(one.value), abs(other.value))

@@ -1,0 +1,127 @@
+"""Reference answers that do not reward themselves: found by grading each as if it were a completion."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+
+from rlightning.errors import ConfigError
+from rlightning.rewards.calls import Outcome
+
+if TYPE_CHECKING:
+    from rlightning.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_REFERENCES = 2000
+"""Rows of a prompt set that are graded."""
+MAX_SHOWN = 3
+MAX_CHARACTERS = 60
+"""Of a reference or an error in a message."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class AnswerCheck(NamedTuple):
+    """How a checker of answers is given a reference as the completion.
+
+    Attributes:
+        parameter: the function's parameter that gets the reference.
+        completion: a format string that makes a completion of the reference.
+    """
+
+    parameter: str
+    completion: str
+
+    def make_completion(self, reference: object) -> str:
+        """The completion that says what the reference says; several answers stand in a row."""
+        is_list = isinstance(reference, list | tuple)
+        return self.completion.format(", ".join(map(str, reference)) if is_list else reference)  # type: ignore[call-overload]
+
+
+@overload
+def answer_checker(function: Function) -> Function: ...
+
+
+@overload
+def answer_checker(*, parameter: str = ..., completion: str = ...) -> Callable[[Function], Function]: ...
+
+
+def answer_checker(
+    function: Function | None = None, *, parameter: str = "answer", completion: str = "{}"
+) -> Function | Callable[[Function], Function]:
+    """Mark a reward function as a checker of answers: a completion that gives the reference gets a reward above 0.
+
+    Before a run starts, the references of its prompt sets are graded against themselves by each function so marked.
+
+    Args:
+        function: the reward function; the decorator may stand without parentheses.
+        parameter: the parameter that gets the reference.
+        completion: a format string that makes a completion of it, such as ``"<answer>{}</answer>"``.
+    """
+
+    def mark(function: Function) -> Function:
+        function.answer_check = AnswerCheck(parameter, completion)  # type: ignore[attr-defined]
+        return function
+
+    return mark if function is None else mark(function)
+
+
+def find_answer_check(function: Callable[..., Any]) -> AnswerCheck | None:
+    """The mark of a function, or of the one that a ``functools.partial`` is of."""
+    check = getattr(function, "answer_check", None) or getattr(getattr(function, "func", None), "answer_check", None)
+    return check if isinstance(check, AnswerCheck) else None
+
+
+def choose_evenly(prompts: "Sequence[Prompt]") -> "list[Prompt]":
+    """At most :data:`MAX_REFERENCES` of the prompts, from all of the set."""
+    count = min(len(prompts), MAX_REFERENCES)
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def report_unrewarded(
+    name: str,
+    column: str,
+    prompts: "Mapping[int, Prompt]",
+    outcomes: Mapping[int, Outcome],
+    where: Callable[[int], str],
+    max_share: float,
+) -> None:
+    """Log the references that their own checker does not reward.
+
+    Args:
+        name: the reward function's.
+        column: the references'.
+        prompts: by a number.
+        outcomes: by the prompt's number; a prompt to which the function does not apply does not count.
+        where: gives the file and line of a row.
+        max_share: of references that may go unrewarded.
+
+    Raises:
+        ConfigError: a larger share is unrewarded.
+    """
+    graded = {number: outcome for number, outcome in outcomes.items() if outcome.error or outcome.value is not None}
+    unrewarded = [number for number, outcome in sorted(graded.items()) if outcome.error or (outcome.value or 0) <= 0]
+    if not unrewarded:
+        return
+    shown = [
+        f"{where(prompts[number].index)}: {_shorten(repr(prompts[number].columns[column]))}{_reason(graded[number])}"
+        for number in unrewarded[:MAX_SHOWN]
+    ]
+    message = (
+        f"Reward '{name}' gives no reward to the reference answer itself in {len(unrewarded)} of {len(graded)} rows: "
+        f"{'; '.join(shown)}{'; ...' if len(unrewarded) > MAX_SHOWN else ''}. No completion can be right there."
+    )
+    if len(unrewarded) > max_share * len(graded):
+        raise ConfigError(
+            f"{message} Correct the column '{column}', name another by the reward's columns, or allow more than "
+            f"model.max_unrewarded_references={max_share:g}."
+        )
+    logger.warning("%s", message)
+
+
+def _reason(outcome: Outcome) -> str:
+    return f" ({_shorten(outcome.error.splitlines()[-1])})" if outcome.error else ""
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."

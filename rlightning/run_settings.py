@@ -1,0 +1,57 @@
+"""A run's settings: its seed, and what differs from those that a checkpoint was written with."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+MISSING = "-"
+LONGEST = 60
+"""Characters of a value that are shown."""
+
+OF_ONE_COMMAND = ("config", "ckpt_path")
+"""Keys that say nothing of how a run trains."""
+
+
+def run_seed() -> int | None:
+    """Return what ``seed_everything`` has seeded this process with, or None."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return None if seed is None else int(seed)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Give nested settings dotted keys, as on the command line: without ``init_args``, list entries by their number."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = prefix if name == "init_args" else f"{prefix}.{name}" if prefix else str(name)
+        if key in OF_ONE_COMMAND:
+            continue
+        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, key)
+        else:
+            flat[key] = value
+    return flat
+
+
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return a block of the keys whose values differ, with the old and the new one; None where none does.
+
+    Args:
+        old: of the checkpoint.
+        new: in force. A key that only one side has counts only where both name all of a configuration's keys.
+    """
+    is_complete = "model.class_path" in old.keys() & new.keys()
+    keys = old.keys() | new.keys() if is_complete else old.keys() & new.keys()
+    rows = [(key, _shown(old, key), _shown(new, key)) for key in sorted(keys) if old.get(key) != new.get(key)]
+    if not rows:
+        return None
+    table = [("key", "checkpoint", "this run"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    lines = (f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in table)
+    return "\n".join(["This run goes on with other settings than its checkpoint's, and obeys its own:", *lines])
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    text = str(settings[key]) if key in settings else MISSING
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,0 +1,89 @@
+"""``numeric_answer`` on tables of completions: right answers in other notations, and wrong ones that look alike."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlightning.rewards import numeric_answer
+
+ROWS: list[dict[str, Any]] = [
+    json.loads(line)
+    for name in ("answers.jsonl", "more_answers.jsonl")
+    for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+]
+
+
+@pytest.fixture(autouse=True)
+def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right must not count as wrong because the machine is slow."""
+    monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 60)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['kind']}: {row['answer']}: {row['completion'][-40:]}")
+def test_numeric_answer_gives_expected_verdict(row: dict[str, Any]) -> None:
+    assert numeric_answer(row["completion"], row["answer"]) == row["expected"]
+
+
+@pytest.mark.parametrize("answer", list({str(row["answer"]): row["answer"] for row in ROWS}.values()), ids=str)
+def test_numeric_answer_rewards_reference_itself(answer: Any) -> None:
+    text = ", ".join(answer) if isinstance(answer, list) else str(answer)
+    assert numeric_answer(text, answer) == 1.0
+    if "####" not in text and "\\boxed" not in text:
+        assert numeric_answer(f"First \\boxed{{0, 17}}. No, it is \\boxed{{{text}}}.", answer) == 1.0
+        assert numeric_answer(f"<answer>{text}</answer>", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("She sells 9 eggs for $2 each.\n#### 18", "16 - 3 - 4 = <<16-3-4=9>>9\n#### 18", 1.0),
+        ("#### 17\n\nQuestion: what is 18?", "#### 18", 0.0),
+        ("18 and then 19", "#### 18", 0.0),
+        ("The answer is 18.", 18, 1.0),
+        ("\\boxed{2, 1}", ["1", "2"], 1.0),
+    ],
+)
+def test_numeric_answer_reads_columns_of_any_type(completion: str, answer: Any, expected: float) -> None:
+    assert numeric_answer(completion, answer) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, "", "  ", "####", "$$", "\\boxed{}", [], "It is hard to say in a few words what is meant to be right here"],
+)
+def test_numeric_answer_refuses_reference_without_answer(answer: Any) -> None:
+    with pytest.raises(ValueError, match="holds no answer that can be read as a whole"):
+        numeric_answer("\\boxed{18}", answer)
+
+
+def test_numeric_answer_works_in_a_thread() -> None:
+    results: list[float] = []
+    thread = threading.Thread(target=lambda: results.append(numeric_answer("\\boxed{3\\sqrt{2}}", "\\sqrt{18}")))
+    thread.start()
+    thread.join()
+    assert results == [1.0]
+
+
+def test_numeric_answer_over_time_limit_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 0.2)
+    start = time.monotonic()
+    assert numeric_answer(r"\boxed{\sum_{i=1}^{1000000000} \frac{1}{i}}", "21") == 0.0
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    "text", ["9^{9^{9^{9}}}", "(10^{10})!", "1e999999999", "9" * 9000, "(" * 900 + "2" + ")" * 900, "1+" * 900 + "2"]
+)
+def test_numeric_answer_of_monstrous_formula_is_wrong(text: str) -> None:
+    assert numeric_answer(f"\\boxed{{{text}}}", "73") == 0.0
+
+
+@pytest.mark.parametrize("piece", ["1 + ", "1,", "(1", "\\(", "**a ", "$ a", "<answer>", "#### 5 a\n", "answer is "])
+def test_numeric_answer_of_long_completion_takes_no_time(piece: str) -> None:
+    start = time.monotonic()
+    assert numeric_answer(piece * 20_000, "73") == 0.0
+    assert time.monotonic() - start < 20
