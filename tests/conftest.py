@@ -102,4 +102,4 @@ def _processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     before = fork_server.num_started
     yield
     if fork_server.num_started > before and not request.node.get_closest_marker("processes"):
-        if not __import__("os").environ.get("REC"): pytest.fail("This test starts a process: mark it by @pytest.mark.processes.", pytrace=False)
+        pytest.fail("This test starts a process: mark it by @pytest.mark.processes.", pytrace=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),

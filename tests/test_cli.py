@@ -13,7 +13,7 @@ import yaml
 from cli_project import environment, make_project, rlightning
 from fork_server import START_BY_EXEC
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

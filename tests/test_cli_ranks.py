@@ -7,6 +7,8 @@ import pytest
 from cli_project import make_project, rlightning
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.processes
+
 TWO_RANKS = ("--trainer.devices", "2", "--trainer.strategy", "fsdp2")
 
 DIE = """\
@@ -37,7 +39,6 @@ def steps(folder: Path) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(file) if row["policy/loss"]]
 
 
-@pytest.mark.slow
 def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "die.py").write_text(DIE)

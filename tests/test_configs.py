@@ -49,7 +49,7 @@ def read_completions(run: Path) -> list[tuple[str, str]]:
     return [(row["prompt"], row["completion"]) for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) -> None:
     make_task = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make_task.py"), "runs/arithmetic"]
     subprocess.run(make_task, cwd=tmp_path, check=True, capture_output=True, timeout=500)
@@ -87,7 +87,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert (tmp_path / "runs/arithmetic/grpo/report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
 def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
     rows = fit(
@@ -108,6 +108,7 @@ def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
 @pytest.mark.parametrize("config", ["grpo_gsm8k_fsdp.yaml", "grpo_gsm8k_ray.yaml"])
@@ -130,6 +131,7 @@ def test_gsm8k_runs_sharded_over_two_ranks(config: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt" / "meta.pt").is_file()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
 def test_gsm8k_runs_asynchronously(tmp_path: Path) -> None:

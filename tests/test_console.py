@@ -1,7 +1,10 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = """
 import logging, sys
@@ -23,8 +26,9 @@ logging.getLogger("rlightning").debug("details")
         ("logging.getLogger('rlightning').setLevel('WARNING')", ""),
     ],
 )
-def test_lines_reach_standard_error_once_and_bare(before: str, wanted: str) -> None:
-    program = PROGRAM.format(before=before)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+def test_lines_reach_standard_error_once_and_bare(before: str, wanted: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(before=before))
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert result.stderr == wanted
     assert result.stdout == ""

@@ -69,6 +69,7 @@ def test_each_callback_is_at_work_and_the_loop_learns_the_same(script: str, monk
     assert len(calls) >= 3 and set(calls) == {"synchronize"}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes(script: str) -> None:

@@ -18,7 +18,7 @@ sys.exit(3)
 """
 
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.processes]
 
 
 @pytest.fixture

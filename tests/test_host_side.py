@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "host_side.py"
 
 
@@ -23,7 +25,6 @@ def test_it_says_what_it_takes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_every_part_is_measured(tmp_path: Path) -> None:
     said = run(tmp_path, "--sizes", "80x20", "--repetitions", "1", "--out", "out")
     assert said.startswith("| part | ns at 80x20 | growth | ")
@@ -33,7 +34,6 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     assert all(int(row["tokens"]) > 0 and float(row["seconds"].strip("[]")) > 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     before = str(SCRIPT.parent.parent)
     said = run(tmp_path, "--sizes", "80x20", "--parts", "pack", "--before", before, "--repetitions", "1")
@@ -41,7 +41,6 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     assert said.splitlines()[2].startswith("| pack | ")
 
 
-@pytest.mark.slow
 def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
     options = ["--sequences", "4", "--tokens", "4", "--repetitions", "1"]
     said = run(tmp_path, *options, script=SCRIPT.with_name("engine_output.py")).strip().splitlines()[-6:]
@@ -49,7 +48,6 @@ def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
     assert said[2].startswith("| text in the end | ")
 
 
-@pytest.mark.slow
 def test_schedulers_are_measured(tmp_path: Path) -> None:
     options = ["--sequences", "4", "--steps", "4", "--repetitions", "1"]
     said = run(tmp_path, *options, script=SCRIPT.with_name("scheduling.py")).strip().splitlines()[-4:]

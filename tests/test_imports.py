@@ -123,7 +123,7 @@ def test_barriers_and_synchronizations_go_through_one_place() -> None:
     assert {name: calls for name, calls in found.items() if calls} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
     probe = (
         "import sys, rlightning.cli, rlightning.callbacks as c\n"
@@ -135,6 +135,7 @@ def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
     assert not loaded & {"vllm", "ray"}
 
 
+@pytest.mark.processes
 def test_the_package_itself_imports_nothing_heavy() -> None:
     probe = "import sys, rlightning, rlightning.__main__; print('torch' in sys.modules or 'lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -15,6 +15,8 @@ from rlightning.distributed import DDP
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +72,6 @@ def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwar
     make_trainer(folder, 3, WriteResult(), **kwargs).fit(module, make_data(folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "arguments"),
     [
@@ -90,7 +91,6 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
         torch.testing.assert_close(first[name], weight, atol=1e-6, rtol=0.0)
 
 
-@pytest.mark.slow
 def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
     train(Picky, tmp_path, {}, **two_ranks())
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))

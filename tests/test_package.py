@@ -31,6 +31,7 @@ def test_the_callbacks_are_linked_into_the_package() -> None:
     assert (ROOT / "rlightning" / "py.typed").exists()
 
 
+@pytest.mark.processes
 def test_callbacks_import_under_one_name_only() -> None:
     done = subprocess.run([sys.executable, "-c", "import callbacks"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -51,6 +52,7 @@ def test_the_pins_hold_no_place_of_their_own() -> None:
         assert line.startswith("#") or (line.count("==") == 1 and "@" not in line and "/" not in line), line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("target", ["setup", "test", "check", "demo", "clean"])
 def test_every_target_of_the_makefile_expands(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from test_configs import count_keys
 from tiny import save_byte_model
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.processes
 def test_the_yaml_of_the_first_screen_is_understood(tmp_path: Path) -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
     assert len(example.splitlines()) <= 16 and count_keys(yaml.safe_load(example)) <= 12

@@ -48,6 +48,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("spelling", "path"), SPELLINGS)
 def test_a_strategy_by_each_of_its_names(
     project: Path, capsys: pytest.CaptureFixture[str], spelling: str, path: str

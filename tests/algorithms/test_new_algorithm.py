@@ -59,6 +59,7 @@ def test_it_is_twenty_lines_and_trains(
     torch.testing.assert_close(batch.advantages[0], torch.tensor(expected))
 
 
+@pytest.mark.processes
 def test_its_yaml_is_what_the_command_takes(tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(read_block("python"))
     (tmp_path / "my_run.yaml").write_text(read_block("yaml"))

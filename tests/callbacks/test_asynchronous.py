@@ -29,7 +29,7 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.in_flight import Group, InFlight
 from rlightning.types import Prompt, RolloutBatch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ class Judge(RLCallback):
         self.trained.append(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oversample", [0.0, 2.0])
 def test_refills_of_groups_without_signal_are_no_older_than_allowed(
     oversample: float, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ def test_all_of_them_around_a_real_algorithm(tmp_path: Path) -> None:
     assert all(torch.equal(plain, cured) for plain, cured in zip(*weights, strict=True))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_all_of_them_from_the_command_line(tmp_path: Path) -> None:
     make_project(tmp_path)

@@ -71,6 +71,7 @@ def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
     assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
 
 
+@pytest.mark.processes
 def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # for its process to start

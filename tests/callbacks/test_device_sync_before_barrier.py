@@ -138,7 +138,7 @@ def meet_while_rank_0_works(folder: Path) -> None:
         (folder / f"{name}{rank}.json").write_text(json.dumps(times))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_no_rank_is_past_the_barrier_before_all_devices_are_done(tmp_path: Path) -> None:
     run_ranks(meet_while_rank_0_works, 2, tmp_path)
     for name in ("ours", "own"):

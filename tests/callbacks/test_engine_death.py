@@ -24,7 +24,7 @@ from rlightning.rollout.engine_process import EngineProcess
 from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.types import Completion, Prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 # The engine works on one prompt at a time, its two samples, so that the first is done long before the last.
 ONE_BY_ONE: dict[str, Any] = {"max_new_tokens": 64, "engine": {"max_num_seqs": 2}}
@@ -119,6 +119,7 @@ class StrikeBetween(RLCallback):
             kill_engine(module.generator.engine)
 
 
+@pytest.mark.slow
 def test_a_run_survives_one_death_a_step(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

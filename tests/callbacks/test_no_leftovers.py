@@ -24,7 +24,7 @@ from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])

@@ -8,9 +8,10 @@ import pytest
 from engine_run import save_model
 from rank_processes import end_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "ranks_rollout_run.py"
 RESUME_SCRIPT = Path(__file__).parent / "ranks_resume_run.py"
-pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, ranks_per_engine: int, **arguments: Any) -> list[dict[str, Any]]:
@@ -55,6 +56,7 @@ def test_each_rank_has_an_engine_and_a_killed_one_comes_back(tmp_path: Path) -> 
     assert (tmp_path / "engine.0.log").exists() and (tmp_path / "engine.1.log").exists()
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     first, second = run(tmp_path, 2)
     check_steps(first, second)
@@ -77,6 +79,7 @@ def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Pat
     assert sorted(seen + first["in_flight"]) == list(range(16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks_per_engine", "oversample"), [(1, 0.25), (2, 0.5)])
 def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, oversample: float, tmp_path: Path) -> None:
     first, second = run(tmp_path, ranks_per_engine, oversample=oversample)
@@ -93,6 +96,7 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, over
     assert len(seen) == len(set(seen)) == 14
 
 
+@pytest.mark.slow
 def test_two_ranks_that_are_resumed_lose_no_prompt_and_repeat_none(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     begun = run_ranks(RESUME_SCRIPT, tmp_path, "begin", exit_code=1)

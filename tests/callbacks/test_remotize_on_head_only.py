@@ -41,7 +41,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # Real ranks
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("data_parallel", "tensor_parallel", "callback"),
     [(1, 1, "with"), (2, 1, "with"), (1, 2, "with"), (2, 2, "with"), (2, 2, "without")],
@@ -65,7 +65,7 @@ def test_heads_store_and_the_others_do_not(
         assert found == expected | dict.fromkeys(OTHERWISE, (True, 1, 0)), rank
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_without_ranks_everything_is_stored_wherever_it_comes_from(tmp_path: Path) -> None:
     """No process group is initialised: in a rejected batch, a validation or before an exception as anywhere else."""
     model = save_model(tmp_path / "model")

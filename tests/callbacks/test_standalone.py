@@ -75,7 +75,7 @@ class Strikes(RLCallback):
                 engine.wait_until_ready()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_without_staleness_every_token_is_of_the_weights_that_it_updates(model_folder: str, tmp_path: Path) -> None:
     witness = Witness()
     rollout = make_rollout(placement="standalone", num_engines=2)
@@ -107,6 +107,7 @@ class Origins(RLCallback):
         self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_engine_on_two_devices_samples_from_each_updates_weights(max_staleness: int, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_an_engine_on_two_devices_samples_from_each_updates_weights(max_stalenes
     assert max(origins.gaps) < 1e-4
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["colocated", "standalone"])
 def test_the_slowest_of_more_prompts_wait_for_the_next_step(placement: Any, model_folder: str, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ class Refill(RLCallback):
         self.steps.append((first, module.generator.last, module.weight_version - torch.cat(versions)))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Path) -> None:
     refill = Refill()
     rollout = make_rollout(placement="standalone", max_staleness=1)
@@ -175,7 +177,7 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
     assert len(refill.steps) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_refill_takes_what_is_complete_next_on_colocated_engines(model_folder: str, tmp_path: Path) -> None:
     refill = Refill()
     rollout = make_rollout(oversample=0.5, engine={"max_num_seqs": 2})
@@ -199,6 +201,7 @@ class Sleeper(RLCallback):
             assert engine.weight_version == held
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_after_sync", ["keep", "recompute"])
 def test_tokens_are_at_most_as_old_as_allowed(cache_after_sync: Any, model_folder: str, tmp_path: Path) -> None:
@@ -226,7 +229,7 @@ def test_tokens_are_at_most_as_old_as_allowed(cache_after_sync: Any, model_folde
     assert undocumented(list(witness.steps[-1])) == []
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,7 +250,7 @@ def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
     assert not any(in_session(session) for session in set(strikes.sessions))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_without_any_engine_left_the_run_ends(model_folder: str, tmp_path: Path) -> None:
     rollout = make_rollout(placement="standalone", num_engines=2, engine={"max_num_seqs": -1})
     trainer = make_trainer(tmp_path, 1, rollout)
@@ -272,6 +275,7 @@ class Interrupts(RLCallback):
             raise InterruptionError
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [(RUNS_AHEAD, RUNS_AHEAD), (OVERSAMPLES, OVERSAMPLES), (RUNS_AHEAD, OVERSAMPLES)]
@@ -311,7 +315,7 @@ class SavesFirst(RLCallback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_checkpoint_between_two_callbacks_loses_no_prompt_and_repeats_none(model_folder: str, tmp_path: Path) -> None:
     rollout, witness = make_rollout(**RUNS_AHEAD), Witness()
     trainer = make_trainer(tmp_path, 3, SavesFirst(tmp_path), rollout, witness)
@@ -325,6 +329,7 @@ def test_a_checkpoint_between_two_callbacks_loses_no_prompt_and_repeats_none(mod
         assert sorted(consumed(witness.batches[:step]) + in_flight) == sorted(drawn(trainer, position))
 
 
+@pytest.mark.processes
 def test_the_engines_process_knows_no_actor() -> None:
     program = (
         "import sys, rlightning.rollout.vllm_process, rlightning.rollout.vllm_worker\n"
@@ -357,6 +362,7 @@ def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str) ->
         VLLMRollout(**arguments)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["between two chunks", "after the last"])
 def test_an_engine_that_dies_in_the_middle_of_a_swap_is_left_to_the_pool(

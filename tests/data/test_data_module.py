@@ -304,7 +304,7 @@ class Writer(Recorder):
         (Path(self.trainer.default_root_dir) / f"rank{self.global_rank}.json").write_text(json.dumps(record))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_two_ranks_share_every_step_and_every_validation_batch(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

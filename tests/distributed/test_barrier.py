@@ -114,6 +114,7 @@ os._exit(0)  # the group would wait for the missing at its end
 )
 
 
+@pytest.mark.processes
 def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "living.py"
@@ -143,6 +144,8 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "how", "message"),
     [

@@ -150,6 +150,7 @@ def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: 
     assert sorted(left.name for left in tmp_path.iterdir()) == sorted({older.name, path.name, "last.ckpt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doomed", [0, 1])
 def test_a_death_of_one_of_two_ranks_at_any_moment_of_their_save(doomed: int, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "last.ckpt"

@@ -82,6 +82,7 @@ class ObservedDDP(DDP):
         (Path(module.trainer.default_root_dir) / f"left{self.global_rank}.json").write_text(json.dumps(left))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path: Path) -> None:
     strategy = ObservedDDP(start_method="spawn", barrier_timeout=300)
@@ -125,6 +126,7 @@ class PreparesForLong(BoringModel):
         time.sleep(3600)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_data_is_prepared_before_a_barrier_that_has_a_name_and_an_end(tmp_path: Path) -> None:
     trainer = bare_trainer(tmp_path, 1, devices=2, strategy=Impatient(start_method="spawn"))
@@ -132,7 +134,7 @@ def test_data_is_prepared_before_a_barrier_that_has_a_name_and_an_end(tmp_path: 
         trainer.fit(PreparesForLong())
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     bare_trainer(tmp_path, 2, devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
 

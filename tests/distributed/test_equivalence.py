@@ -10,6 +10,8 @@ from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, train
 from rank_processes import end_ranks, start_ranks
 from tiny import save_model
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SCRIPT = Path(__file__).parent / "equivalence_run.py"
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "data": {},
@@ -65,7 +67,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
 def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[str, Any]) -> None:
     one, other = runs["one"], runs[name]
@@ -80,7 +81,6 @@ def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[st
     assert distance(one, other) <= BF16_DISTANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
 def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
     """Among them the norm of all gradients, thirty times what it is clipped to."""
@@ -91,7 +91,6 @@ def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
         assert got["optim/grad_norm"] > 1.0
 
 
-@pytest.mark.slow
 def test_ranks_share_the_batch_out(runs: dict[str, Any]) -> None:
     """16 completions: all of them for tensor-parallel neighbours, half for data-parallel ranks, in whole groups."""
     (total, *_), (of_one_rank, *_) = runs["one"]["num_tokens"], runs["data"]["num_tokens"]
@@ -102,7 +101,6 @@ def test_ranks_share_the_batch_out(runs: dict[str, Any]) -> None:
     assert num_sequences["hybrid"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moved-in-rollouts", "tensor-moved-in-rollouts"])
 def test_shards_were_away_in_rollouts(name: str, runs: dict[str, Any]) -> None:
     """Half of the actor's parameters, of both its moments and of the reference's parameters."""

@@ -75,6 +75,7 @@ def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int 
     return [process.returncode for process in ranks], errors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
 def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "raise", others)
@@ -90,6 +91,7 @@ def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: 
         assert (f"rank {rank} cleans up" in error) == (rank == failing or others != "stuck")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("failing", "others"), [(1, "process"), (0, "stuck")])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "kill", others)
@@ -110,6 +112,7 @@ def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -
     assert "Traceback" not in errors[0]
 
 
+@pytest.mark.processes
 def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
     codes, errors = run_ranks(tmp_path, 1, "interrupt", "sleep")
     assert codes[0] == codes[2] == 130
@@ -118,9 +121,8 @@ def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert all("cleans up" in error for error in errors)
 
 
-def test_ranks_that_end_well_at_different_times_are_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.processes
+def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_BY_EXEC, "1")  # it is about an interpreter's own end
     codes, errors = run_ranks(tmp_path, 1, "end", "work")
     assert codes == [0, 0, 0]

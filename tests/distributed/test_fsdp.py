@@ -79,7 +79,7 @@ print(json.dumps({"seconds": [backend.options._timeout.total_seconds() for backe
 """
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_collectives_of_all_groups_end_with_the_barriers_timeout(tmp_path: Path) -> None:
     script = tmp_path / "timeouts.py"
     script.write_text(TIMEOUTS)

@@ -171,7 +171,7 @@ def check_everything(folder: Path) -> None:
     check_memory(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_shards_of_four_ranks_are_gathered(tmp_path: Path) -> None:
     run_ranks(check_everything, 4, tmp_path)
 

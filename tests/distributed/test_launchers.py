@@ -11,6 +11,8 @@ import pytest
 from cli_project import environment, make_project
 from rank_processes import free_port
 
+pytestmark = pytest.mark.processes
+
 PAIR = """\
   devices: 2
   strategy:
@@ -160,7 +162,6 @@ def failing(
     return process.returncode, output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "lightning"), (1, "torchrun")])
 def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"raise-{rank}-{by}", rank, "raise", by)
@@ -172,7 +173,6 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "by"), [(1, "lightning"), (0, "torchrun")])
 def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"kill-{rank}-{by}", rank, "SIGKILL", by)
@@ -183,7 +183,6 @@ def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     assert f"rank {1 - rank} cleans up" in output
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_before_the_ranks_have_met_ends_the_run(project: Path) -> None:
     process = start(project, "early", "--trainer.callbacks+=own_classes.EndsEarly")
     output, _ = process.communicate(timeout=500)
@@ -191,7 +190,6 @@ def test_a_rank_that_ends_before_the_ranks_have_met_ends_the_run(project: Path) 
     assert output.count("rank 0 ends because rank 1 ended with exit code 7 before the ranks had met") == 1
 
 
-@pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     code, output = failing(project, "mistake", -1, "mistake", "lightning")
     assert code == 2
@@ -200,7 +198,6 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning")
     assert code == 130
@@ -208,7 +205,6 @@ def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-@pytest.mark.slow
 def test_sigterm_of_any_rank_stops_all_at_the_same_batch(project: Path) -> None:
     code, output = failing(project, "terminate", 1, "SIGTERM", "lightning")
     assert code == 143

@@ -13,10 +13,11 @@ from tiny import save_model
 
 from rlightning.distributed.checkpoint_folder import read_whole
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "controller_run.py"
 LATER = ("workers-after-step", "ranks-after-step", "workers-after-epoch", "ranks-after-epoch")
 """Runs that go on from a checkpoint of the other's."""
-pytestmark = pytest.mark.slow
 
 
 def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ from controller_process import finish, start_controller
 from sft_run import SIZES, write_rows
 from tiny import save_model
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "controller_device_run.py"
-pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("how", ["controller", "alone"])

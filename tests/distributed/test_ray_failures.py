@@ -13,8 +13,9 @@ from tiny import save_model
 from rlightning.distributed.checkpoint_folder import read_whole
 from rlightning.distributed.controller_launcher import find_last
 
-SCRIPT = Path(__file__).parent / "controller_failures_run.py"
 pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "controller_failures_run.py"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes
 def test_an_exception_reaches_the_user_with_rank_and_traceback_once(outcomes: dict[str, Any]) -> None:
     outcome = outcomes["raise"]
     assert outcome["error"] == "WorkerError" and outcome["exceptions"] == ["WorkerError"]
@@ -40,11 +42,13 @@ def test_an_exception_reaches_the_user_with_rank_and_traceback_once(outcomes: di
     assert outcome["num_steps"] == 2
 
 
+@pytest.mark.processes
 def test_a_mistake_is_one_in_the_controller_too(outcomes: dict[str, Any]) -> None:
     assert outcomes["mistake"]["error"] == "ConfigError"
     assert outcomes["mistake"]["text"].rstrip().endswith("ConfigError: value=3 is wrong. Use 4.")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["die", "die-without-checkpoint"])
 def test_a_worker_that_is_killed_ends_the_step(name: str, outcomes: dict[str, Any]) -> None:
     """Rank 0 waits in a collective then, whose own timeout is half an hour."""
@@ -54,10 +58,12 @@ def test_a_worker_that_is_killed_ends_the_step(name: str, outcomes: dict[str, An
     assert outcome["seconds"] < 60
 
 
+@pytest.mark.processes
 def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:
     assert {name: outcome["alive"] for name, outcome in outcomes.items()} == {name: [] for name in outcomes}
 
 
+@pytest.mark.processes
 def test_a_restart_goes_on_from_the_last_checkpoint(folder: Path, outcomes: dict[str, Any]) -> None:
     """Twice: rank 1 dies in the third step, rank 0 in the fourth."""
     outcome = outcomes["restart"]
@@ -70,12 +76,14 @@ def test_a_restart_goes_on_from_the_last_checkpoint(folder: Path, outcomes: dict
     assert restarted["PromptDataModule"] == whole["PromptDataModule"]
 
 
+@pytest.mark.processes
 def test_a_death_beyond_the_last_restart_ends_the_run(outcomes: dict[str, Any]) -> None:
     outcome = outcomes["too-often"]
     assert outcome["error"] == "WorkerDiedError" and "worker 0 of 2 died" in outcome["text"]
     assert outcome["begun"] == [0, 1, 2, 2, 3]
 
 
+@pytest.mark.processes
 def test_a_restart_before_the_first_checkpoint_keeps_to_the_one_that_was_given(outcomes: dict[str, Any]) -> None:
     """A rollback to step 1, beside a checkpoint of step 4: the third step kills a worker, and all begins anew at 1."""
     outcome = outcomes["rollback"]

@@ -12,8 +12,9 @@ import torch
 from controller_process import finish, start_controller, start_ranks
 from engine_run import save_model
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "controller_rollout_run.py"
-pytestmark = pytest.mark.slow
 FOUR = {
     "num_ranks": 4,
     "strategy": {"tensor_parallel_size": 2},
@@ -89,6 +90,7 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
     assert rows[0] == rows[1] and len(rows[0]) == 16
 
 
+@pytest.mark.slow
 def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
     save_model(tmp_path / "model", num_key_value_heads=2)
@@ -108,6 +110,7 @@ def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
         assert lines == [f"{step} 0 {rank % 2 == 0}" for step in range(2)]
 
 
+@pytest.mark.slow
 def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
     elsewhere = {"placement": "standalone", "num_engines": 2}
@@ -127,6 +130,7 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
             assert str(two).encode() not in command_line.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_with_engines(tmp_path: Path) -> None:
     """A worker that is killed takes its engine with it; an actor's goes on. What the step had sampled comes again."""
     save_model(tmp_path / "model")

@@ -24,6 +24,7 @@ from rlightning.rollout.engine_options import EngineOptions
 SCRIPT = Path(__file__).parent / "controller_stages_run.py"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
     tiny.save_model(tmp_path / "model")
@@ -90,6 +91,7 @@ def test_a_cluster_that_the_environment_names_has_to_be_there(
         join_cluster(None, {})
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.init("local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
@@ -116,6 +118,7 @@ def test_an_engines_actor_starts_its_engine_once() -> None:
     actor.run(*arguments)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_auto_joins_the_cluster_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
@@ -176,7 +179,7 @@ def test_hooks_that_the_controller_never_fires_are_named(
     assert line.endswith('runs_in = "workers".')
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_command_line_has_a_short_name_and_one_line_for_mistakes(tmp_path: Path) -> None:
     make_project(tmp_path)
     fit = ["fit", "--config", "run.yaml", "--trainer.strategy", "ray"]

@@ -7,8 +7,9 @@ from controller_leaks_run import MEASURED_EVERY, PAYLOAD_BYTES, RUNS
 from controller_process import finish, start_controller
 from tiny import save_model
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SCRIPT = Path(__file__).parent / "controller_leaks_run.py"
-pytestmark = pytest.mark.slow
 # Rank = 2 x data-parallel rank + tensor-parallel rank.
 HEADS, OTHERS = ("worker0", "worker2"), ("worker1", "worker3")
 PROCESSES = ("controller", *HEADS, *OTHERS)

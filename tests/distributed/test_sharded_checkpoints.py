@@ -14,6 +14,8 @@ from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, store
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 
+pytestmark = pytest.mark.processes
+
 STEPS = 8
 
 
@@ -46,7 +48,6 @@ def two_ranks(folder: Path, port: int) -> None:
     dist.barrier()  # the end of one ends the other
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
     """Eight steps in one go are eight steps in five runs; float32 sums in another order make the difference."""
     for folder, sizes in ((tmp_path, SIZES), (tmp_path / "other", {**SIZES, "num_hidden_layers": 3})):

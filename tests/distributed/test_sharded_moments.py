@@ -22,6 +22,8 @@ from rlightning.models.shards import local_tensor
 from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW
 from rlightning.optimizers.adamw import seeded
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SMALLER: list[OptimizerStates] = ["bfloat16", "8bit"]
 SIZES = {"num_key_value_heads": 2, "hidden_size": 31, "head_dim": 128, "intermediate_size": 256}
 """An odd number of rows; two blocks of columns where tensor parallelism cuts them."""
@@ -124,7 +126,6 @@ def two_ranks(folder: Path, states: OptimizerStates) -> None:
         dist.barrier()  # the end of one ends the other
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("states", SMALLER)
 def test_copies_agree_and_checkpoints_are_exact(states: OptimizerStates, tmp_path: Path) -> None:
     for folder, sizes in ((tmp_path, SIZES), (tmp_path / "odd", SIZES | {"intermediate_size": 62})):

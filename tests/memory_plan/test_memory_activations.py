@@ -80,6 +80,7 @@ def kept_bytes(run: Callable[[], Tensor], others: Iterable[Tensor]) -> int:
     return sum(size for pointer, size in found.items() if pointer not in own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
     [(kind, way) for kind in ("qwen3", "qwen2", "llama") for way in ("eager", "checkpointed")]

@@ -175,6 +175,7 @@ def test_of_a_remote_engine_there_is_the_bucket() -> None:
     assert "gpu_memory_utilization" not in format_plan(remote)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tokens", "is_checkpointed", "measured"),
     [
@@ -193,6 +194,7 @@ def test_an_update_under_autocast_is_within_15_percent(
     assert allocated(plan_of(alone, H200).update(tokens)) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "generating", "updating"), [(SMALL, 35.5, 35.3), (MIDDLE, 51.6, 66.4), (LARGE, 88.3, 125.8)]
 )

@@ -99,6 +99,7 @@ def test_options_are_those_of_fit(project: Path) -> None:
     assert rows["gradient_checkpointing"][0] == "reshard_after_forward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [[], ["--trainer.strategy.worker_strategy", "fsdp2"]])
 def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[str]) -> None:
     options = ["--config", "run.yaml", "--device-memory", "80GB", "--trainer.strategy"]
@@ -149,6 +150,7 @@ def test_help_needs_nothing() -> None:
     assert all(name in plan(["--help"]) for name in ("--device-memory", "--config", *DEVICES))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_command_needs_no_vllm_and_no_gpu(project: Path) -> None:
     probe = (

@@ -47,6 +47,7 @@ def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path:
     assert replace(got, **same) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     bare = MemoryPlan(replace(work_of(*run), engine=None), 1 << 40)
     run[0].callbacks = []

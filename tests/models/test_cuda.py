@@ -59,7 +59,6 @@ def test_shared_heads_are_repeated_ones() -> None:
         assert (some.float() - other.float()).norm() <= 0.01 * other.float().norm()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kinds"), [("qwen3", 1), ("gemma3_text", 2)])
 def test_compiled_layers_in_mixed_precision(kind: str, kinds: int, tmp_path: Path) -> None:
     """Of all shapes a graph a kind of layer with gradient and one without; as near to float32 as eager layers are."""

@@ -19,6 +19,8 @@ from rlightning.distributed.gathering import gather_into
 from rlightning.models import export, load_config, load_policy, load_tokenizer, save_policy
 from rlightning.models.sharding import Sharding, load_sharded_policy
 
+pytestmark = pytest.mark.processes
+
 WINDOW = 4096
 MESHES = {"data parallel": (1, 2, 1), "tensor parallel": (1, 1, 2), "replicated": (2, 1, 1)}
 
@@ -53,7 +55,6 @@ def save_from_shards(folder: Path, model: str, max_file_bytes: int) -> None:
         (folder / "allocated.json").write_text(json.dumps(allocated))
 
 
-@pytest.mark.slow
 def test_what_shards_give_is_what_a_whole_policy_gives(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_key_value_heads=2)
     tokenizer = load_tokenizer(model)

@@ -76,11 +76,13 @@ def count_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt2", 1)])
 def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: str, kinds: int, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
     types = {"layer_types": [*config["layer_types"], "sliding_attention"]} if "layer_types" in config else {}
-    eager = load_policy(save_tiny(architecture, tmp_path, **config | types | {"num_hidden_layers": 3}))
+    folder = save_tiny(architecture, tmp_path, **config | types | {"num_hidden_layers": 3})
+    eager = load_policy(folder, torch.float64)  # what is fused is rounded in another order
     compiled = copy.deepcopy(eager)
     compile_layers(compiled)
     checkpoint_layers(compiled, 1)

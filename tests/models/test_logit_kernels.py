@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from fork_server import START_BY_EXEC
 
+pytestmark = pytest.mark.processes
+
 
 def test_kernels_agree_with_torch() -> None:
     pytest.importorskip("triton", reason="Triton comes with the CUDA builds of torch")

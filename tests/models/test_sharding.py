@@ -76,7 +76,7 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None) -> str:
     return str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"])
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
     for found in compared[name]:
@@ -86,25 +86,25 @@ def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None
         assert found["gradients"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_layers_in_shards_share_a_graph_with_gradient_and_one_without(compared: dict[str, Any]) -> None:
     assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
     """Uneven dimensions apart that is a half: of what tensor parallelism leaves whole there are norms alone."""
     for name in ("qwen3", "qwen3 tensor", "llama", "llama tensor", "converted", "in parts"):
         assert [found["share"] for found in compared[name]] == pytest.approx([0.5, 0.5], abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_only_weights_that_need_converting_are_sent_by_rank_0(compared: dict[str, Any]) -> None:
     assert "rank 0 loads and sends them" in compared["converted"][0]["log"][0]
     assert [found["log"] for name in ("qwen3", "in parts") for found in compared[name]] == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]) -> None:
     for found in compared["missing"]:
         assert "lacks 1 of its weights, such as 'model.norm.weight'" in found["error"]
@@ -112,7 +112,7 @@ def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]
         assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, Any]) -> None:
     """12 x 1 and 4 x 1 and 2**2 on shards, 2 x 4**2 whole: the square root of 52, of which 1.3 is left."""
     for found in compared["clip"]:
@@ -124,14 +124,14 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, A
     assert second == [pytest.approx(values) for values in ([one] * 4, [one] * 2, [], [four] * 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_all(compared: dict[str, Any]) -> None:
     for found in compared["clip"]:
         assert not found["not finite"]["is_finite"]
         assert found["not finite"]["left"] == [None] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_loading_shards_takes_the_memory_of_the_shards(tmp_path: Path) -> None:
     """A model of 190 MB on two ranks; loading it whole is seen to take what it is by the same measure."""
     ranks = start_ranks(Path(__file__).parents[2] / "benchmarks" / "sharded_loading.py", 2)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "optimizer_states.py"
 
 
-@pytest.mark.slow
 def test_final_losses_are_shown_by_seed(tmp_path: Path) -> None:
     """A run alone; a random model is as good as guessing one of 15 characters, which takes log(15) nats."""
     options = ["--device", "cpu", "--states", "8bit", "--seeds", "3", "--steps", "2", "--out", "out"]

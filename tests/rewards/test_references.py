@@ -105,6 +105,7 @@ def runner() -> Iterator[RewardRunner]:
     runner.close()
 
 
+@pytest.mark.processes
 def test_check_answers_grades_with_worker_processes(runner: RewardRunner) -> None:
     runner.check_answers(make_prompts(["3 + 4 = 7\n#### 7", r"3\sqrt{13}", "[-2,7]", 1e16, "Yes"] * 10), where)
     with pytest.raises(ConfigError, match=r"in 1 of 5 rows: train\.jsonl, line 3: '' \(ValueError: The reference"):

@@ -78,6 +78,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_weights_columns_and_every_kind_of_function(make_runner: MakeRunner) -> None:
     runner = make_runner(
         RewardFunction("sample_rewards.length", weight=0.5),
@@ -117,6 +118,7 @@ def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:
     assert values(score(runner, ["abc"]).rewards) == [1.0]
 
 
+@pytest.mark.processes
 def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: MakeRunner) -> None:
     runner = pickle.loads(pickle.dumps(make_runner(sample_rewards.length)))
     try:
@@ -125,6 +127,7 @@ def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: Ma
         runner.close()
 
 
+@pytest.mark.processes
 def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.maybe", RewardFunction(lambda other: other, weight=3.0, name="other"))
     scores = score(runner, ["", "", ""], value=[1.0, None, None], other=[2.0, 2.0, None])
@@ -133,6 +136,7 @@ def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunne
     assert scores.failed == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
@@ -168,6 +172,7 @@ def test_a_failure_costs_its_sample_only(
         assert "sample_rewards.py" in caplog.text, "with the function's frames"
 
 
+@pytest.mark.processes
 def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=5.0))
     assert score(runner, [""], folder=[str(tmp_path)]).failed == 1
@@ -216,6 +221,7 @@ def test_async_calls_run_together(make_runner: MakeRunner) -> None:
     assert score(runner, ["a"] * 50).failed == 0
 
 
+@pytest.mark.processes
 def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.misbehave", max_failed_share=0.25)
     assert score(runner, ["raise", "ok", "ok", "ok"]).failed == 1
@@ -225,6 +231,7 @@ def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunn
     assert score(runner, ["ok"]).failed == 0, "it can be used again"
 
 
+@pytest.mark.processes
 def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=1.0), max_failed_share=0.02)
     with pytest.raises(RewardError, match=r"timeout=1 s$"):
@@ -232,6 +239,7 @@ def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -
     assert len(list(tmp_path.glob("*.pid"))) < 80  # two of each call: most were never begun
 
 
+@pytest.mark.processes
 def test_an_answer_that_came_while_this_process_got_no_time_counts(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +256,7 @@ def test_an_answer_that_came_while_this_process_got_no_time_counts(
     assert values(score(runner, ["a", "bb", "ccc"]).rewards) == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.processes
 def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.process_id", "sample_rewards.heavy_modules")
     first = score(runner, [""] * 40).components
@@ -258,6 +267,7 @@ def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) ->
     assert first["heavy_modules"].sum() == 0
 
 
+@pytest.mark.processes
 def test_a_worker_that_dies_between_two_batches_costs_nothing(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.process_id", num_workers=1)
     pid = int(score(runner, [""]).rewards.item())
@@ -267,6 +277,7 @@ def test_a_worker_that_dies_between_two_batches_costs_nothing(make_runner: MakeR
     assert score(runner, ["", ""]).failed == 0
 
 
+@pytest.mark.processes
 def test_close_leaves_no_process(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.process_id")
     pids = {int(pid) for pid in score(runner, [""] * 40).rewards.tolist()}
@@ -276,6 +287,7 @@ def test_close_leaves_no_process(make_runner: MakeRunner) -> None:
     assert not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.processes
 def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
@@ -292,6 +304,7 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.processes
 def test_a_module_that_fails_in_the_worker_only_is_a_failure_of_its_samples(
     make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +337,7 @@ def noted(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
+@pytest.mark.processes
 def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path: Path) -> None:
     called_here: list[str] = []
 
@@ -343,6 +357,7 @@ def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path
     assert noted(tmp_path) == sorted([*called_here, *(f"async-{text}" for text in called_here)])
 
 
+@pytest.mark.processes
 def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
     runner = make_runner(
         RewardFunction("sample_rewards.misbehave", timeout=3.0), RewardFunction("sample_rewards.length", weight=0.5)
@@ -357,6 +372,7 @@ def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
     assert begun.failed == 5
 
 
+@pytest.mark.processes
 def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=60.0), num_workers=1, max_failed_share=0.0)
     unwanted = make_samples(["raise", "ok"] + ["sleep"] * 50)
@@ -370,6 +386,7 @@ def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
     assert runner.score(prompts, completions[:1] * 2).failed == 0
 
 
+@pytest.mark.processes
 def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=3600.0), max_failed_share=0.25)
     prompts, completions = make_samples(["raise", "raise", *["sleep"] * 6])
@@ -379,6 +396,7 @@ def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner
     assert score(runner, ["ok"]).failed == 0
 
 
+@pytest.mark.processes
 def test_a_worker_that_cannot_start_is_told_when_scores_are_asked_for(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +410,7 @@ def test_a_worker_that_cannot_start_is_told_when_scores_are_asked_for(
     assert runner.score(prompts, completions).failed == 0
 
 
+@pytest.mark.processes
 def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=60.0))
     runner.begin(*make_samples([""], folder=[str(tmp_path)]))

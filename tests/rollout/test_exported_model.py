@@ -14,10 +14,11 @@ from rlightning.data import PromptDataModule
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.vllm_engine import VLLMEngine
 
+pytestmark = pytest.mark.processes
+
 TEXT = "12+34=46"
 
 
-@pytest.mark.slow
 def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"

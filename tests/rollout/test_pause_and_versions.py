@@ -205,6 +205,7 @@ def test_versions_change_where_each_sample_was() -> None:
     assert versions.end("a", []) == []
 
 
+@pytest.mark.processes
 def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert isinstance(started.without_weights, EngineError)
     assert "not adopted any weights yet" in str(started.without_weights)
@@ -212,6 +213,7 @@ def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
 
 
+@pytest.mark.processes
 def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy: Policy) -> None:
     wrong = []
     for prompt, sample in sample_through_swaps(trainer, keeps_cache=False):
@@ -224,6 +226,7 @@ def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy:
     assert np.median(wrong) > 0.01
 
 
+@pytest.mark.processes
 def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer: Trainer, policy: Policy) -> None:
     differences = []
     for prompt, sample in sample_through_swaps(trainer, keeps_cache=True):
@@ -234,7 +237,7 @@ def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer:
     assert np.median(differences) > 0.001  # old keys and values are another thing than new ones
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tmp_path: Path) -> None:
     config = VLLMConfig(
         engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
@@ -254,6 +257,7 @@ def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tm
             end_group(process.pid)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
@@ -273,6 +277,7 @@ def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, pol
     running.result(timeout=120)
 
 
+@pytest.mark.processes
 def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
     tokens = LONG_PROMPT.token_ids
     before = trainer.ask("score", tokens)
@@ -285,6 +290,7 @@ def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> 
     np.testing.assert_allclose(answer.result(), again, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
     with stopped(trainer.core):
         answer = trainer.generate(PROMPTS[0], 8)
@@ -303,6 +309,7 @@ def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
             answer.result(timeout=120)
 
 
+@pytest.mark.processes
 def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
     with stopped(trainer.core):
         doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (16, 128)]
@@ -313,6 +320,7 @@ def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
     assert trainer.ask("adopt", 1, False)  # nothing is left
 
 
+@pytest.mark.processes
 def test_requests_can_be_cancelled_during_a_pause(trainer: Trainer) -> None:
     other, begun = trainer.pause_amid((PROMPTS[1], 2), (PROMPTS[0], 8))
     held = trainer.generate(PROMPTS[0], 8)

@@ -6,7 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from rlightning.rollout.process_group import end_group
+
+pytestmark = pytest.mark.processes
 
 PATIENCE_SECONDS = 60.0
 # A process that ignores signals, its child, and shared memory that nobody unlinks.

@@ -264,7 +264,7 @@ def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
             answer.result(PATIENCE_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_command_refuses_what_it_cannot_do(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,7 +294,7 @@ def test_the_command_refuses_what_it_cannot_do(
 # One trainer after the other
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("has_folder", [False, True], ids=["broadcast", "folder"])
 def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder: bool) -> None:
     folder = tmp_path / "weights" if has_folder else None
@@ -307,7 +307,7 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert folder is None or list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, server: Server) -> None:
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0) | {"ignore_eos": True}
@@ -335,7 +335,7 @@ def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, s
         assert sample["weight_versions"].tolist() == [2] * 60
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> None:
     other = save_model(project / "deeper", num_hidden_layers=3)
     config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
@@ -345,7 +345,7 @@ def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> N
         assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_nothing_is_unpickled_from_who_does_not_know_the_token(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +387,7 @@ class _Touch:
 # Deaths
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_engine_that_never_answers_stays_away(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -399,7 +400,6 @@ def test_an_engine_that_never_answers_stays_away(
     assert f"Engine 0 stays away: The engine at {url} could not be reached for 10 s: it does not answer." in caplog.text
 
 
-@pytest.mark.slow
 def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
@@ -407,7 +407,7 @@ def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Pat
             fit(project, tmp_path, [url], start_timeout=5.0)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,7 +432,7 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_served_engine_that_dies_is_started_again_by_its_server(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,6 +448,7 @@ def test_a_served_engine_that_dies_is_started_again_by_its_server(
     assert in_session(killed[0]) == []
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_server_that_hangs_is_noticed_and_may_come_back(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture

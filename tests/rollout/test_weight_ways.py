@@ -165,6 +165,7 @@ def send(end: SendingEnd, workers: list[Worker], weights: dict[str, Tensor]) -> 
     assert index > 0 and seen == list(weights)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_two_workers_get_all_of_every_sync(
     way: str, start_workers: Callable[[int], list[Worker]], tmp_path: Path
@@ -182,6 +183,8 @@ def test_two_workers_get_all_of_every_sync(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(3)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=PATIENCE_SECONDS)
@@ -274,6 +277,7 @@ def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Work
     end.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [5.0, 600.0])
 def test_a_worker_that_hangs(timeout: float, start_workers: Callable[[int], list[Worker]]) -> None:
     (hung,) = start_workers(1)
@@ -381,6 +385,8 @@ def fill_from_two_ranks(folder: Path) -> None:
     bucket.close()
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_the_other_ranks_give_their_shards(tmp_path: Path) -> None:
     sharded_net.run_ranks(fill_from_two_ranks, 2, tmp_path)
 
@@ -396,6 +402,7 @@ def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VL
         yield engine
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("version", range(len(WAYS)))
 def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, folder: str, tmp_path: Path) -> None:
     actor = Actor(folder)
