@@ -1,4 +1,4 @@
-"""What all tests share: the fork server, the order of files, and the last line, which says what was left out and why."""
+"""What all tests share: the fork server, the order of files, and a last line that says what was left out and why."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ import pytest
 fork_server.install()
 
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds by file, of the last run with ``--record-durations``: the longest come first, so that no worker idles last."""
+"""Seconds by file, of the last run with ``--record-durations``: the longest start first, so that no worker idles."""
 LEFT_OUT = {
     "slow": "slow variants of kinds that are shown (make test-all runs them)",
     "processes": "tests that start processes (make test runs them)",
