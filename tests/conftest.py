@@ -1,7 +1,7 @@
 """What all tests share: the fork server, the order of files, and a last line that says what was left out and why."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in left_out:
             if item.get_closest_marker(name):
-                config.stash[COUNTS][LEFT_OUT[name]] += 1
+                counts = config.stash[COUNTS]
+                counts[LEFT_OUT[name]] = counts.get(LEFT_OUT[name], 0) + 1
                 break
 
 
-COUNTS = pytest.StashKey["Counter[str]"]()
-SECONDS = pytest.StashKey["Counter[str]"]()
+COUNTS = pytest.StashKey["dict[str, int]"]()
+SECONDS = pytest.StashKey["dict[str, float]"]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to count."""
-    config.stash[COUNTS], config.stash[SECONDS] = Counter(), Counter()
+    config.stash[COUNTS], config.stash[SECONDS] = Counter(), defaultdict(float)
 
 
 def file_of(nodeid: str) -> str:
@@ -62,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take what a worker left out, which is the same for all."""
     if output := getattr(node, "workeroutput", None):
-        node.config.stash[COUNTS] = Counter(output.get("left_out", {}))
+        node.config.stash[COUNTS] = output.get("left_out", {})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -86,7 +87,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if reporter is None or hasattr(config, "workeroutput") or config.option.collectonly:
         return
     if config.getoption("--record-durations"):
-        rounded = {name: round(value, 1) for name, value in config.stash[SECONDS].most_common() if value >= 1}
+        seconds = sorted(config.stash[SECONDS].items(), key=lambda item: -item[1])
+        rounded = {name: round(value, 1) for name, value in seconds if value >= 1}
         DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
     counts = Counter(config.stash[COUNTS])
     for report in reporter.stats.get("skipped", []):
