@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import START_BY_EXEC
 
 pytestmark = pytest.mark.processes
 
@@ -46,7 +47,8 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_variants_of_an_update_are_forks_that_may_fail(tmp_path: Path) -> None:
+def test_variants_of_an_update_are_forks_that_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_BY_EXEC, "1")  # it forks itself, and profiles its forks
     options = "--tokens 2500 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --variable --profile"
     run_benchmark("update", f"{options} --try lr=1e-5 rate=3 -- --model.compile false", tmp_path)
     good, bad = read_table(tmp_path)

@@ -61,8 +61,8 @@ def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> 
     continued = rlightning(tmp_path, *fit, *options)
     assert continued.returncode == 0, continued.stderr
     assert steps(tmp_path / "run" / "metrics" / "version_1") == [3, 4, 5]
-    assert {path.name for path in checkpoints.iterdir()} == {"epoch=0-step=4.ckpt", "last.ckpt"}
-    assert (checkpoints / "last.ckpt").resolve() == checkpoints / "epoch=0-step=4.ckpt"
+    assert {path.name for path in checkpoints.iterdir()} == {"epoch=1-step=5.ckpt", "last.ckpt"}  # the run's last state
+    assert (checkpoints / "last.ckpt").resolve() == checkpoints / "epoch=1-step=5.ckpt"
     assert continued.stderr.count("saved the model to") == 1
     assert load_file(tmp_path / "run" / "hf" / "model.safetensors")
 

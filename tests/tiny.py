@@ -23,8 +23,9 @@ VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("012
 MAX_NEW_TOKENS = 6
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}{% endif %}{% endif %}"
 )
+"""It takes the argument that the configurations for Qwen3 give, to no effect."""
 
 
 def heed_ctrl_c() -> None:
