@@ -303,7 +303,8 @@ def _ratios_equal(reference: Answer, given: Answer) -> bool:
     if ratio.is_clock_time:
         return False
     if isinstance(first, Number) and isinstance(second, Number) and isinstance(other, Number) and second.value:
-        return not other.is_percent and first.value / second.value == other.value
+        is_fraction = not other.is_percent and other.value.denominator > 1
+        return is_fraction and first.value / second.value == other.value
     return False
 
 

@@ -33,8 +33,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _HASHES = re.compile(r"(?<![#\\])####(?!#)[ \t]*(.*(?:\n[ \t]*\S.*)?)")
 _HEADING = re.compile(r"\d+(?:\s*[.):]\s+\S|\s+[A-Z])")
 _PHRASE = re.compile(
-    r"(?:\b(?:final\s+)?answers?\b(?:(?!\banswer)[^\n.:=$\\]){0,60}?(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：=])"
-    r"|(?:答案|答)\s*(?:是|为|[:：]))[ \t]*(?:\*\*|__)?[ \t]*",
+    r"(?:\b(?:(?:final\s+)?answers?|correct (?:choice|option))\b(?:(?!\banswer)[^\n.:=$\\]){0,60}?"
+    r"(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：=])|(?:答案|答)\s*(?:是|为|[:：]))[ \t]*(?:\*\*|__)?[ \t]*",
     re.IGNORECASE,
 )
 _MATH = re.compile(
@@ -84,7 +84,7 @@ def _read_tag(text: str) -> Answer | None:
 
 
 def _find_unmarked(text: str) -> Answer | None:
-    text = _EMPHASIS.sub(r"\1\2", text[-MAX_END:])
+    text = re.sub(r"^\s*#+\s+", "", _EMPHASIS.sub(r"\1\2", text[-MAX_END:]), flags=re.MULTILINE)
     phrases = list(_PHRASE.finditer(text))
     for phrase in reversed(phrases):
         answer = _read_phrase(text[phrase.end() :])
@@ -93,7 +93,8 @@ def _find_unmarked(text: str) -> Answer | None:
     whole = None if "\n" in text.strip() else read_answer(text)
     if whole is not None and not isinstance(whole, Text) and not _is_prose(text, whole):
         return whole
-    return _last_value(text) or whole
+    choice = re.fullmatch(r"\s*(?:option|choice)\s+(\(?[A-J]\)?)\.?\s*", text, re.IGNORECASE)
+    return read_answer(choice[1]) if choice else _last_value(text) or whole
 
 
 def _boxes(text: str) -> list[Mark]:
@@ -120,7 +121,7 @@ def _hashes(text: str) -> list[Mark]:
     for match in reversed(lines):
         line, _, following = (part.strip() for part in match[1].partition("\n"))
         content = line or following
-        if _HEADING.match(content):
+        if _HEADING.match(content) or _PHRASE.search(content):
             continue
         value = _leading_value(normalize(content))
         is_last = not text[match.end() :].strip() and not (line and following)
@@ -142,7 +143,10 @@ def _leading_value(text: str) -> str | None:
     number = NUMBER.match(text, start)
     if number is None or (
         number.end() < len(text)
-        and re.match(r"[\w^_*+=<>\\-]|\s*[-+*=<>\\^]|\s*/(?![a-zA-Z]{2})|\s*\((?![a-zA-Z]{2})", text[number.end() :])
+        and re.match(
+            r"[\w^_*+=<>\\-]|\s*[-+*=<>\\^]|\s*/(?![a-zA-Z]{2})|\s*\((?![a-zA-Z]{2})|\s*(?:,|or\b|and\b)\s*-?\d",
+            text[number.end() :],
+        )
     ):
         return None
     return text[: number.end()]
@@ -206,6 +210,7 @@ def _content(match: re.Match[str]) -> str:
 
 # What is not marked
 
+_POINT = re.compile(r"[(\[][^()\[\]a-zA-Z]*,(?!\d{3})[^()\[\]a-zA-Z]*[)\]]")
 _NUMBER_START = re.compile(r"(?<![\w.])(?!(?<=\d,)\d{3})[-+]?\.?\d")
 _OPERAND = (
     r"(?:\\[a-zA-Z]+(?:\{[^{}]*\})*|[\d.,]*\d(?:[eE][+-]?\d+)?[a-zA-Z]?(?![a-zA-Z])"
@@ -237,10 +242,14 @@ def _last_value(text: str) -> Answer | None:
 
 def _last_number(text: str) -> Answer | None:
     """The last number of a plain text, with what belongs to it: a formula that it is a part of counts as a whole."""
-    plain = re.sub(r"<[^<>\d]*>|[*]{2}|`|(?<=\w)[,.](?=\s|$)", " ", normalize(text))
+    plain = re.sub(r"<[^<>\d]*>|[*]{2}|`", " ", normalize(text))
+    points = list(_POINT.finditer(plain))
+    plain = re.sub(r"(?<=\w)[,.](?=\s|$)", " ", plain)  # of the same length
     for match in reversed(list(_NUMBER_START.finditer(plain))):
-        start = _start_of_run(plain, match.start())
-        answer = _read_run(plain[start:])
+        point = next((p for p in points if p.start() < match.start() < p.end()), None)
+        if point is not None:
+            return read_answer(point[0])
+        answer = _read_run(plain[_start_of_run(plain, match.start()) :])
         if answer is not None:
             return answer
     return None

@@ -171,7 +171,8 @@ def _decimal(digits: str, power: str | None) -> tuple[Fraction, Fraction]:
     decimals = decimals.rstrip("0")
     value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals)) * scale
     is_exact = value.denominator == 1
-    return value, Fraction(0) if is_exact else scale / 10 ** len(decimals)
+    # No more digits than a float64 has mean anything.
+    return value, Fraction(0) if is_exact else max(scale / 10 ** len(decimals), abs(value) / 10**15)
 
 
 def _repeating(start: str, period: str) -> Fraction:
