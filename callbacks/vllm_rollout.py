@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
-from rlightning.run_settings import run_seed
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -169,7 +167,6 @@ class VLLMRollout(RLCallback, Generator):
         max_prompt_tokens = self._check(trainer, module, stage)
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        self.sampling = with_run_seed(self.sampling, device)
         module.generator, module.sampling = self, self.sampling
         configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
         if self.options.placement == "standalone":
@@ -444,12 +441,3 @@ class VLLMRollout(RLCallback, Generator):
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
         return max_prompt_tokens
-
-
-def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
-    """Seed requests by ``seed_everything``, unless ``sampling`` has a seed.
-
-    On a GPU vLLM draws for each seeded request by itself, which slows sampling: there a seed is used on demand only.
-    """
-    is_wanted = sampling.seed is None and device.type == "cpu"
-    return replace(sampling, seed=run_seed()) if is_wanted else sampling

@@ -18,12 +18,10 @@ from lightning.pytorch import Trainer
 from tiny import make_batch
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.callbacks.vllm_rollout import with_run_seed
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
-from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
@@ -193,15 +191,6 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
     """In another step."""
     loop.rollout.on_update_end(loop, loop.policy, make_batch([[[1, 0]]]))
     return sample(loop)
-
-
-def test_run_seed_reaches_sampling_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    assert with_run_seed(Sampling(), cpu).seed is None
-    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    assert [with_run_seed(Sampling(), device).seed for device in (cpu, gpu)] == [7, None]
-    assert with_run_seed(Sampling(seed=3), cpu).seed == 3
 
 
 @pytest.mark.processes
