@@ -251,6 +251,7 @@ def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[
     end.close()
 
 
+@pytest.mark.processes
 def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Worker]]) -> None:
     killed, *others = start_workers(3)
     end = BroadcastBucket(shapes_of(LARGE), torch.bfloat16, CPU, 4000)
