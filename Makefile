@@ -17,7 +17,7 @@ help:
 	@echo "make demo    train a small model on arithmetic with real rollouts; about 10 minutes on 2 cores"
 	@echo "make test    run the tests, of slow variants one a kind; about 8 minutes on 2 cores"
 	@echo "make check   lint, format, types"
-	@echo "make test-fast   the tests that start no process; within a minute"
+	@echo "make test-fast   the short tests that start no process; about a minute"
 	@echo "make test-all    all tests, as CI does"
 	@echo "make clean   remove what builds and tests leave behind; .venv and runs/ stay"
 
@@ -54,7 +54,7 @@ test: setup compiled
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: setup compiled
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m "not slow and not processes" $(ARGS)
+	$(PYTEST) -m "not slow and not processes and not long" $(ARGS)
 
 test-all: setup compiled
 	$(PYTEST) $(ARGS)

@@ -16,6 +16,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 LEFT_OUT = {
     "slow": "slow variants of kinds that are shown (make test-all runs them)",
     "processes": "tests that start processes (make test runs them)",
+    "long": "tests of over half a second (make test runs them)",
 }
 
 
@@ -100,8 +101,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that starts a process without the marker by which `make test-fast` leaves it out."""
+    """In `make test-fast`, fail a test that starts a Python process: the marker that leaves it out is missing."""
     before = fork_server.num_started
     yield
-    if fork_server.num_started > before and not request.node.get_closest_marker("processes"):
+    if "not processes" in request.config.getoption("-m") and fork_server.num_started > before:
         pytest.fail("This test starts a process: mark it by @pytest.mark.processes.", pytrace=False)

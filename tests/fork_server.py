@@ -207,7 +207,7 @@ class ForkServer:
 _start_by_multiprocessing = BaseProcess.start
 _exec_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 num_started = 0
-"""Processes that this one has started, by whatever means of Python's."""
+"""Python processes that this one has started; not tools such as compilers, which libraries start once in a while."""
 _server: ForkServer | None = None
 _set_by_imports: dict[str, str] = {}
 """Variables of the environment that the preloaded modules have set."""
@@ -253,7 +253,6 @@ def _execute_child(
 ) -> None:
     """Popen's own step of starting the child, which sets ``pid`` and closes the child's ends of the pipes."""
     global num_started
-    num_started += 1
 
     def start_by_exec() -> None:
         _exec_child(
@@ -262,7 +261,9 @@ def _execute_child(
             start_new_session, process_group,
         )  # fmt: skip
 
-    if not isinstance(args, str | bytes | os.PathLike) and Path(os.fsdecode(args[0])).name == "raylet":
+    first = Path(os.fsdecode(args if isinstance(args, str | bytes | os.PathLike) else args[0]))
+    num_started += str(first) == sys.executable or first.name in (*SCRIPTS, "raylet")
+    if first.name == "raylet":
         server = _find_server()
         if server is not None:
             stand_in = write_stand_in()

@@ -33,6 +33,7 @@ def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -79,6 +80,7 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
     assert "usage" not in errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
@@ -141,6 +143,7 @@ def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.Capt
     assert errors.startswith("error: model.class_path: no algorithm is named. ")
 
 
+@pytest.mark.long
 def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
     assert (code, errors.splitlines()[-1]) == (2, "error: pace=-1.0 must not be negative. Use 0 or more.")
 
 
+@pytest.mark.long
 def test_an_options_class_is_that_of_the_last_one_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = fit(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
     assert code == 0
@@ -163,6 +167,7 @@ def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys
     assert "importing 'needs_more' failed: No module named 'a_package_nobody_has'" in errors
 
 
+@pytest.mark.long
 def test_a_key_inside_a_named_set_can_be_overridden(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "sets.yaml").write_text("data: {validation: {easy: {path: rows.jsonl}}}\n")
     files = ("--config", "run.yaml", "--config", "sets.yaml")
@@ -193,6 +198,7 @@ def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     return yaml.safe_load(shown.out)
 
 
+@pytest.mark.long
 def test_mappings_of_several_files_merge(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = "data:\n  validation: {no: rows.jsonl, easy: {path: rows.jsonl, limit: 3}}\n"
     first += "  chat_template_arguments: {mode: off, a: 1}\n"
@@ -253,6 +259,7 @@ def test_a_key_set_twice_by_nesting_is_refused(project: Path, capsys: pytest.Cap
     assert (code, errors) == (2, "error: trainer.max_steps: the file sets this key twice. Remove one of them.\n")
 
 
+@pytest.mark.long
 def test_the_engine_may_be_listed_as_a_callback_instead(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

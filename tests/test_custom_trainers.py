@@ -44,6 +44,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_callback_is_at_work_and_the_loop_learns_the_same(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main, callbacks = load(script)

@@ -123,6 +123,7 @@ class TwoRefills(GRPO):
         return super().update(batch)
 
 
+@pytest.mark.long
 def test_order_with_refills(model_folder: str, tmp_path: Path) -> None:
     module = TwoRefills(model_folder, rewards=[RewardFunction(length)], prompts_per_step=4, samples_per_prompt=2)
     recorder = record(module, tmp_path, 2)

@@ -83,6 +83,7 @@ def offenders(files: list[Path], *packages: str) -> dict[str, list[str]]:
     return {name: names for name, names in found.items() if names}
 
 
+@pytest.mark.long
 def test_the_package_imports_no_callback() -> None:
     # The command line is where a run is put together: it finds its callbacks by name, when it runs.
     files = [path for path in package_files() if path != PACKAGE / "cli.py"]
@@ -104,6 +105,7 @@ def test_objectives_know_of_nothing_but_tensors() -> None:
         assert [n for n in names if not n.startswith(allowed)] == [], path
 
 
+@pytest.mark.long
 def test_only_the_rollout_package_imports_vllm() -> None:
     names = ("decode_attention.py", "engine_output.py", "engines_a_gpu.py", "scheduling.py")
     measure_vllm = [ROOT / "benchmarks" / name for name in names]
@@ -111,12 +113,14 @@ def test_only_the_rollout_package_imports_vllm() -> None:
     assert offenders(files, "vllm") == {}
 
 
+@pytest.mark.long
 def test_only_the_ray_files_import_ray() -> None:
     places = (PACKAGE / "distributed", ROOT / "benchmarks")
     files = [p for p in source_files() if not (p.parent in places and p.name.startswith("ray"))]
     assert offenders(files, "ray") == {}
 
 
+@pytest.mark.long
 def test_barriers_and_synchronizations_go_through_one_place() -> None:
     files = [path for path in source_files() if path != PACKAGE / "distributed" / "platform.py"]
     found = {str(p.relative_to(ROOT)): raw_synchronizations(p.read_text(encoding="utf-8")) for p in files}

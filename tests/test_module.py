@@ -59,6 +59,7 @@ def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> Non
 # However it is cut
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folder: str, tmp_path: Path) -> None:
     arguments = SMALL | {"loss_aggregation": aggregation, "updates_per_rollout": 2, "entropy_coef": 0.01}
@@ -116,6 +117,7 @@ def test_old_logprobs_cost_a_pass_only_with_several_updates(
     assert sum(tokens) == 16 * (epochs + evaluations)
 
 
+@pytest.mark.long
 def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -133,6 +135,7 @@ def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder:
     assert not torch.allclose(seen[1][0], seen[1][1], atol=1e-4)  # the second update is off its rollout's policy
 
 
+@pytest.mark.long
 def test_an_approximated_proximal_policy_is_the_samplers_where_that_is_not_behind(
     model_folder: str, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_an_approximated_proximal_policy_is_the_samplers_where_that_is_not_behin
         torch.testing.assert_close(approximated[name], weight, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
     class Watched(GRPO):
@@ -177,6 +181,7 @@ class OneBehind(HalfAsSure):
     max_staleness = 1
 
 
+@pytest.mark.long
 def test_the_default_correction_weighs_the_loss_of_what_may_be_old(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +223,7 @@ class StepBehind(ActorGenerator):
         return super().generate(*args)
 
 
+@pytest.mark.long
 def test_the_proximal_policy_of_what_is_old_is_approximated_without_a_pass(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -271,6 +277,7 @@ class FailSamples(GRPO):
         return rewards
 
 
+@pytest.mark.long
 def test_a_failed_reward_costs_its_sample_only(model_folder: str, tmp_path: Path) -> None:
     class Dropping(DropSamples):
         dropped = (1, 3)
@@ -283,6 +290,7 @@ def test_a_failed_reward_costs_its_sample_only(model_folder: str, tmp_path: Path
     assert any(not torch.equal(failed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.long
 def test_a_group_without_any_reward_is_left_out(model_folder: str, tmp_path: Path) -> None:
     class FailGroup(GRPO):
         def compute_rewards(self, batch: RolloutBatch) -> Tensor:
@@ -312,6 +320,7 @@ def test_nothing_to_learn_from_is_an_error(model_folder: str, tmp_path: Path) ->
         train(FailAll(model_folder, **SMALL), tmp_path, 1)
 
 
+@pytest.mark.long
 def test_gradients_that_are_not_finite_skip_their_step(model_folder: str, tmp_path: Path) -> None:
     metrics: list[dict[str, float]] = []
     weights: list[Weights] = []
@@ -338,6 +347,7 @@ def test_gradients_that_are_not_finite_skip_their_step(model_folder: str, tmp_pa
 # The reference
 
 
+@pytest.mark.long
 def test_kl_in_the_loss_starts_at_zero_and_grows(model_folder: str, tmp_path: Path) -> None:
     seen: list[float] = []
 
@@ -457,6 +467,7 @@ def test_what_a_subclass_must_define(model_folder: str) -> None:
 # Validation and prediction by themselves
 
 
+@pytest.mark.long
 def test_validate_and_predict(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     path = str(tmp_path / "sums.jsonl")

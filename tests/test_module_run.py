@@ -60,6 +60,7 @@ def fit_with_loggers(module: RLModule, folder: Path, max_steps: int, **kwargs: A
     return trainer
 
 
+@pytest.mark.long
 def test_everything_counts_rollout_steps(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 0
     take = torch.optim.AdamW.step
@@ -96,11 +97,13 @@ def test_supervised_validation_counts_alike(model_folder: str, tmp_path: Path) -
     assert read_steps(tmp_path, "val/sums/loss") == read_steps(tmp_path, "val/few/loss") == [0, 2, 4, 6]
 
 
+@pytest.mark.long
 def test_validation_before_the_first_step_can_be_left_out(model_folder: str, tmp_path: Path) -> None:
     fit_with_loggers(make_module(model_folder, validate_first=False), tmp_path, 2)
     assert read_steps(tmp_path, "val/sums/reward") == [2]
 
 
+@pytest.mark.long
 def test_validation_changes_no_training(model_folder: str, tmp_path: Path) -> None:
     module, plain = make_module(model_folder), make_module(model_folder)
     fit_with_loggers(module, tmp_path, 3)
@@ -109,6 +112,7 @@ def test_validation_changes_no_training(model_folder: str, tmp_path: Path) -> No
     assert module.loaded_actor.training
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "updates_per_rollout": 2,
@@ -141,6 +145,7 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
     assert all(torch.equal(weight, start[name]) for name, weight in again.reference.model.named_parameters())
 
 
+@pytest.mark.long
 def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: str, tmp_path: Path) -> None:
     module = make_module(model_folder, kl_coef=0.1)
     fit_with_loggers(module, tmp_path, 2)

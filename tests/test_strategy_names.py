@@ -69,6 +69,8 @@ def test_a_strategy_by_each_of_its_names(
     assert (extended["class_path"], extended["init_args"]["barrier_timeout"]) == (path, 20.0)
 
 
+@pytest.mark.long
+@pytest.mark.processes
 def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_strategy(project, "{class_path: fsdp2, init_args: {tensor_parallel_size: 2, barrier_timeout: 20}}")
     kept = resolved(capsys, "--trainer.strategy", "FSDP", "--trainer.strategy.barrier_timeout", "30")

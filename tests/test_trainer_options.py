@@ -113,6 +113,7 @@ def fit(folder: Path, model: str, *listed: Callback, **options: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
 def test_trainer_option_works(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

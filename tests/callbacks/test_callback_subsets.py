@@ -94,6 +94,7 @@ async def length(completion: str) -> float:
     return float(len(completion))
 
 
+@pytest.mark.long
 def test_all_of_them_around_a_real_algorithm(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     weights = []

@@ -302,6 +302,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VLLMEngine, "start", fail)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("rollout", "message"),

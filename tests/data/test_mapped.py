@@ -116,6 +116,7 @@ def test_a_set_is_tokenised_again_only_if_something_changed(
     assert not [entry for entry in cache.iterdir() if entry.is_dir() and len(entry.name) != 32]  # nothing unfinished
 
 
+@pytest.mark.long
 def test_several_processes_tokenise_and_any_may_find_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "ROWS_A_PROCESS", 15)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)

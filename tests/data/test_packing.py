@@ -7,6 +7,7 @@ from rlightning.data.packing import split_microbatches, split_minibatches
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(1, 300))
 def test_microbatches(lengths: list[int], max_tokens: int) -> None:

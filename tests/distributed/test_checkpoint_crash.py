@@ -122,6 +122,7 @@ def die_on_two_ranks(path: Path, doomed: int, moment: int) -> bool:
     return died
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", [save_folder, save_file])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ def test_a_death_of_one_of_two_ranks_at_any_moment_of_their_save(doomed: int, tm
     assert [left.name for left in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", [save_folder, save_file])
 def test_a_death_at_any_moment_of_a_removal(save: Save, tmp_path: Path) -> None:
     """Lightning removes the old checkpoint before it moves the link."""

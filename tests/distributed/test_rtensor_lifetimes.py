@@ -67,6 +67,7 @@ def test_copies_of_a_handle_are_handles_to_the_same() -> None:
     assert live_entries() == 0
 
 
+@pytest.mark.long
 def test_an_exception_leaves_nothing_behind() -> None:
     def fail() -> None:
         stored = remotize(torch.ones(4))
@@ -80,6 +81,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert live_entries() == 0
 
 
+@pytest.mark.long
 def test_many_threads_at_once() -> None:
     def work(tree: dict[str, Tensor], num_steps: int = 200) -> None:
         kept: list[Any] = []
@@ -156,6 +158,7 @@ def test_without_a_label_the_caller_is_named(capped: LocalStore) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_call_that_does_not_fit_stores_nothing() -> None:
     set_store(LocalStore(max_bytes=SHARED_BELOW + 10))
     with pytest.raises(StoreFullError):

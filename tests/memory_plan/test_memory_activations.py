@@ -27,6 +27,7 @@ AS_INDUCTOR = aot_autograd(
 """What decides about activations as inductor does, and compiles nothing."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_activations_of_qwen3_are_those_of_the_formula(is_autocast: bool) -> None:
     tokens, hidden, queries, keys, inner, heads = 4096, 1024, 16 * 128, 8 * 128, 3072, 16
@@ -41,6 +42,7 @@ def test_activations_of_qwen3_are_those_of_the_formula(is_autocast: bool) -> Non
     assert kept == pytest.approx(28 * (tokens * layer + copies), rel=0.01)
 
 
+@pytest.mark.long
 def test_checkpointing_keeps_a_layers_input() -> None:
     decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=True)
     more, fewer = (
@@ -50,6 +52,7 @@ def test_checkpointing_keeps_a_layers_input() -> None:
     assert more.kept - fewer.kept == pytest.approx(20 * 4096 * 1024 * 2)
 
 
+@pytest.mark.long
 def test_tensor_parallelism_halves_what_layers_compute() -> None:
     whole, half = (
         measure_activations(
@@ -127,6 +130,7 @@ def test_activations_are_what_the_packed_forward_keeps(kind: str, way: str, monk
     assert planned.kept == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.long
 def test_a_kind_of_layer_counts_as_often_as_there_are_layers_of_it() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     config = AutoConfig.for_model(
@@ -139,6 +143,7 @@ def test_a_kind_of_layer_counts_as_often_as_there_are_layers_of_it() -> None:
     assert mixed > measure_activations(config, decoder, 256, 64).kept > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -158,6 +163,7 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
     assert kept > 2 * input_kept > 4 * 256 * 32 * 2
 
 
+@pytest.mark.long
 def test_a_default_device_changes_nothing() -> None:
     """Lightning makes models with the strategy's device as the default one."""
     decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False)

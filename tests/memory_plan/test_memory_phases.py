@@ -68,6 +68,7 @@ def offloading(**settings: bool) -> MemoryPlan:
     return plan_of(replace(COLOCATED, config=MIDDLE, reference=MIDDLE, **settings), H200)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("measured", "planned"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED])
 def test_the_plan_is_within_15_percent_of_what_was_measured(measured: float, planned: Any) -> None:
     assert planned() == pytest.approx(measured, rel=0.15)
@@ -165,6 +166,7 @@ def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
 
 
+@pytest.mark.long
 def test_of_a_remote_engine_there_is_the_bucket() -> None:
     here, remote = plan_of(COLOCATED, H200), plan_of(replace(COLOCATED, engine=Engine(is_remote=True)), H200)
     sent = here.update()["weight bucket"]
@@ -216,6 +218,7 @@ def test_a_whole_device_is_within_15_percent(config: Any, generating: float, upd
     assert total(planned.update()) / GIB == pytest.approx(updating, rel=0.15)
 
 
+@pytest.mark.long
 def test_a_long_contexts_update_is_within_15_percent() -> None:
     """Of the same page: two sequences, each a micro-batch, in a first step, whose peak is before the moments exist."""
     length = 181_248
@@ -226,6 +229,7 @@ def test_a_long_contexts_update_is_within_15_percent() -> None:
     assert (total(update) - update["optimizer state"]) / GIB == pytest.approx(29.5, rel=0.15)
 
 
+@pytest.mark.long
 def test_an_update_under_fsdp_is_within_15_percent() -> None:
     """Of the same page."""
     planned = plan_of(replace(FSDP_ALONE, is_compiled=True), H200)
@@ -260,6 +264,7 @@ def test_a_plan_that_fits_says_so() -> None:
     assert all(name in text for name in planned.update() if planned.update()[name])
 
 
+@pytest.mark.long
 def test_what_only_just_fits_is_told_with_the_way_out() -> None:
     planned = plan_of(COLOCATED, H200)
     full = MemoryPlan(planned.work, int(total(planned.update()) * 1.02))
@@ -290,6 +295,7 @@ def test_the_key_to_change_is_named() -> None:
     assert "set rollout.sleep: true" in advice("70GB", engine=awake)
 
 
+@pytest.mark.long
 def test_what_one_device_cannot_hold_is_sharded() -> None:
     sentences = advice("24GB", config=MIDDLE, reference=MIDDLE)
     assert "shard it over 4 devices (trainer.strategy: fsdp2, trainer.devices)" in sentences

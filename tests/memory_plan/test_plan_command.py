@@ -71,6 +71,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+@pytest.mark.long
 def test_a_configuration_is_planned(project: Path) -> None:
     text = plan(["--config", "run.yaml", "--device-memory", "H200"])
     assert text.startswith("qwen3 of 596,049,920 parameters, bf16-mixed, 1 rank, 139.8 GiB each\n")
@@ -82,6 +83,7 @@ def test_a_configuration_is_planned(project: Path) -> None:
     assert sorted(path.name for path in project.iterdir()) == ["model", "run.yaml"]
 
 
+@pytest.mark.long
 def test_options_are_those_of_fit(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
         "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
@@ -108,6 +110,7 @@ def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[s
     assert "4 ranks, shards of 4" in workers
 
 
+@pytest.mark.long
 def test_sft_has_no_engine(project: Path) -> None:
     text = plan(["--config", "run.yaml", "--model", "SFT", "--model.model", "model", "--device-memory", "80GB"])
     assert "engine" not in text and "sync" not in text

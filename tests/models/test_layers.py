@@ -98,6 +98,7 @@ def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: s
     torch.testing.assert_close(list(compiled.parameters()), list(eager.parameters()))
 
 
+@pytest.mark.long
 def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
@@ -130,6 +131,7 @@ def counting(runs: list[int], index: int) -> Callable[..., None]:
     return count
 
 
+@pytest.mark.long
 def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rlightning")
     model = save_model(tmp_path / "model")

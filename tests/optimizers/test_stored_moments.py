@@ -237,6 +237,7 @@ def test_a_closure_is_called_once() -> None:
     assert losses == [1.5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states", SMALLER)
 def test_a_run_goes_on_exactly_from_its_checkpoint(states: OptimizerStates, tmp_path: Path) -> None:
     save_model(tmp_path / "model")

@@ -75,6 +75,7 @@ def test_numeric_answer_over_time_limit_is_wrong(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", ["9^{9^{9^{9}}}", "(10^{10})!", "1e999999999", "9" * 9000, "(" * 900 + "2" + ")" * 900, "1+" * 900 + "2"]
 )
@@ -82,6 +83,7 @@ def test_numeric_answer_of_monstrous_formula_is_wrong(text: str) -> None:
     assert numeric_answer(f"\\boxed{{{text}}}", "73") == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", ["1 + ", "1,", "(1", "\\(", "**a ", "$ a", "<answer>", "#### 5 a\n", "answer is "])
 def test_numeric_answer_of_long_completion_takes_no_time(piece: str) -> None:
     start = time.monotonic()

@@ -181,6 +181,7 @@ def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tm
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn", "block"])
 def test_a_failure_of_an_async_function_costs_its_sample_only(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
@@ -200,6 +201,7 @@ def test_a_failure_of_an_async_function_costs_its_sample_only(
     gc.collect()
 
 
+@pytest.mark.long
 def test_a_failure_in_a_thread_costs_its_sample_only(make_runner: MakeRunner) -> None:
     def closure(completion: str) -> object:
         return sample_rewards.misbehave(completion)

@@ -59,6 +59,7 @@ def test_an_engine_that_is_asked_and_silent_hangs() -> None:
         link.submit("ping").result()
 
 
+@pytest.mark.long
 def test_an_engine_that_reads_nothing_hangs() -> None:
     ours, theirs = Pipe()
     link = Link(ours, hang_timeout=1.0)  # before it is up, nobody minds its silence

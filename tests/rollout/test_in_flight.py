@@ -268,6 +268,7 @@ class Engines:
                 del self.work[group]
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(max_staleness=st.integers(0, 4), data=st.data())
 def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: int, data: Any) -> None:

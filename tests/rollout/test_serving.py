@@ -224,6 +224,7 @@ def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
             connection.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_listening", "reason"),
     [(True, "it does not answer"), (False, ".*refused")],
@@ -240,6 +241,7 @@ def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_
             link.ready.result(PATIENCE_SECONDS)
 
 
+@pytest.mark.long
 def test_what_an_engine_has_said_counts_when_it_is_silent_later(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = chain([NotNowError("it serves another trainer")], repeat(BlockingIOError()))
 
@@ -400,6 +402,7 @@ def test_an_engine_that_never_answers_stays_away(
     assert f"Engine 0 stays away: The engine at {url} could not be reached for 10 s: it does not answer." in caplog.text
 
 
+@pytest.mark.long
 def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"

@@ -166,6 +166,7 @@ SIZES = [(200, 2048), (45, 2048), (30, 16)]
 """Of the KV cache, in blocks, and of a step, in tokens: in the last prompts are read piece by piece."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_blocks", "max_batched_tokens"), SIZES)
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, max_batched_tokens: int) -> None:
@@ -217,6 +218,7 @@ def test_who_wants_more_columns_gets_them_at_once_and_changes_nothing_for_others
     assert [row[0][0] for row in core.logprobs["0"]] == core.tokens["0"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_pause_begins_when_all_is_sent_and_changes_nothing(folder: str, is_ahead: bool) -> None:
     """The process in front counts tokens while it changes the weights."""

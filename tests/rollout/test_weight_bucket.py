@@ -45,6 +45,7 @@ def test_the_other_end_sees_each_chunk_in_the_engines_dtype() -> None:
     bucket.close()
 
 
+@pytest.mark.long
 def test_closing_gives_the_memory_back() -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rlightning-weights" in line]

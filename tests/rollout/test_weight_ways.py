@@ -196,6 +196,8 @@ def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Ca
     end.close()
 
 
+@pytest.mark.long
+@pytest.mark.processes
 def test_a_worker_of_the_second_group_that_never_comes_ends_the_first_too(
     start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +237,7 @@ def test_engines_on_the_same_devices_are_told_apart() -> None:
     assert group_by_device([link(), link()]) == [0, 0]  # on other hosts, or on CPUs
 
 
+@pytest.mark.long
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=5.0)
