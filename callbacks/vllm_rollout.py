@@ -14,6 +14,7 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback, fire
+from rlightning.models import describe_length_limit
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
@@ -413,8 +414,9 @@ class VLLMRollout(RLCallback, Generator):
         version, tolerance = self._module.weight_version, self.verify_tolerance
         if tolerance is None:
             tolerance = default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
+        model_config = getattr(self._module, "model_config", None)
         try:
-            check_agreement(expected, engine.score(canary), tolerance, version)
+            check_agreement(expected, engine.score(canary), tolerance, version, model_config)
         except EngineError:
             engine.weight_version = None  # nobody may sample from it
             raise
@@ -439,5 +441,10 @@ class VLLMRollout(RLCallback, Generator):
             )
         max_prompt_tokens: int | None = getattr(getattr(trainer, "datamodule", None), "max_prompt_tokens", None)
         if max_prompt_tokens is not None and hasattr(module, "plan"):
-            module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
+            module.plan.check_sequence_length(
+                max_prompt_tokens,
+                sampling.max_new_tokens,
+                module.max_model_length,
+                describe_length_limit(module.model_config),
+            )
         return max_prompt_tokens

@@ -17,7 +17,7 @@ from rlightning.rollout.canary import CANARY_TOKENS
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings
+from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import check_token, parse_url
 
 Placement = Literal["colocated", "standalone"]
@@ -191,9 +191,16 @@ class EngineOptions:
             "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
         }
+        given = self.arguments.get("max_model_len")
+        if given is not None and int(given) > module.max_model_length:
+            raise ConfigError(
+                f"rollout.engine.max_model_len={given} is more than the actor's {module.max_model_length} tokens, and "
+                "the engine may compute positions otherwise then. Leave it out."
+            )
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
+            arguments |= expert_settings(getattr(module, "model_config", None))
         else:
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"

@@ -8,6 +8,8 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
+from rlightning.models.stored_form import StoredForm
+from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.process_group import die_with_parent
 from rlightning.rollout.weights import ReceivingEnd, open_end
 
@@ -16,6 +18,7 @@ die_with_parent()  # the workers must not outlive an engine process that is kill
 if current_platform.is_cpu():
     # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.
     _custom_ops._supports_onednn = False
+    keep_experts_unpacked()
 
 
 class WeightReceiver:
@@ -25,6 +28,7 @@ class WeightReceiver:
     device: torch.device
     rank: int
     _rl_end: ReceivingEnd | None = None
+    _rl_stored_form: StoredForm | None = None
     _rl_loaded: set[str]
 
     def rl_open_bucket(self, handles: list[bytes]) -> None:
@@ -33,6 +37,8 @@ class WeightReceiver:
             self._rl_end.close()
             self._rl_end = None
         self._rl_end = open_end(handles[self.rank], torch.device(self.device))
+        if self._rl_stored_form is None:
+            self._rl_stored_form = StoredForm(self.model_runner.model_config.model)
 
     def rl_load_chunk(self, index: int) -> list[str]:
         """Wait for a chunk, and load it.
@@ -40,10 +46,12 @@ class WeightReceiver:
         Returns:
             After the last chunk, the model's parameters that no chunk of this sync has set; else nothing.
         """
-        assert self._rl_end is not None, "rl_open_bucket comes first"
+        assert self._rl_end is not None and self._rl_stored_form is not None, "rl_open_bucket comes first"
+        stored_form = self._rl_stored_form
+        model = self.model_runner.model
         if index == 0:
             self._rl_loaded = set()
-        model = self.model_runner.model
+            unpack_weights(model)
         received = self._rl_end.receive(index)
         latest: tuple[str, tuple[int, ...]] = ("", ())
 
@@ -51,7 +59,7 @@ class WeightReceiver:
             nonlocal latest
             for name, tensor in received:
                 latest = (name, tuple(tensor.shape))
-                yield name, tensor
+                yield from stored_form.convert(name, tensor)
 
         try:
             self._rl_loaded |= set(model.load_weights(weights()) or ())
@@ -64,6 +72,7 @@ class WeightReceiver:
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if index < self._rl_end.num_chunks - 1:
             return []
+        pack_weights(model, self.model_runner.model_config.dtype)
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
 
     def rl_ping(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import logging
 import runpy
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 from lightning.pytorch import Trainer
 from tiny import make_batch
+from tiny_models import save_tiny
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import PromptDataModule, ValidationSet
@@ -255,7 +257,7 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(VLLMEngine, "_call", skip_loading)
         change_weights(loop.policy)
-        with pytest.raises(EngineError, match="does not hold the actor's weights") as caught:
+        with pytest.raises(EngineError, match="Actor and engine disagree after weights") as caught:
             sample(loop)
         with pytest.raises(EngineError):  # nor does it the next time
             sample(loop)
@@ -319,6 +321,17 @@ def test_what_cannot_work_is_refused(rollout: dict[str, Any], message: str, mode
     with pytest.raises(ConfigError, match=message) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_longrope_beyond_its_original_length_is_refused(model_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = save_tiny("phi3", tmp_path / "model", rope_scaling=scaling, original_max_position_embeddings=20)
+    trainer = make_trainer(tmp_path, 1, make_rollout(max_new_tokens=5))
+    message = r"= 21 tokens, but the model's positions end at 20: beyond, its longrope frequencies are"
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(make_module(folder), make_data(tmp_path))
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -47,6 +47,11 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases["compiled"] = [cases["qwen3"][0], FSDP, {"gradient_checkpointing": True, "compiles_layers": True}]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
+    cases["own head"] = [
+        save_changed(folder / "head", "lm_head.weight", torch.ones(40, 32), tie_word_embeddings=True),
+        FSDP,
+        {},
+    ]
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
     ranks = start_ranks(Path(__file__).parent / "sharded_run.py", 2, json.dumps(list(cases.values())))
     try:
@@ -66,12 +71,12 @@ def save_in_parts(folder: Path) -> str:
     return str(folder)
 
 
-def save_changed(folder: Path, name: str, weight: torch.Tensor | None) -> str:
+def save_changed(folder: Path, name: str, weight: torch.Tensor | None, **config: Any) -> str:
     """A model one of whose weights is another, or left out."""
-    save_tiny("qwen3", folder, head_dim=8)
+    save_tiny("qwen3", folder, head_dim=8, **config)
     path = folder / "model.safetensors"
     weights = load_file(path)
-    del weights[name]
+    weights.pop(name, None)
     save_file(weights | ({} if weight is None else {name: weight}), path, metadata={"format": "pt"})
     return str(folder)
 
@@ -108,6 +113,8 @@ def test_only_weights_that_need_converting_are_sent_by_rank_0(compared: dict[str
 def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]) -> None:
     for found in compared["missing"]:
         assert "lacks 1 of its weights, such as 'model.norm.weight'" in found["error"]
+    for found in compared["own head"]:
+        assert "tie_word_embeddings=true in config.json, but its files hold 'lm_head.weight'" in found["error"]
     for found in compared["other shape"]:
         assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
 

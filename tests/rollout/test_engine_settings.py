@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
@@ -97,6 +98,31 @@ def test_engines_are_parallel_by_tensor_alone(name: str) -> None:
     message = rf"^rollout\.engine\.{name}=2 must be 1: .*tensor_parallel_size.*rollout\.num_engines"
     with pytest.raises(ConfigError, match=message):
         EngineOptions(arguments={name: 2}).check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "given", "backend"),
+    [
+        ("qwen3_moe", "cuda:0", {}, "triton"),
+        ("qwen3_moe", "cuda:0", {"moe_backend": "flashinfer_cutlass"}, "flashinfer_cutlass"),
+        ("qwen3", "cuda:0", {}, None),
+        ("qwen3_moe", "cpu", {}, None),
+    ],
+)
+def test_experts_are_computed_as_they_are_stored(
+    kind: str, device: str, given: dict[str, str], backend: str | None, tmp_path: Path
+) -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
+    (config,) = options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
+    assert config.engine_args.get("moe_backend") == backend
+
+
+def test_an_engine_takes_no_longer_sequences_than_the_actor(tmp_path: Path) -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=64)
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28, "max_model_len": 65})
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.max_model_len=65 is more than the actor's 64 tokens"):
+        options.configure(module, torch.device("cpu"), Sampling(max_new_tokens=8), 16, tmp_path)
 
 
 @pytest.mark.parametrize(
