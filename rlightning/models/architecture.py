@@ -15,6 +15,7 @@ from rlightning.errors import ConfigError
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.shards import named_weights
+from rlightning.models.sizes import num_experts
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
@@ -150,6 +151,7 @@ def describe_traits(config: PreTrainedConfig) -> list[str]:
         f"layers of {', '.join(layers)}": layers,
         f"buffers are weights ({', '.join(sorted(saved))})": saved,
         "its weights are stored under other names or in other shapes than they run in": conversions,
+        f"{num_experts(config)} experts": num_experts(config),
         "latent attention": getattr(text_config, "kv_lora_rank", None),
         "logits are capped": getattr(text_config, "final_logit_softcapping", None),
     }

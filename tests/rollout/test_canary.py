@@ -58,6 +58,7 @@ def test_a_disagreement_lists_what_was_checked_and_the_architectures_traits() ->
         "rotary positions are scaled (linear)",
         "buffers are weights (e_score_correction_bias)",
         "its weights are stored under other names or in other shapes than they run in",
+        "4 experts",
     )
     assert text.endswith(f"The architecture: {'; '.join(traits)}.")
     with pytest.raises(EngineError, match=r"The architecture: unknown\.$"):
