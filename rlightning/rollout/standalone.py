@@ -33,7 +33,7 @@ from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlig
 from rlightning.rollout.pace import Pace
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import WeightSwap
-from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights
+from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights, weight_shapes
 from rlightning.types import Completion
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class StandaloneEngines:
             weight_version: of the weights.
         """
         if self._swap is None:
-            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+            shapes = weight_shapes(weights())
             if self._pool is None:
                 self._swap = ShardGiver(shapes, self.config.dtype, self.config.bucket_bytes, destination=OWNER)
             else:

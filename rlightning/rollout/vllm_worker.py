@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
@@ -25,6 +26,7 @@ class WeightReceiver:
     """Mixed into vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
 
     model_runner: Any
+    vllm_config: VllmConfig
     device: torch.device
     rank: int
     _rl_end: ReceivingEnd | None = None
@@ -38,7 +40,8 @@ class WeightReceiver:
             self._rl_end = None
         self._rl_end = open_end(handles[self.rank], torch.device(self.device))
         if self._rl_stored_form is None:
-            self._rl_stored_form = StoredForm(self.model_runner.model_config.model)
+            with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
+                self._rl_stored_form = StoredForm(self.vllm_config.model_config.model)
 
     def rl_load_chunk(self, index: int) -> list[str]:
         """Wait for a chunk, and load it.
@@ -72,7 +75,7 @@ class WeightReceiver:
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if index < self._rl_end.num_chunks - 1:
             return []
-        pack_weights(model, self.model_runner.model_config.dtype)
+        pack_weights(model, self.vllm_config.model_config.dtype)
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
 
     def rl_ping(self) -> None:
