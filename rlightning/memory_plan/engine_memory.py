@@ -13,7 +13,7 @@ from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.weights import count_weights
 from rlightning.memory_plan.work import Engine
 from rlightning.models import load_config
-from rlightning.models.sizes import head_size, inner_size, num_key_value_heads
+from rlightning.models.sizes import cached_numbers, head_size, inner_size, num_key_value_heads
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
@@ -144,7 +144,7 @@ def plan_engine(
     size = engine.tensor_parallel_size
     heads: int = text_config.num_attention_heads
     kv_heads, head_dim = num_key_value_heads(config), head_size(config)
-    token = 2 * text_config.num_hidden_layers * max(kv_heads // size, 1) * head_dim * engine.kv_itemsize
+    token = text_config.num_hidden_layers * cached_numbers(config, size) * engine.kv_itemsize
     held = engine.number * engine.itemsize * weights // size
     # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
     width = 3 * text_config.hidden_size + ((heads + 2 * kv_heads) * head_dim + 3 * inner_size(config)) // size

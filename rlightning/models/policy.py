@@ -80,8 +80,8 @@ def _longrope_borders(config: PreTrainedConfig) -> list[int]:
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    ropes = [rope for rope in by_layer if rope.get("rope_type") == "longrope"]
-    return [int(min(rope["original_max_position_embeddings"] for rope in ropes))] if ropes else []
+    borders = [rope.get("original_max_position_embeddings") for rope in by_layer if rope.get("rope_type") == "longrope"]
+    return [int(min(filter(None, borders)))] if any(borders) else []
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:

@@ -29,6 +29,18 @@ def num_key_value_heads(config: PreTrainedConfig) -> int:
     return max(_read_all(config, ["num_key_value_heads"]), default=text_config.num_attention_heads)
 
 
+def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
+    """Return how many numbers a layer's KV cache holds of a token, on one of the ranks that split the layer.
+
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, whole on each rank.
+    """
+    text_config: Any = config.get_text_config()
+    latent = getattr(text_config, "kv_lora_rank", None)
+    if latent:
+        return int(latent + text_config.qk_rope_head_dim)
+    return 2 * max(num_key_value_heads(config) // tensor_parallel_size, 1) * head_size(config)
+
+
 def inner_size(config: PreTrainedConfig) -> int:
     """Return the size between the two halves of a feed-forward, in the layer that has the widest."""
     text_config: Any = config.get_text_config()

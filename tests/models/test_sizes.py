@@ -7,7 +7,14 @@ from tiny_models import tiny_config
 from transformers import AutoConfig
 
 from rlightning.memory_plan.engine_memory import plan_engine, read_engine
-from rlightning.models.sizes import head_size, inner_size, num_active_experts, num_experts, num_key_value_heads
+from rlightning.models.sizes import (
+    cached_numbers,
+    head_size,
+    inner_size,
+    num_active_experts,
+    num_experts,
+    num_key_value_heads,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,12 @@ from rlightning.models.sizes import head_size, inner_size, num_active_experts, n
 def test_sizes_have_one_name(kind: str, config: dict[str, Any], inner: int, head: int, key_value_heads: int) -> None:
     made = tiny_config(kind, **config)
     assert (inner_size(made), head_size(made), num_key_value_heads(made)) == (inner, head, key_value_heads)
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("qwen2", [2 * 2 * 8, 2 * 8, 2 * 8]), ("deepseek_v3", [64, 64, 64])])
+def test_a_rank_caches_its_heads_or_the_whole_latent_vector(kind: str, numbers: list[int]) -> None:
+    """Of two key/value heads of 8, or of 32 latent numbers and 32 with positions."""
+    assert [cached_numbers(tiny_config(kind), size) for size in (1, 2, 4)] == numbers
 
 
 def test_layers_with_heads_of_their_own_count_by_the_largest() -> None:
