@@ -190,8 +190,9 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layers: list[int]) -
             narrow_residuals(model)
             with ExpertProducts():
                 yield model.eval()  # no dropout, as in training
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        # Where code asks for a value, or for an operator that is not for a CPU; torch's partitioner has asserts, too.
+    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
+        # together; torch's partitioner has asserts, too.
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
@@ -260,7 +261,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
     small = copy.deepcopy(config)
     text_config: Any = small.get_text_config()
     heads, size = text_config.num_attention_heads, tensor_parallel_size
-    if "head_dim" in vars(text_config) and text_config.head_dim is None:
+    if vars(text_config).get("head_dim", 0) is None:
         text_config.head_dim = head_size(config)
     if size > 1:
         text_config.head_dim = head_size(config)

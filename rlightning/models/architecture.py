@@ -49,6 +49,8 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
         reason = "its attention adds to plain dot products (as attention sinks do)"
     elif not cls._supports_attention_backend:
         reason = "its transformers class takes no attention function"
+    elif getattr(text_config, "router_jitter_noise", None):
+        reason = f"its router draws random numbers (router_jitter_noise={text_config.router_jitter_noise})"
     elif scaled:
         reason = f"its config has {scaled[0]}"
     if reason:

@@ -14,6 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from rlightning.errors import ConfigError
 from rlightning.memory_plan.trace import Decoder, measure_activations
 from rlightning.models import layers
 from rlightning.models.attention import PACKED_ATTENTION
@@ -159,6 +160,23 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
         for is_checkpointed in (False, True)
     )
     assert kept > 2 * input_kept > 4 * 256 * 32 * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "solar_open", "exaone_moe", "opt", "gpt2"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_experts_and_layers_of_other_kinds_run_without_values(kind: str, is_compiled: bool) -> None:
+    """Under autocast, in which torch has no grouped products without values; with biases that are buffers."""
+    decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False, is_compiled=is_compiled)
+    assert measure_activations(tiny_config(kind), decoder, 256, 64).kept > 2 * 256 * 32 * 4
+
+
+@pytest.mark.long
+def test_layers_that_cannot_be_fewer_are_said_in_a_line() -> None:
+    """Gemma 4 has the last one see all tokens, whatever its kind."""
+    decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"The memory of a gemma4_text cannot be planned: .*Measure it on a GPU"):
+        measure_activations(AutoConfig.for_model("gemma4_text", hidden_size=64), decoder, 256, 64)
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from rlightning.models.architecture import check_policy
         ("bloom", {}, "adds to plain dot products"),
         ("granite", {"logits_scaling": 8.0}, "its config has logits_scaling"),
         ("cohere", {}, "its config has logit_scale"),
+        ("phimoe", {}, r"its router draws random numbers \(router_jitter_noise=0\.01\)"),
         ("t5", {}, "is no causal language model"),
     ],
 )

@@ -42,7 +42,7 @@ EXPERTS: dict[str, Any] = {
     "v_head_dim": 32,
 }
 """Of mixtures of experts and of latent attention, under all the names that transformers has for them."""
-FROM_THE_HUB = {"rope_scaling", "head_dim", "topk_method"}
+FROM_THE_HUB = {"rope_scaling", "head_dim", "topk_method", "score_func"}
 """What published files hold though the architecture's class has no field for it."""
 LENGTHS = [7, 1, 5, 12]
 
