@@ -176,7 +176,7 @@ def test_layers_that_cannot_be_fewer_are_said_in_a_line() -> None:
     """Gemma 4 has the last one see all tokens, whatever its kind."""
     decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False)
     with pytest.raises(ConfigError, match=r"The memory of a gemma4_text cannot be planned: .*Measure it on a GPU"):
-        measure_activations(AutoConfig.for_model("gemma4_text", hidden_size=64), decoder, 256, 64)
+        measure_activations(tiny_config("gemma4_text"), decoder, 256, 64)
 
 
 @pytest.mark.long
