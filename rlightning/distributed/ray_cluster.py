@@ -3,7 +3,9 @@
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +49,7 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
     """
     ray = import_ray()
     if ray.is_initialized():
+        release_sigterm(signal.SIG_DFL)
         return False
     # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
     where = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -60,6 +63,7 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
         check_admitted(where, where)
     # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=where, **{"logging_level": logging.WARNING, "include_dashboard": False, **options})
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
@@ -67,7 +71,19 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
         if tried:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
+    release_sigterm(handler)
     return where == "local"
+
+
+def release_sigterm(handler: Any) -> None:
+    """Put ``handler`` in the place of Ray's for SIGTERM, which exits with 15 at once.
+
+    Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    current = signal.getsignal(signal.SIGTERM)
+    if is_main and getattr(current, "__module__", "").partition(".")[0] == "ray":
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def check_reachable(address: str) -> None:
