@@ -16,6 +16,7 @@ from ray_nodes import start_nodes
 
 from rlightning.distributed import FSDP, RayController, execution_mode, ray_engines, ray_group
 from rlightning.distributed.ray_cluster import join_cluster
+from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.ray_engines import EngineActor, RayEngines
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.errors import ConfigError
@@ -99,10 +100,10 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
         monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
         asked = r"num_workers=2 x 1 CPUs, 0 GPUs with placement=STRICT_SPREAD"
         with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 1 nodes"):
-            WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD")
+            WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD", DriverContext.here([]))
         assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
         monkeypatch.setattr(ray_engines, "START_SECONDS", 1.0)
-        engines = RayEngines(4, 1, uses_gpus=False)
+        engines = RayEngines(4, 1, DriverContext.here([]), uses_gpus=False)
         with pytest.raises(ConfigError, match=r"num_engines=4: their actors have not started in 1 s"):
             engines.start(None, None, None, tmp_path)
         engines.close()
@@ -111,7 +112,7 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
 
 
 def test_an_engines_actor_starts_its_engine_once() -> None:
-    actor = EngineActor([])
+    actor = EngineActor(DriverContext.here([]))
     arguments: Any = (EngineOptions(gpu_memory_utilization=0.5), None, None, None, None, "token")
     with pytest.raises(AttributeError):  # of a module that is none, which the first call comes to
         actor.run(*arguments)
