@@ -90,10 +90,7 @@ def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 500) -> list[
     """
     found = []
     for process in ranks:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{process.args!r} did not end in {timeout} s:\n{_stacks(ranks)}") from None
+        output, _ = _wait(process, timeout, ranks)
         lines = output.splitlines()
         found.append(json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
     return found
@@ -108,11 +105,15 @@ def run_script(script: Path, num_ranks: int, *args: str) -> list[dict[str, Any]]
         end_ranks(ranks)
 
 
-def _stacks(ranks: "list[subprocess.Popen[str]]") -> str:
-    stuck = [process for process in ranks if process.poll() is None]
-    for process in stuck:
-        process.send_signal(signal.SIGABRT)
-    return "\n".join(f"process {process.pid}: {process.communicate()[1][-8000:]}" for process in stuck)
+def _wait(process: "subprocess.Popen[str]", timeout: float, ranks: "list[subprocess.Popen[str]]") -> tuple[str, str]:
+    """What a process has written; an error that says what all ranks that have not ended are at, if it has not ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=timeout)
+    stuck = [rank for rank in ranks if rank.poll() is None]
+    for rank in stuck:
+        rank.send_signal(signal.SIGABRT)
+    stacks = "\n".join(f"process {rank.pid}: {rank.communicate()[1][-8000:]}" for rank in stuck)
+    raise AssertionError(f"{process.args!r} did not end in {timeout} s:\n{stacks}")
 
 
 # Functions
@@ -124,6 +125,7 @@ class Call:
 
     process: "subprocess.Popen[str]"
     returned: Path
+    is_rank: bool
 
 
 def start_calls(work: Callable[..., Any], num_ranks: int, folder: Path, *args: Any) -> list[Call]:
@@ -139,15 +141,17 @@ def start_controller(work: Callable[..., Any], folder: Path, *args: Any) -> Call
 def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables: dict[str, str]) -> Call:
     returned = folder / f"returned{next(_numbers)}.json"
     command = [str(Path(__file__).with_name("called.py")), work.__module__, work.__qualname__]
-    return Call(_start([*command, str(folder), json.dumps(args), str(returned)], variables), returned)
+    process = _start([*command, str(folder), json.dumps(args), str(returned)], variables)
+    return Call(process, returned, is_rank="RANK" in variables)
 
 
-def finish(calls: Sequence[Call], timeout: float = 500, exit_code: int = 0) -> list[Any]:
-    """What each has returned. All have to end with ``exit_code``; the others are ended when one does not."""
+def finish(calls: Sequence[Call], timeout: float = 500) -> list[Any]:
+    """What each has returned. All have to end well; the others are ended when one does not."""
+    ranks = [call.process for call in calls if call.is_rank]
     try:
         for call in calls:
-            _, error = call.process.communicate(timeout=timeout)
-            assert call.process.returncode == exit_code, error
+            _, error = _wait(call.process, timeout, ranks)
+            assert call.process.returncode == 0, error
     finally:
         for call in calls:
             if call.process.poll() is None:
@@ -156,7 +160,7 @@ def finish(calls: Sequence[Call], timeout: float = 500, exit_code: int = 0) -> l
                     call.process.wait(10)
                 except subprocess.TimeoutExpired:
                     call.process.kill()
-    return [json.loads(call.returned.read_text()) if call.returned.exists() else None for call in calls]
+    return [json.loads(call.returned.read_text()) for call in calls]
 
 
 def each_run(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
