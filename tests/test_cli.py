@@ -29,7 +29,9 @@ def plain_run(project: Path) -> "subprocess.CompletedProcess[str]":
     return fit(project, "--trainer.default_root_dir", "again")
 
 
-def test_a_run_leaves_its_configuration_metrics_and_checkpoints(project: Path) -> None:
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) -> None:
+    project = tmp_path
+    make_project(project)
     fit(project, "--model.lr", "2e-3")
     [run] = (project / "runs").iterdir()
     config = yaml.safe_load((run / "config.yaml").read_text())
