@@ -43,11 +43,6 @@ SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 4, "lr": 1
 REWARDS = (RewardFunction(share_of_ones),)
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def train(module: RLModule, folder: Path, max_steps: int, *callbacks: Any, **kwargs: Any) -> Weights:
     """The weights after some steps."""
     make_trainer(folder, max_steps, *callbacks, **kwargs).fit(module, make_data(folder))

@@ -67,7 +67,7 @@ def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Run:
     """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
     folder = tmp_path_factory.mktemp("run")
     begun: list[tuple[Prompt, Completion]] = []
@@ -93,7 +93,6 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(trainer, module, data, rollout, seen, sessions, begun)
 
 
-@pytest.mark.processes
 def test_weights_are_sent_once_an_update(run: Run) -> None:
     step = ["rollout", "update"]
     assert run.witness.events == [
@@ -103,7 +102,6 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
     ]
 
 
-@pytest.mark.processes
 def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
     assert len(run.witness.batches) == len(run.witness.steps) == 5
     for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
@@ -112,7 +110,6 @@ def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
         assert metrics["policy/rollout_gap_max"] < 1e-4
 
 
-@pytest.mark.processes
 def test_rewards_are_begun_as_completions_come(run: Run) -> None:
     # Five steps of 4 x 2 completions, and three validations of 4 and of 3 x 4.
     assert len(run.begun) == 5 * 8 + 3 * (4 + 12)
@@ -121,7 +118,6 @@ def test_rewards_are_begun_as_completions_come(run: Run) -> None:
         assert pairs >= {(id(p), id(c)) for p, c in zip(batch.prompts, batch.completions, strict=True)}
 
 
-@pytest.mark.processes
 def test_validation_goes_through_the_engine(run: Run) -> None:
     assert [step for step, _ in run.witness.validations] == [0, 2, 4]
     for _, metrics in run.witness.validations:
@@ -132,14 +128,12 @@ def test_validation_goes_through_the_engine(run: Run) -> None:
         assert all(np.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.processes
 def test_the_engine_ends_with_the_run(run: Run) -> None:
     assert run.rollout.engine is None
     assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
     assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
 
 
-@pytest.mark.processes
 def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     version = run.module.weight_version
     sessions = note_sessions(monkeypatch)
@@ -181,7 +175,9 @@ class PlainLoop(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def loop(example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLoop]:
+def loop(
+    example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None
+) -> Iterator[PlainLoop]:
     """A policy and an engine that stays up, verified at each sync; no Trainer."""
     policy, rollout = example["Policy"](model_folder), make_rollout(seed=3, engine={"max_num_seqs": 8})
     trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
@@ -209,7 +205,6 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
     return sample(loop)
 
 
-@pytest.mark.processes
 def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     first = sample_anew(loop)
     # A prompt that comes again within a step, as in a refill, is not answered with the same completions.
@@ -222,7 +217,6 @@ def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     assert sample_anew(loop) == first
 
 
-@pytest.mark.processes
 def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_path: Path) -> None:
     start, called = time.monotonic(), tmp_path / "called"
     arrived: list[float] = []
@@ -244,7 +238,6 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
-@pytest.mark.processes
 def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
@@ -259,7 +252,6 @@ def test_weights_that_change_without_a_version_are_sent_and_verified(loop: Plain
     assert loop.policy.weight_version == version + 2
 
 
-@pytest.mark.processes
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
@@ -282,7 +274,6 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     assert sample(loop)  # sent in full, it passes
 
 
-@pytest.mark.processes
 def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
 
@@ -297,7 +288,6 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
     assert sample(loop)
 
 
-@pytest.mark.processes
 def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     change_weights(loop.policy)
     with monkeypatch.context() as patch:
