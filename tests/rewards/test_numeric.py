@@ -1,6 +1,12 @@
-"""``numeric_answer`` on tables of completions: right answers in other notations, and wrong ones that look alike."""
+"""``numeric_answer`` on tables of completions: right answers in other notations, and wrong ones that look alike.
+
+``gsm8k_solutions.jsonl``: every sixth solution of GSM8K's test set whose last number is the answer, without its marks
+(arXiv:2110.14168, MIT licence, Copyright (c) 2021 OpenAI).
+"""
 
 import json
+import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -15,6 +21,14 @@ ROWS: list[dict[str, Any]] = [
     for name in ("answers.jsonl", "more_answers.jsonl")
     for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
 ]
+SOLUTIONS: list[dict[str, str]] = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "gsm8k_solutions.jsonl").read_text(encoding="utf-8").splitlines()
+]
+GSM8K = Path(os.environ.get("GSM8K_FOLDER", Path(__file__).parents[3] / "shared" / "data" / "gsm8k")) / "test.jsonl"
+LAST_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?!.*\d)", re.DOTALL)
+MAX_UNREWARDED = 3
+"""GSM8K solutions whose last number is the answer only by chance."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +40,24 @@ def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['kind']}: {row['answer']}: {row['completion'][-40:]}")
 def test_numeric_answer_gives_expected_verdict(row: dict[str, Any]) -> None:
     assert numeric_answer(row["completion"], row["answer"]) == row["expected"]
+
+
+def test_numeric_answer_rewards_gsm8k_prose() -> None:
+    assert [row for row in SOLUTIONS if numeric_answer(row["completion"], row["answer"]) != 1.0] == []
+    assert [row for row in SOLUTIONS if numeric_answer(row["completion"], f"{row['answer']}1") != 0.0] == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+def test_numeric_answer_rewards_gsm8k_prose_of_whole_test_set() -> None:
+    """Solutions without the line of the answer and without annotations, if their last number is the answer."""
+    unrewarded = []
+    for line in GSM8K.read_text(encoding="utf-8").splitlines():
+        solution, answer = re.sub(r"<<[^>]*>>", "", json.loads(line)["answer"]).split("\n#### ")
+        last = LAST_NUMBER.search(solution)
+        if last and float(last[0].replace(",", "")) == abs(float(answer.replace(",", ""))):
+            unrewarded += [solution] if numeric_answer(solution, answer) != 1.0 else []
+    assert len(unrewarded) <= MAX_UNREWARDED
 
 
 @pytest.mark.parametrize("answer", list({str(row["answer"]): row["answer"] for row in ROWS}.values()), ids=str)

@@ -98,7 +98,7 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
         (r"\*\*", "^"),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
-        (r"(?<=\d)\s+x\s+(?=\$?\d)", r"\\times "),
+        (r"(?<=\d)(?<!\b0)\s*x\s*(?=\$?\d)", r"\\times "),
         # Formulas between dollars inside of a text; two amounts of money are none.
         (r"(?<!\\)\$((?:[^$]*[\\^_{}=][^$]*|-?[\d.,]+)(?<!\\))\$(?!\d)", r" \1 "),
         (r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
@@ -121,7 +121,7 @@ _WRAPPERS = [
         (r"`+([^`]*)`+", "`"),
     ]
 ]
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 
 
 def normalize(text: str) -> str:
@@ -149,7 +149,7 @@ def strip_wrappers(text: str) -> str:
             match = pattern.fullmatch(text)
             if match and mark not in match[1]:
                 text = match[1]
-        box = _BOX.match(text)
+        box = BOX.match(text)
         if box:
             end = closing_brace(text, box.end())
             text = text[box.end() + 1 : end] if end == len(text) - 1 else text

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rlightning.rewards.answers.units import canonical_unit, units_differ
+
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """How far a decimal may lie from what it stands for."""
 MAX_EXPONENT = 1000
@@ -25,51 +27,30 @@ _BEFORE = re.compile(
     rf"(?P<sign>[+-]?)\s*\\?(?P<currency>[{_CURRENCY}]|(?:US|A|C)\\?\$|Rs\.?|\\pounds|\\text\{{\s*\\?\$\s*\}})\s*"
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{\s*)?(?:\\?%|percent|per cent|pct)(?:\s*\})?)\s*")
-_TEXT_UNIT = r"\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_TEXT_UNIT = r"\s*\\text\s*\{[^{}\d]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_POWER_SIGN = r"(?:\^\{?\d\}?)?"
 UNIT = re.compile(
-    rf"(?:{_TEXT_UNIT})+|\s*\^\s*\\circ\s*(?:(?:\\text\{{\s*)?[CFK](?:\s*\}})?)?"
-    rf"|\s*\\?[{_CURRENCY}]|\s*[a-zA-Z]{{2,}}\.?(?:\^\{{?\d\}}?|\s*/\s*[a-zA-Z]+\.?(?:\^\{{?\d\}}?)?)?(?:[\s-]+[a-zA-Z][a-zA-Z.'-]*)*|\s*/\s*[a-zA-Z]{{2,}}|\s+[mgshLN](?:\^\{{?\d\}}?)?"
+    rf"(?:{_TEXT_UNIT}\s*/?)+|\s*\^\s*\\circ\s*(?:(?:\\text\{{\s*)?[CFK](?:\s*\}})?)?|\s*\\?[{_CURRENCY}¢]"
+    rf"|\s*/?\s*[a-zA-Z]{{2,}}\.?(?:\^\{{?\d\}}?|\s*/\s*[a-zA-Z]+\.?{_POWER_SIGN})?(?:[ -]+[a-zA-Z][a-zA-Z.'-]*)*"
+    rf"|\s+[mgshLN]{_POWER_SIGN}"
 )
-_NOT_UNITS = frozenset({"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "if", "is", "for", "when"})
-
-_SYNONYMS = {
-    name: unit
-    for unit, names in {
-        "$": r"$ \$ us$ dollar usd buck",
-        "cent": "cent ¢",
-        "€": "€ euro eur",
-        "£": "£ gbp \\pounds",
-        "¥": "¥ yen yuan",
-        "₹": "₹ rs rs. rupee inr",
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "in": "in inch inche",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "mg": "mg milligram",
-        "g": "g gram gm",
-        "kg": "kg kilogram kilo",
-        "lb": "lb pound",
-        "oz": "oz ounce",
-        "ml": "ml milliliter millilitre",
-        "l": "l liter litre",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "week wk",
-        "month": "month",
-        "year": "year yr",
-        "degree": r"^\circ degree deg",
-        "mph": "mph miles/hour mile/hour",
-        "km/h": "km/h kmh kmph",
-        "m/s": "m/s",
-    }.items()
-    for name in names.split()
+_NOT_UNITS = frozenset(
+    "and or pi sqrt sin cos tan log ln mod if is for when am pm squared cubed factorial less fewer minus plus".split()  # noqa: SIM905
+)
+_SCALES = {
+    "hundred": Fraction(100),
+    "thousand": Fraction(1000),
+    "million": Fraction(10**6),
+    "billion": Fraction(10**9),
+    "trillion": Fraction(10**12),
+    "dozen": Fraction(12),
+    "half": Fraction(1, 2),
+    "halve": Fraction(1, 2),
+} | {
+    name: Fraction(1, place + 3)
+    for place, name in enumerate(("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"))
 }
+_SCALE = re.compile(rf"(?:\s|-|\\text\s*\{{\s*)*({'|'.join(sorted(_SCALES, reverse=True))})s?(?![a-z])\s*(?:of a\b)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +71,7 @@ class Number:
 
     def equals(self, other: "Number") -> bool:
         """Whether two numbers are the same; a percent sign may stand for 1/100, or for the unit that is asked for."""
-        if self.unit and other.unit and self.unit != other.unit:
+        if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:
             return _is_close(self, other)
@@ -120,10 +101,16 @@ def read_number(text: str) -> Number | None:
     if percent and (percent.end() == len(rest) or not rest[percent.end() :][0].isalnum()):
         rest = rest[percent.end() :]
         return Number(value, last_place, True) if not rest.strip() else None
+    scale = _SCALE.match(rest)
+    while scale:
+        value, last_place = value * _SCALES[scale[1]], last_place * _SCALES[scale[1]]
+        rest = rest[scale.end() :].lstrip("} ")
+        scale = _SCALE.match(rest)
     unit = canonical_unit(currency)
     if rest.strip():
         match = UNIT.fullmatch(rest.rstrip())
-        if match is None or {*re.findall("[a-z]+", rest)} & _NOT_UNITS:
+        words = re.findall("[a-z]+", rest.lower().replace("p.m", "pm").replace("a.m", "am"))
+        if match is None or {*words} & _NOT_UNITS:
             return None
         unit = unit or canonical_unit(rest)
     return Number(value, last_place, unit=unit)
@@ -148,15 +135,6 @@ def to_number(match: re.Match[str]) -> Number | None:
     except (ZeroDivisionError, OverflowError):
         return None
     return Number(sign * value, last_place)
-
-
-def canonical_unit(text: str) -> str:
-    """The one name of a unit that has several; "" for one that is not known, which cannot tell two numbers apart."""
-    words = re.sub(r"\\text|[{}\s]|\\(?=\$)", "", text).removesuffix(".").lower()
-    power = re.search(r"\^(-?\d)$", words)
-    base = words[: power.start()] if power else words
-    unit = _SYNONYMS.get(base) or _SYNONYMS.get(base.removesuffix("s"))
-    return unit + (power[0] if power else "") if unit else ""
 
 
 def _decimal(digits: str, power: str | None) -> tuple[Fraction, Fraction]:

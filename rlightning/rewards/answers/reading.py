@@ -137,6 +137,11 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(_COMMAND.sub(" ", text))
 
 
+def is_time_of_day(answer: Answer | None) -> bool:
+    """Whether the answer is a time such as ``3:00 pm``."""
+    return isinstance(answer, Text) and re.fullmatch(r"\d{1,2}:\d\d [ap]m", answer.words) is not None
+
+
 def read_listing(texts: list[str]) -> Answer | None:
     """Read several answers that stand beside each other as one list."""
     answers = [read_answer(text) for text in texts]
@@ -271,7 +276,7 @@ def _matrix(text: str) -> Matrix | None:
 def _ratio(text: str) -> Answer | None:
     time = _TIME_OF_DAY.fullmatch(text)
     if time:
-        return Text(f"{time[1]} {time[2].lower()}m")
+        return Text(f"{time[1]}{':00' if ':' not in time[1] else ''} {time[2].lower()}m")
     parts = re.split(r"\s*(?::|\\colon(?![a-zA-Z]))\s*", text)
     if len(parts) < 2:
         return None

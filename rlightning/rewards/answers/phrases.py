@@ -1,0 +1,144 @@
+"""Answers that sentences state: "the answer is 18", "so (B) is correct", "yes, it is"."""
+
+# ruff: noqa: RUF001 (a full-width colon)
+
+import re
+
+from rlightning.rewards.answers.notation import normalize
+from rlightning.rewards.answers.numbers import Number
+from rlightning.rewards.answers.prose import MATH, joined_math, last_value, leading_value
+from rlightning.rewards.answers.reading import Answer, Choice, Listing, Text, is_time_of_day, read_answer, words_of
+
+MAX_END = 4000
+"""Characters at the end of a text in which an answer that is not marked is looked for."""
+MAX_ITEM_WORDS = 3
+"""Words of a list of words that is not a sentence."""
+
+DENIED = "\0"
+"""Stands for a value that the text says is not the answer, or only may be."""
+_SUBJECT = (
+    r"(?:(?:final\s+)?(?:answers?|ans)|(?:correct|right|best|my|final) (?:choice|option)"
+    r"|(?:solutions|roots|values)(?=[^\n.]*\bare\b))"
+)
+_VERB = rf"(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：=]|(?={DENIED}))"
+PHRASE = re.compile(
+    rf"(?:\b{_SUBJECT}\b(?:(?!\banswer)[^\n.:=$\\{DENIED}]){{0,60}}?{_VERB}"
+    r"|(?:答案|答)\s*(?:是|为|选|[:：])|[故应]选|^\W*(?:final\s+)?answer\W*\n)[ \t]*(?:\*\*|__)?[ \t]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_DENIAL = re.compile(
+    r"(?:\b(?:not|never|cannot|neither|maybe|perhaps|possibly|(?:could|might|may)\s+be)|n['’]t)\b"
+    r"(?:\s+(?:be|equal|equals|to|exactly|just|a|the))*\s+"
+    r"(?:\$[^$\n]+\$(?!\d)|\\\(.{,200}?\\\)|\S*\d\S*?(?=[.,;:!?)*]*(?:\s|$))|\(?[A-J]\)?(?![\w']))"
+)
+_EMPHASIS = re.compile(r"(?<![\w)\]}*])(\*{1,2})(?=[^\s*])([^\n*]{,200}?)(?<=[^\s*])\1(?![\w*])|(?<!`)`([^`\n]*)`(?!`)")
+_NO_VALUE = re.compile(
+    r"\W*(?:(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than|no\s+(?:more|less|fewer)|at\s+(?:most|least)"
+    r"|between|from|up\s+to|over|under|above|below)\b",
+    re.IGNORECASE,
+)
+_RANGE = re.compile(r"\s*(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so)\b|\s*to\s+\W*\d")
+_LEAD_IN = re.compile(
+    r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\(?([A-J])(?:\)?[.:)]?\s*$|[).:](?=\s)|(?=\s*[,;(-]|\s+(?:is|\$?\d)))")
+_LETTER = r"(?:\*\*|\\text\s*\{)?\(?([A-J])\)?\}?(?:\*\*)?"
+_STATED_CHOICES = [
+    re.compile(
+        rf"(?:^|\b(?:option|choice|letter|answer|choose|select|pick|therefore|thus|hence|so|be|is))[\s,:]*\(?{_LETTER}"
+        r"(?:\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|answer)\b.*)?[\s.!]*$",
+        re.IGNORECASE,
+    )
+]
+_TRUTH = re.compile(
+    r"^\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b\W.*|.*\bis\s+(true|false)\W*$", re.IGNORECASE | re.DOTALL
+)
+_FUNCTIONS = frozenset({"sin", "cos", "tan", "log", "ln", "sqrt", "and", "or", "pi"})
+_IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}]*\}|\\math[a-z]*\s*\{[^{}]*\}")
+_SENTENCE_END = re.compile(r"(?<=[^\s.])[.!?。](?=\s|$|\*)")
+_REASON = re.compile(r"\s+(?:because|since|which|as|where)\s")
+
+
+def find_unmarked(text: str) -> Answer | None:
+    """The answer of a text that has no mark."""
+    text = _clean(text[-MAX_END:])
+    phrases = list(PHRASE.finditer(text))
+    for phrase in reversed(phrases):
+        answer = _read_phrase(text[phrase.end() :])
+        if answer is not None:
+            return answer
+    if phrases and _is_denied(text[phrases[-1].end() :]):
+        return None
+    whole = None if "\n" in text.strip() else read_answer(text)
+    if whole is not None and not isinstance(whole, Text) and not _is_prose(text, whole):
+        return whole
+    return _stated(text) or last_value(text) or whole
+
+
+def _clean(text: str) -> str:
+    """Without Markdown, special tokens at the end, and values that are denied."""
+    text = re.sub(r"(?:\s*<[|/]?\w+\|?>)+\s*$", "", text)
+    text = re.sub(r"^\s*#+\s+", "", _EMPHASIS.sub(r"\2\3", text), flags=re.MULTILINE)
+    text = re.sub(r"\b(?:minus|negative)\s+(?=\\?\$?\d)", "-", text)
+    return re.sub(rf"\({DENIED}[^()\n]*\)", "", _DENIAL.sub(DENIED, text))
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.split("\n") if line.strip(" \t*_#>-")), "")
+
+
+def _is_denied(text: str) -> bool:
+    line = _first_line(text)
+    value = leading_value(normalize(line))
+    return DENIED in line or bool(_NO_VALUE.match(line) or (value and _RANGE.match(normalize(line), len(value))))
+
+
+def _read_phrase(text: str) -> Answer | None:
+    """What follows "the answer is", up to the end of the line or sentence."""
+    line = _first_line(text)
+    block = text.lstrip() if re.match(r"\s*(?:\$\$|\\\[)", text) else line
+    math = MATH.search(block)
+    if math and not re.search(r"\w", re.sub(r"\bto\b", "", _LEAD_IN.sub("", block[: math.start()]))):
+        return joined_math(block, math)
+    sentence = _REASON.split(_SENTENCE_END.split(line, maxsplit=1)[0], maxsplit=1)[0].strip(" *_`'\"")
+    sentence = re.sub(rf"^{_LEAD_IN.pattern}", "", sentence.replace("**", "").replace("`", ""), flags=re.IGNORECASE)
+    if _is_denied(sentence) and DENIED not in sentence:
+        return None
+    whole = read_answer(sentence.replace(DENIED, ""))
+    if whole is not None and not isinstance(whole, Text) and not _is_prose(sentence, whole):
+        return whole
+    if isinstance(whole, Text) and is_time_of_day(whole):
+        return whole
+    value = leading_value(normalize(sentence))
+    if value is not None:
+        return read_answer(value)
+    choice = _CHOICE.match(sentence)
+    if choice:
+        return Choice(choice[1])
+    return whole if isinstance(whole, Text) and not re.search(r"\d", sentence) else last_value(sentence) or whole
+
+
+def _stated(text: str) -> Answer | None:
+    """The choice, or the yes or no, that the last sentence states."""
+    last = [part for part in _SENTENCE_END.split(text.strip()) if part.strip()][-1:]
+    sentence = last[0].strip().split("\n")[-1].strip() if last else ""
+    for pattern in _STATED_CHOICES:
+        match = pattern.search(sentence)
+        if match:
+            return Choice(match[1])
+    truth = _TRUTH.fullmatch(sentence)
+    return Text(truth[1] or truth[2]) if truth and not re.search(r"\d", sentence) else None
+
+
+def _is_prose(text: str, answer: Answer) -> bool:
+    """Whether a text has words beside its answer, so that it is not the answer as a whole."""
+    if isinstance(answer, Number | Choice):
+        return False
+    words = [word for word in words_of(_IN_TEXT.sub("", text)) if word.lower() not in _FUNCTIONS]
+    if isinstance(answer, Listing) and isinstance(answer.items[0], Text):
+        is_words = all(isinstance(item, Text) for item in answer.items) or re.fullmatch(
+            r"[A-Z]\w* \d+", answer.items[0].words
+        )
+        return not is_words or len(words) > MAX_ITEM_WORDS
+    return bool(words)

@@ -1,0 +1,115 @@
+"""Units: the one name of those that have several."""
+
+import re
+
+_NAMES = {
+    name: unit
+    for unit, names in {
+        "$": r"$ us$ dollar usd buck",
+        "¢": "¢ cent penny pennie",
+        "nickel": "nickel",
+        "dime": "dime",
+        "quarter": "quarter",
+        "€": "€ euro eur",
+        "£": "£ gbp sterling",
+        "¥": "¥ yen yuan",
+        "₹": "₹ rs rupee inr",
+        "mm": "mm millimeter millimetre",
+        "cm": "cm centimeter centimetre",
+        "m": "m meter metre",
+        "km": "km kilometer kilometre",
+        "in": "in inch inche",
+        "ft": "ft foot feet",
+        "yd": "yd yard",
+        "mi": "mi mile",
+        "acre": "acre",
+        "ha": "ha hectare",
+        "mg": "mg milligram",
+        "g": "g gram gm",
+        "kg": "kg kilogram kilo kilogramme",
+        "t": "tonne ton",
+        "lb": "lb pound",
+        "oz": "oz ounce",
+        "ml": "ml milliliter millilitre",
+        "l": "l liter litre",
+        "gal": "gal gallon",
+        "qt": "qt quart",
+        "pt": "pt pint",
+        "cup": "cup",
+        "tbsp": "tbsp tablespoon",
+        "tsp": "tsp teaspoon",
+        "ms": "ms millisecond",
+        "s": "s sec second",
+        "min": "min minute",
+        "h": "h hr hour",
+        "day": "day",
+        "week": "week wk",
+        "month": "month",
+        "year": "year yr",
+        "decade": "decade",
+        "century": "century centurie",
+        "degree": r"degree deg",
+        "rad": "rad radian",
+        "K": "kelvin",
+        "J": "joule",
+        "N": "n newton",
+        "W": "watt",
+        "kW": "kw kilowatt",
+        "V": "volt",
+        "A": "amp ampere",
+        "ohm": "ohm",
+        "Hz": "hz hertz",
+        "Pa": "pa pascal",
+        "kB": "kb kilobyte",
+        "MB": "mb megabyte",
+        "GB": "gb gigabyte",
+        "TB": "tb terabyte",
+        "mi/h": "mph",
+        "km/h": "kmh kmph kph",
+        "degree/C": "celsius c",
+        "degree/F": "fahrenheit f",
+    }.items()
+    for name in names.split()
+}
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3", "squared": "^2", "cubed": "^3"}
+_PER = frozenset({"/", "per", "a", "an", "each", "every"})
+_MAY_LACK_PER = ("$", "¢", "€", "£", "¥", "₹", "degree")
+"""Units of which ``18 dollars a day`` is ``18 dollars`` too; 18 miles an hour are not 18 miles."""
+_TOKEN = re.compile(r"[a-z]+\$?|[$¢€£¥₹]|\^-?\d|/")
+
+
+def canonical_unit(text: str) -> str:
+    """The one name of a unit that has several, such as ``ft^2`` or ``mi/h``.
+
+    It is "" for one that is not known, which cannot tell two numbers apart.
+    """
+    plain = re.sub(r"\^\s*\\circ", " degree ", re.sub(r"\\text|\\(?=\$)", " ", text))
+    plain = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r" ^\1 ", plain).lower().replace(".", "").replace("\\pounds", "£")
+    tokens = _TOKEN.findall(re.sub("[{}]", " ", plain))
+    unit, rest = _read_unit(tokens)
+    if unit == "degree" and _NAMES.get("".join(rest[:1]), "").startswith("degree/"):
+        return _NAMES[rest[0]]
+    if unit and rest and rest[0] in _PER:
+        per, _ = _read_unit(rest[1:])
+        return f"{unit}/{per}" if per else unit
+    return unit
+
+
+def units_differ(one: str, other: str) -> bool:
+    """Whether two canonical units are known and not the same."""
+    if not one or not other or one == other:
+        return False
+    (base, _, per), (other_base, _, other_per) = one.partition("/"), other.partition("/")
+    return base != other_base or bool(per and other_per) or base not in _MAY_LACK_PER
+
+
+def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
+    """The unit at the start with its power, and the tokens after it."""
+    before = _POWERS.get(tokens[0], "") if len(tokens) > 1 else ""
+    name, *rest = tokens[bool(before) :] or [""]
+    unit = _NAMES.get(name) or _NAMES.get(name.removesuffix("s"), "")
+    after = rest[0] if rest and rest[0][0] == "^" else _POWERS.get("".join(rest[:1]), "")
+    rest = rest[bool(after) :]
+    # A short name is a unit where no other words follow: "3 in total" is not inches.
+    is_word = name.isalpha() and len(name) < 3 and rest and rest[0] not in _PER | {"of"}
+    return ("", rest) if is_word or not unit else (unit + (before or after), rest)
