@@ -20,6 +20,7 @@ from rlightning.rewards.answers.reading import (
     Union,
     read_answer,
 )
+from rlightning.rewards.answers.units import units_differ
 
 _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+|\\(?:text|overline|vec|angle|triangle|hat|bar)\s*\{?[^{}=]*\}?)'?(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([^()]*\))?"
@@ -40,7 +41,10 @@ def answers_equal(reference: Answer, given: Answer) -> bool:
         return True
     if isinstance(reference, Choice) or isinstance(given, Choice):
         return _choices_equal(reference, given)
-    reference, given = _unwrap_pair(reference, given)
+    exact = _exact(reference), _exact(given)
+    if exact[0] is None or exact[1] is None:
+        return False
+    reference, given = _unwrap_pair(exact[0], exact[1])
     if reference == given:
         return True
     if isinstance(reference, Relation) and isinstance(given, Relation):
@@ -66,6 +70,10 @@ def answers_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _values_equal(reference: Answer, given: Answer) -> bool:
+    if not isinstance(reference, Number | Formula) or not isinstance(given, Number | Formula):
+        return False
+    if units_differ(reference.unit, given.unit):
+        return False
     if isinstance(reference, Number) and isinstance(given, Number):
         return reference.equals(given)
     if isinstance(reference, Formula) and isinstance(given, Formula):
@@ -113,6 +121,30 @@ def _unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
     return reference, given
 
 
+def _exact(answer: Answer) -> Answer | None:
+    """What an approximation stands beside, and beside a name the value; None if it is no approximation of that."""
+    if not isinstance(answer, Relation) or "~" not in answer.signs:
+        return answer
+    place = answer.signs.index("~")
+    left, right = read_answer(answer.sides[place]), read_answer(answer.sides[place + 1])
+    if re.fullmatch(r"\\?[a-zA-Z]+", answer.sides[place]):
+        return right
+    if not _is_close(left, right):
+        return None
+    return Relation(answer.signs[:place], answer.sides[: place + 1]) if place else left
+
+
+def _is_close(exact: Answer | None, rounded: Answer | None) -> bool:
+    """Whether one value may be written beside the other; it may where nobody can tell."""
+    if not isinstance(rounded, Number) or not isinstance(exact, Number | Formula):
+        return True
+    if isinstance(exact, Number):
+        return answers_equal(exact, rounded) or abs(exact.value - rounded.value) <= rounded.last_place
+    from rlightning.rewards.answers.formulas import approximates
+
+    return approximates(exact.latex, rounded)
+
+
 def _is_relation(answer: Answer) -> bool:
     if isinstance(answer, Listing):
         return any(isinstance(item, Relation) for item in answer.items)
@@ -149,7 +181,8 @@ def _value_of(answer: Answer) -> Answer | None:
     left, right = answer.sides[0], answer.sides[-1]
     if _has_letters(right) or (_has_letters(left) and re.search(r"\d", re.sub(r"_(?:\w|\{[^{}]*\})", "", left))):
         return None
-    return read_answer(right)
+    value = read_answer(right)
+    return value if _has_letters(left) or _is_close(read_answer(left), value) else None
 
 
 def _has_letters(text: str) -> bool:

@@ -25,6 +25,9 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)
 # nothing, dots as nothing; and percent signs, which belong to numbers.
 _MISREAD = re.compile(r"\d\.\d+\.|['%~?!]{2}|'|\\prime|\\[lc]?dots|\.\.\.|\\pm|\\mp|\\approx|\\equiv|\\pmod|\\text")
 _SIDE_BY_SIDE = re.compile(r"\d\s+\d")
+_ANGLE = re.compile(r"(\d*\.?\d*[a-zA-Z]?|\\[a-zA-Z]+|\([^()]*\)|\{[^{}]*\})\s*\^\s*\\circ(?![a-zA-Z])")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_LOG_WITHOUT_BASE = re.compile(r"\\log(?![a-zA-Z])(?!\s*_)")
 _POINTS = [
     Fraction(n, d) for n, d in [(37, 23), (-29, 17), (53, 41), (-19, 31), (61, 13), (43, 59), (-71, 47), (83, 67)]
 ]
@@ -33,9 +36,16 @@ _POINTS = [
 
 @lru_cache(maxsize=256)
 def parse(latex: str) -> Any:
-    """The sympy expression of a whole normalised text, or None where the parser cannot read it all."""
+    """The sympy expression of a whole normalised text, or None where the parser cannot read it all.
+
+    Degrees in an angle's function are radians. A logarithm without a base has one of its own, since some mean e and
+    others 10.
+    """
     if _MISREAD.search(latex):
         return None
+    if _TRIGONOMETRIC.search(latex):
+        latex = _ANGLE.sub(r"\\frac{\1\\pi}{180}", latex)
+    latex = _LOG_WITHOUT_BASE.sub(r"\\log_{\\Xi}", latex)
     try:
         text = normalize_latex(latex, _NORMALIZATION)
         if _SIDE_BY_SIDE.search(text):
@@ -54,7 +64,7 @@ def parse(latex: str) -> Any:
 
 def formulas_equal(reference: str, given: str) -> bool:
     """Whether two formulas have the same value, for all values of their variables."""
-    one, other = parse(reference), parse(given)
+    one, other = (_sum_up(parse(latex)) for latex in (reference, given))
     return one is not None and other is not None and _equal(one, other)
 
 
@@ -89,6 +99,21 @@ def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction
     if len(ratios) < 3 or any(abs(ratio - ratios[0]) > 1e-25 * abs(ratios[0]) for ratio in ratios):
         return None
     return float(sympy.re(ratios[0])) if abs(sympy.im(ratios[0])) < 1e-25 else None
+
+
+def approximates(formula: str, number: Number) -> bool:
+    """Whether the value of a formula lies within one unit of the number's last digit; a value that is unknown does."""
+    expression = parse(formula)
+    if expression is None or not isinstance(expression, sympy.Expr) or _is_beyond_bounds(expression):
+        return True
+    value = _value(expression, {})
+    return value is None or bool(abs(value - _rational(number.value)) <= _rational(number.last_place or Fraction(1)))
+
+
+def _sum_up(expression: Any) -> Any:
+    """Sums over a variable number of terms in closed form, which have values between the integers too."""
+    is_sum = isinstance(expression, sympy.Expr) and expression.has(sympy.Sum) and expression.free_symbols
+    return expression.doit() if is_sum else expression
 
 
 def _complete(expression: Any) -> Any:

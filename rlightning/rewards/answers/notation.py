@@ -68,7 +68,17 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bigskip|boldsymbol|mathsf|mathit)(?![a-zA-Z])", ""),
+        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bigskip)(?![a-zA-Z])", ""),
+        (r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
+        (r"\\(?:boldsymbol|bold|bm|pmb|underline|emph|mathord|mathbin|mathrel|mathsf|ensuremath)(?![a-zA-Z])", ""),
+        (
+            r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\(?:label|tag)\*?\s*\{[^{}]*\}",
+            "",
+        ),
+        (r"\\math(?:rm|bf|it|sf)\s*(?:\{\s*([b-fi-kp-rt-zB-FI-KP-RT-Z])\s*\}|\s([ijk])(?![a-zA-Z]))", r" \1\2"),
+        (r"(?<!^)\\text\s*\{\s*i\s*\}", " i"),
+        (r"\\text\s*\{\s*([:.,])\s*\}", r"\1"),
+        (r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\[a-z]+\s*\{)?|\\[a-z]+\s*\{)\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
         (
             r"\\(?:left|right|[bB]igg?[lrm]?)(?=\s*(?:[()\[\]|.<>/]|\\[{}|]|\\[lr](?:brace|brack|angle|vert|floor|ceil)))",
             "",
@@ -95,7 +105,20 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\(?:rangle)(?![a-zA-Z])", ")"),
         (r"\\(?:textdegree|degree)(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
         (r"\\(?:mbox|hbox|textnormal|textrm|textit|textbf|textsf|texttt|mathrm|mathbf|operatorname)\s*\{", r"\\text{"),
-        (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*[a-zA-Z]{2}[^{}]*)\}", r"\\text{\1}"),
+        (r"\\(?:rm|bf|it|sf|tt|bfseries|itshape)(?![a-zA-Z])", ""),
+        (r"\{?\s*([^{}\s]+)\s*\\choose(?![a-zA-Z])\s*([^{}\s]+)\s*\}?", r"\\binom{\1}{\2}"),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
+        (r"(?<=[\d.])\\dot\s*\{?(\d)\}?", r"\\overline{\1}"),
+        (r"(\.\d*?)(\d{1,6}?)\2{2,}\s*(?:\.\.\.|\\[lc]?dots(?![a-zA-Z])|…)", r"\1\\overline{\2}"),
+        (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
+        (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\mathbb{\1}"),
+        (
+            r"\\[pb]?mod\s*(?:\{\s*(\w+)\s*\}|(\w+))|\(\s*(?:\\text\s*\{\s*)?(?:\\b?mod|mod)\s*\}?\s*(\w+)\s*\)",
+            r"\\pmod{\1\2\3}",
+        ),
+        (r"\\text\s*\{\s*\(?\s*mod\s+(\w+)\s*\)?\s*\}", r"\\pmod{\1}"),
         (r"\*\*", "^"),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
         (r"(?<=\d)(?<!\b0)\s*x\s*(?=\$?\d)", r"\\times "),
@@ -143,6 +166,8 @@ def strip_wrappers(text: str) -> str:
     while True:
         before = text
         text = text.strip()
+        if re.search(r"(?<!\\)(?:\\\\)*\\$", text):  # of a backslash with a space
+            text = text[:-1].rstrip()
         if text.endswith(".") and not text.endswith((r"\.", "..")):
             text = text[:-1].rstrip()
         for pattern, mark in _WRAPPERS:

@@ -75,6 +75,8 @@ class Number:
             return False
         if self.is_percent == other.is_percent:
             return _is_close(self, other)
+        if self.unit or other.unit:
+            return False
         percent, plain = (self, other) if self.is_percent else (other, self)
         share = Number(percent.value / 100, percent.last_place / 100)
         return _is_close(percent, plain) or _is_close(share, plain)

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlightning.rewards.answers.notation import bracketed, normalize, split_top_level
 from rlightning.rewards.answers.numbers import Number, read_number
+from rlightning.rewards.answers.units import canonical_unit
 
 MAX_WORDS = 12
 """A text with more words is prose, and no answer."""
@@ -15,9 +16,15 @@ MAX_LENGTH = 2000
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Anything in LaTeX that has a value, or that can only be compared as it is written."""
+    """Anything in LaTeX that has a value, or that can only be compared as it is written.
+
+    Attributes:
+        latex: the text without a unit at its end.
+        unit: the canonical name of a unit that is known, or "".
+    """
 
     latex: str
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Relation:
     """Equations and inequalities, also chained: ``sides`` with ``signs`` between them.
 
     Attributes:
-        signs: each one of ``= < > <= >= != in``.
+        signs: each one of ``= < > <= >= != in ~``.
         sides: one more than signs; texts.
     """
 
@@ -235,11 +242,6 @@ def _relation(text: str) -> Answer | None:
     sides = [side.strip() for side in pieces[::2]]
     if not all(sides):
         return None
-    if "~" in signs:
-        # An approximation stands beside what it approximates; beside a name it is the value.
-        place = signs.index("~")
-        exact = sides[place]
-        return _read(sides[place + 1] if re.fullmatch(r"\\?[a-zA-Z]+", exact) else " = ".join(sides[: place + 1]))
     return Relation(tuple(signs), tuple(sides))
 
 
@@ -297,14 +299,18 @@ def _formula(text: str) -> Answer | None:
     """What is left is a formula, with or without a unit."""
     bare = _TRAILING_UNIT.sub("", text).strip()
     if bare and bare != text and not bare.endswith(("^", "_", "+", "-", "=", ",")):
-        return _read(bare)
-    degrees = re.fullmatch(r"(.*?[^\s^])\s*\^\s*\\circ", text)
-    if degrees and "\\circ" not in degrees[1]:
-        return _read(degrees[1])
+        return _with_unit(_read(bare), text[len(bare) :])
+    degrees = re.fullmatch(r"(.*?[^\s^])\s*(\^\s*\\circ)", text)
+    if degrees and not re.search(r"\\(?:circ|sin|cos|tan|cot|sec|csc)(?![a-zA-Z])", degrees[1]):
+        return _with_unit(_read(degrees[1]), degrees[2])
     percent = re.fullmatch(r"(.+?)\s*\\?%", text)
     if percent and not re.search(r"[%]", percent[1]):
         return Formula(rf"\frac{{{percent[1]}}}{{100}}")
     return Formula(text)
+
+
+def _with_unit(answer: Answer | None, unit: str) -> Answer | None:
+    return replace(answer, unit=canonical_unit(unit)) if isinstance(answer, Number | Formula) else answer
 
 
 _READERS: list[Callable[[str], Answer | None]] = [
