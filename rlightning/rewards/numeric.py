@@ -6,8 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rlightning.rewards.answers import Answer, answers_equal, find_answer, find_mark, read_answer, read_listing
-from rlightning.rewards.answers.reading import Text
+from rlightning.rewards.answers import Answer, Text, answers_equal, find_answer, read_listing, read_reference
 from rlightning.rewards.references import answer_checker
 
 TIME_LIMIT = 3
@@ -79,9 +78,7 @@ def _read_reference(answer: Any) -> Answer:
     if isinstance(answer, list | tuple):
         read = read_listing([str(item) for item in answer]) if answer else None
     elif answer is not None:
-        text = str(answer)
-        mark = find_mark(text)
-        read = read_answer(text if mark is None else mark.content)
+        read = read_reference(str(answer))
     if read is None:
         raise ValueError(f"The reference answer {str(answer)[-80:]!r} holds no answer that can be read as a whole.")
     return read

@@ -1,7 +1,8 @@
 """Answers of mathematical tasks: where they stand, what they are, and when two are the same."""
 
 from rlightning.rewards.answers.equality import answers_equal
-from rlightning.rewards.answers.location import find_answer, find_mark
-from rlightning.rewards.answers.reading import Answer, read_answer, read_listing
+from rlightning.rewards.answers.kinds import Answer, Text
+from rlightning.rewards.answers.location import find_answer, read_reference
+from rlightning.rewards.answers.reading import read_listing
 
-__all__ = ["Answer", "answers_equal", "find_answer", "find_mark", "read_answer", "read_listing"]
+__all__ = ["Answer", "Text", "answers_equal", "find_answer", "read_listing", "read_reference"]

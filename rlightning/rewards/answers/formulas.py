@@ -107,7 +107,7 @@ def approximates(formula: str, number: Number) -> bool:
     if expression is None or not isinstance(expression, sympy.Expr) or _is_beyond_bounds(expression):
         return True
     value = _value(expression, {})
-    return value is None or bool(abs(value - _rational(number.value)) <= _rational(number.last_place or Fraction(1)))
+    return value is None or bool(abs(value - _rational(number.value)) <= _rational(number.last_place or Fraction(1, 2)))
 
 
 def _sum_up(expression: Any) -> Any:

@@ -3,10 +3,11 @@
 import re
 from typing import NamedTuple
 
+from rlightning.rewards.answers.kinds import Answer, Text
 from rlightning.rewards.answers.notation import BOX, closing_brace, normalize
 from rlightning.rewards.answers.phrases import PHRASE, find_unmarked
 from rlightning.rewards.answers.prose import leading_value
-from rlightning.rewards.answers.reading import Answer, Text, read_answer, words_of
+from rlightning.rewards.answers.reading import read_answer, words_of
 
 
 class Mark(NamedTuple):
@@ -46,7 +47,19 @@ def find_answer(text: str) -> Answer | None:
     mark = find_mark(text)
     if mark is None:
         return find_unmarked(text)
-    return _read_tag(mark.content) if mark.is_tag else read_answer(mark.content)
+    return _read_tag(mark.content) if mark.is_tag else _read_marked(mark.content)
+
+
+def read_reference(text: str) -> Answer | None:
+    """The answer of a reference: what it marks, or what its sentence states, or the whole of it."""
+    mark = find_mark(text)
+    return _read_marked(text if mark is None else mark.content)
+
+
+def _read_marked(text: str) -> Answer | None:
+    whole = read_answer(text)
+    is_sentence = (whole is None or isinstance(whole, Text)) and PHRASE.search(text)
+    return find_unmarked(text) if is_sentence else whole
 
 
 def _read_tag(text: str) -> Answer | None:

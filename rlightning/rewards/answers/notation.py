@@ -108,17 +108,18 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*[a-zA-Z]{2}[^{}]*)\}", r"\\text{\1}"),
         (r"\\(?:rm|bf|it|sf|tt|bfseries|itshape)(?![a-zA-Z])", ""),
         (r"\{?\s*([^{}\s]+)\s*\\choose(?![a-zA-Z])\s*([^{}\s]+)\s*\}?", r"\\binom{\1}{\2}"),
+        (r"\\(max|min|gcd|lcm)\s*(?:\\\{([^{}()]*)\\\}|\(([^{}()]*)\))", r"\\\1(\2\3)"),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
         (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
         (r"(?<=[\d.])\\dot\s*\{?(\d)\}?", r"\\overline{\1}"),
         (r"(\.\d*?)(\d{1,6}?)\2{2,}\s*(?:\.\.\.|\\[lc]?dots(?![a-zA-Z])|…)", r"\1\\overline{\2}"),
         (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
         (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\mathbb{\1}"),
+        (r"\\text\s*\{\s*\(?\s*mod\s+(\w+)\s*\)?\s*\}", r"\\pmod{\1}"),
         (
             r"\\[pb]?mod\s*(?:\{\s*(\w+)\s*\}|(\w+))|\(\s*(?:\\text\s*\{\s*)?(?:\\b?mod|mod)\s*\}?\s*(\w+)\s*\)",
             r"\\pmod{\1\2\3}",
         ),
-        (r"\\text\s*\{\s*\(?\s*mod\s+(\w+)\s*\)?\s*\}", r"\\pmod{\1}"),
         (r"\*\*", "^"),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
         (r"(?<=\d)(?<!\b0)\s*x\s*(?=\$?\d)", r"\\times "),
@@ -154,7 +155,7 @@ def normalize(text: str) -> str:
         for sign, replacement in _UNICODE.items():
             text = text.replace(sign, replacement)
         text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
-    if re.fullmatch(r"[\d.-]*", text):
+    if re.fullmatch(r"-?\d*\.?\d*", text):
         return text
     for pattern, replacement in _STYLES:
         text = pattern.sub(replacement, text)

@@ -35,8 +35,8 @@ UNIT = re.compile(
     rf"|\s+[mgshLN]{_POWER_SIGN}"
 )
 _NOT_UNITS = frozenset(
-    "and or pi sqrt sin cos tan log ln mod if is for when am pm squared cubed factorial less fewer minus plus".split()  # noqa: SIM905
-)
+    {"and", "or", "if", "is", "for", "when", "than", "to", "am", "pm", "less", "fewer", "minus", "plus"}
+) | {*("pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "squared", "cubed", "factorial")}
 _SCALES = {
     "hundred": Fraction(100),
     "thousand": Fraction(1000),

@@ -4,10 +4,11 @@
 
 import re
 
+from rlightning.rewards.answers.kinds import Answer, Based, Choice, Listing, Relation, Text, is_time_of_day
 from rlightning.rewards.answers.notation import normalize
 from rlightning.rewards.answers.numbers import Number
 from rlightning.rewards.answers.prose import MATH, joined_math, last_value, leading_value
-from rlightning.rewards.answers.reading import Answer, Choice, Listing, Text, is_time_of_day, read_answer, words_of
+from rlightning.rewards.answers.reading import CONDITION, read_answer, words_of
 
 MAX_END = 4000
 """Characters at the end of a text in which an answer that is not marked is looked for."""
@@ -44,15 +45,12 @@ _LEAD_IN = re.compile(
 )
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?[.:)]?\s*$|[).:](?=\s)|(?=\s*[,;(-]|\s+(?:is|\$?\d)))")
 _LETTER = r"(?:\*\*|\\text\s*\{)?\(?([A-J])\)?\}?(?:\*\*)?"
-_STATED_CHOICES = [
-    re.compile(
-        rf"(?:^|\b(?:option|choice|letter|answer|choose|select|pick|therefore|thus|hence|so|be|is))[\s,:]*\(?{_LETTER}"
-        r"(?:\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|answer)\b.*)?[\s.!]*$",
-        re.IGNORECASE,
-    )
-]
+_STATED_CHOICE = re.compile(
+    rf"(?:^|,|\b(?i:option|choice|letter|answer|choose|select|pick|therefore|thus|hence|so|be|is)\b)[\s,:]*{_LETTER}"
+    r"(?:\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|answer)\b.*)?[\s.!]*$"
+)
 _TRUTH = re.compile(
-    r"^\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b\W.*|.*\bis\s+(true|false)\W*$", re.IGNORECASE | re.DOTALL
+    r"\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b\W[^\d]*|[^\d]*\bis\s+(true|false)\W*", re.IGNORECASE
 )
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "log", "ln", "sqrt", "and", "or", "pi"})
 _IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}]*\}|\\math[a-z]*\s*\{[^{}]*\}")
@@ -71,9 +69,15 @@ def find_unmarked(text: str) -> Answer | None:
     if phrases and _is_denied(text[phrases[-1].end() :]):
         return None
     whole = None if "\n" in text.strip() else read_answer(text)
+    truth = _stated_truth(text)
+    if truth is not None:
+        return truth
     if whole is not None and not isinstance(whole, Text) and not _is_prose(text, whole):
+        is_computation = isinstance(whole, Relation) and whole.signs[-1] == "=" and re.match(r"[$\d]", whole.sides[0])
+        return last_value(text) if is_computation else whole
+    if isinstance(whole, Text) and _NO_VALUE.match(text):
         return whole
-    return _stated(text) or last_value(text) or whole
+    return _stated_choice(text) or last_value(text) or whole
 
 
 def _clean(text: str) -> str:
@@ -119,23 +123,30 @@ def _read_phrase(text: str) -> Answer | None:
     return whole if isinstance(whole, Text) and not re.search(r"\d", sentence) else last_value(sentence) or whole
 
 
-def _stated(text: str) -> Answer | None:
-    """The choice, or the yes or no, that the last sentence states."""
-    last = [part for part in _SENTENCE_END.split(text.strip()) if part.strip()][-1:]
-    sentence = last[0].strip().split("\n")[-1].strip() if last else ""
-    for pattern in _STATED_CHOICES:
-        match = pattern.search(sentence)
-        if match:
-            return Choice(match[1])
-    truth = _TRUTH.fullmatch(sentence)
-    return Text(truth[1] or truth[2]) if truth and not re.search(r"\d", sentence) else None
+def _last_sentence(text: str) -> str:
+    parts = [part for part in _SENTENCE_END.split(text.strip()) if part.strip()]
+    return parts[-1].strip().split("\n")[-1].strip() if parts else ""
+
+
+def _stated_choice(text: str) -> Answer | None:
+    """The choice that the last sentence states."""
+    match = _STATED_CHOICE.search(_last_sentence(text))
+    return Choice(match[1].upper()) if match else None
+
+
+def _stated_truth(text: str) -> Answer | None:
+    """The yes, no, true or false that the last sentence states."""
+    truth = _TRUTH.fullmatch(_last_sentence(text))
+    return Text(truth[1] or truth[2]) if truth else None
 
 
 def _is_prose(text: str, answer: Answer) -> bool:
     """Whether a text has words beside its answer, so that it is not the answer as a whole."""
-    if isinstance(answer, Number | Choice):
+    if isinstance(answer, Number | Choice | Based):
         return False
-    words = [word for word in words_of(_IN_TEXT.sub("", text)) if word.lower() not in _FUNCTIONS]
+    # In a formula, two letters after a digit are a product, and dx a differential.
+    plain = re.sub(r"(?<=\d)[a-z]{2}(?![a-z])|\bd[a-z]\b", "", _IN_TEXT.sub("", CONDITION.sub("", text)))
+    words = [word for word in words_of(plain) if word.lower() not in _FUNCTIONS]
     if isinstance(answer, Listing) and isinstance(answer.items[0], Text):
         is_words = all(isinstance(item, Text) for item in answer.items) or re.fullmatch(
             r"[A-Z]\w* \d+", answer.items[0].words

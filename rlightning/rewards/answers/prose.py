@@ -2,12 +2,14 @@
 
 import re
 
+from rlightning.rewards.answers.kinds import Answer, is_time_of_day
 from rlightning.rewards.answers.notation import normalize, split_top_level
 from rlightning.rewards.answers.numbers import UNIT, Number, read_number
-from rlightning.rewards.answers.reading import Answer, is_time_of_day, read_answer, read_listing
+from rlightning.rewards.answers.reading import read_answer, read_listing
 
 MATH = re.compile(
     r"(?<!\\)\$\$(?P<display>.{,999}?)(?<!\\)\$\$|(?<![\\\d])\$(?![\s$])(?P<inline>(?:\\.|[^$\n\\])+?)(?<![\s\\])\$(?!\d)"
+    r"|(?P<environment>\\begin\{(?P<kind>align|aligned|gather|equation)\*?\}.{,999}?\\end\{(?P=kind)\*?\})"
     r"|\\\((?P<parenthesis>.{,999}?)\\\)|\\\[(?P<bracket>.{,999}?)\\\]",
     re.DOTALL,
 )

@@ -1,0 +1,109 @@
+"""What answers are: the kinds of them, and their parts."""
+
+import re
+from dataclasses import dataclass
+
+from rlightning.rewards.answers.numbers import Number
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """Anything in LaTeX that has a value, or that can only be compared as it is written.
+
+    Attributes:
+        latex: the text without a unit at its end.
+        unit: the canonical name of a unit that is known, or "".
+    """
+
+    latex: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words, compared without regard to case and punctuation."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A letter of a multiple choice, and what the answer says beside it."""
+
+    letter: str
+    rest: "Answer | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Answers with commas, "and" or "or" between them, and no bracket around them: in any order."""
+
+    items: tuple["Answer", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Answers in brackets: a point, a tuple, an interval, and, in braces, a set."""
+
+    opening: str
+    items: tuple["Answer", ...]
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Intervals and sets together."""
+
+    parts: tuple["Answer", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Cells by rows; all kinds of brackets are alike."""
+
+    rows: tuple[tuple["Answer", ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Numbers with colons between them."""
+
+    terms: tuple["Answer", ...]
+    is_clock_time: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """Digits of a number with its base, such as ``101_2``."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Equations and inequalities, also chained: ``sides`` with ``signs`` between them.
+
+    Attributes:
+        signs: each one of ``= < > <= >= != in ~``.
+        sides: one more than signs; texts.
+    """
+
+    signs: tuple[str, ...]
+    sides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Congruence:
+    """A residue of a modulus, such as ``x = 3 (mod 7)``."""
+
+    residue: "Answer"
+    modulus: str
+
+
+Answer = Number | Formula | Text | Choice | Listing | Group | Union | Matrix | Ratio | Based | Relation | Congruence
+
+
+def is_time_of_day(answer: Answer | None) -> bool:
+    """Whether the answer is a time such as ``3:00 pm``."""
+    return isinstance(answer, Text) and re.fullmatch(r"\d{1,2}:\d\d [ap]m", answer.words) is not None
