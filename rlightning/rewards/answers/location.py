@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rlightning.rewards.answers.kinds import Answer, Text
 from rlightning.rewards.answers.notation import BOX, closing_brace, normalize
-from rlightning.rewards.answers.phrases import PHRASE, find_unmarked
+from rlightning.rewards.answers.phrases import PHRASE, find_unmarked, is_prose
 from rlightning.rewards.answers.prose import leading_value
 from rlightning.rewards.answers.reading import read_answer, words_of
 
@@ -58,7 +58,7 @@ def read_reference(text: str) -> Answer | None:
 
 def _read_marked(text: str) -> Answer | None:
     whole = read_answer(text)
-    is_sentence = (whole is None or isinstance(whole, Text)) and PHRASE.search(text)
+    is_sentence = PHRASE.search(text) and (whole is None or isinstance(whole, Text) or is_prose(text, whole))
     return find_unmarked(text) if is_sentence else whole
 
 

@@ -70,14 +70,26 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
     for pattern, replacement in [
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bigskip)(?![a-zA-Z])", ""),
         (r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
-        (r"\\(?:boldsymbol|bold|bm|pmb|underline|emph|mathord|mathbin|mathrel|mathsf|ensuremath)(?![a-zA-Z])", ""),
         (
-            r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\(?:label|tag)\*?\s*\{[^{}]*\}",
+            r"\\(?:boldsymbol|bold|bm|pmb|underline|emph|mathord|mathbin|mathrel|mathtt|ensuremath|therefore|because)(?![a-zA-Z])",
+            "",
+        ),
+        (
+            r"\\(?:text|page|f)?color(?:box)?\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\(?:label|tag)\*?\s*\{[^{}]*\}",
             "",
         ),
         (r"\\math(?:rm|bf|it|sf)\s*(?:\{\s*([b-fi-kp-rt-zB-FI-KP-RT-Z])\s*\}|\s([ijk])(?![a-zA-Z]))", r" \1\2"),
         (r"(?<!^)\\text\s*\{\s*i\s*\}", " i"),
-        (r"\\text\s*\{\s*([:.,])\s*\}", r"\1"),
+        (r"\\text\s*\{\s*([:.,])\s*\}|\{(:)\}", r"\1\2"),
+        (r"(?:\\\\)+\s*$", ""),
+        (r"\\math(?:rm|bf|it|sf)\s*(?=\{\s*\\[a-z]+\s*\{)", ""),
+        (
+            r"\\frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}\d]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}\d]*)\}\s*\}",
+            r"\\text{\1/\2}",
+        ),
+        (r"\\text\s*\{\s*(?:all\s+)?real(?:\s+number)?s\s*\}|^(?:all\s+)real(?:\s+number)?s$", r"\\mathbb{R}"),
+        (r"\\text\s*\{\s*\\text[a-z]*\s*\{([^{}]*)\}\s*\}", r"\\text{\1}"),
+        (r"\\[td]?binom\s*(\w)\s*(\w)", r"\\binom{\1}{\2}"),
         (r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\[a-z]+\s*\{)?|\\[a-z]+\s*\{)\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
         (
             r"\\(?:left|right|[bB]igg?[lrm]?)(?=\s*(?:[()\[\]|.<>/]|\\[{}|]|\\[lr](?:brace|brack|angle|vert|floor|ceil)))",

@@ -36,7 +36,7 @@ UNIT = re.compile(
 )
 _NOT_UNITS = frozenset(
     {"and", "or", "if", "is", "for", "when", "than", "to", "am", "pm", "less", "fewer", "minus", "plus"}
-) | {*("pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "squared", "cubed", "factorial")}
+) | {*("pi", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "factorial")}
 _SCALES = {
     "hundred": Fraction(100),
     "thousand": Fraction(1000),
@@ -112,7 +112,7 @@ def read_number(text: str) -> Number | None:
     if rest.strip():
         match = UNIT.fullmatch(rest.rstrip())
         words = re.findall("[a-z]+", rest.lower().replace("p.m", "pm").replace("a.m", "am"))
-        if match is None or {*words} & _NOT_UNITS:
+        if match is None or {*words} & _NOT_UNITS or {*words[:1]} & {"squared", "cubed"}:
             return None
         unit = unit or canonical_unit(rest)
     return Number(value, last_place, unit=unit)

@@ -24,21 +24,25 @@ _SUBJECT = (
 _VERB = rf"(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：=]|(?={DENIED}))"
 PHRASE = re.compile(
     rf"(?:\b{_SUBJECT}\b(?:(?!\banswer)[^\n.:=$\\{DENIED}]){{0,60}}?{_VERB}"
-    r"|(?:答案|答)\s*(?:是|为|选|[:：])|[故应]选|^\W*(?:final\s+)?answer\W*\n)[ \t]*(?:\*\*|__)?[ \t]*",
+    r"|(?:答案|答)\s*(?:是|为|选|[:：])|选(?=\s*\(?[A-J])|^\W*(?:final\s+)?answer\W*\n)[ \t]*(?:\*\*|__)?[ \t]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _DENIAL = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|maybe|perhaps|possibly|(?:could|might|may)\s+be)|n['’]t)\b"
+    r"(?:\b(?:not|nor|never|cannot|neither|maybe|perhaps|possibly|anything but|(?:could|might|may)\s+be)|n['’]t)\b"
     r"(?:\s+(?:be|equal|equals|to|exactly|just|a|the))*\s+"
     r"(?:\$[^$\n]+\$(?!\d)|\\\(.{,200}?\\\)|\S*\d\S*?(?=[.,;:!?)*]*(?:\s|$))|\(?[A-J]\)?(?![\w']))"
 )
-_EMPHASIS = re.compile(r"(?<![\w)\]}*])(\*{1,2})(?=[^\s*])([^\n*]{,200}?)(?<=[^\s*])\1(?![\w*])|(?<!`)`([^`\n]*)`(?!`)")
+_EMPHASIS = re.compile(
+    r"(?<![\w)\]}*])(\*{1,2}|_)(?=[^\s*_])([^\n*_]{,200}?)(?<=[^\s*_])\1(?![\w*])|(?<!`)`([^`\n]*)`(?!`)"
+)
 _NO_VALUE = re.compile(
     r"\W*(?:(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than|no\s+(?:more|less|fewer)|at\s+(?:most|least)"
     r"|between|from|up\s+to|over|under|above|below)\b",
     re.IGNORECASE,
 )
-_RANGE = re.compile(r"\s*(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so)\b|\s*to\s+\W*\d")
+_RANGE = re.compile(
+    r"\s*(?:(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so|an?\s)\b|to\s+\W*\d|(?:squared|cubed)\b)"
+)
 _LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
     re.IGNORECASE,
@@ -50,7 +54,8 @@ _STATED_CHOICE = re.compile(
     r"(?:\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|answer)\b.*)?[\s.!]*$"
 )
 _TRUTH = re.compile(
-    r"\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b\W[^\d]*|[^\d]*\bis\s+(true|false)\W*", re.IGNORECASE
+    r"\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b(?:[^\d]*|\W.*\b(?:because|since|as)\b.*)|[^\d]*\bis\s+(true|false)\W*",
+    re.IGNORECASE,
 )
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "log", "ln", "sqrt", "and", "or", "pi"})
 _IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}]*\}|\\math[a-z]*\s*\{[^{}]*\}")
@@ -72,7 +77,7 @@ def find_unmarked(text: str) -> Answer | None:
     truth = _stated_truth(text)
     if truth is not None:
         return truth
-    if whole is not None and not isinstance(whole, Text) and not _is_prose(text, whole):
+    if whole is not None and not isinstance(whole, Text) and not is_prose(text, whole):
         is_computation = isinstance(whole, Relation) and whole.signs[-1] == "=" and re.match(r"[$\d]", whole.sides[0])
         return last_value(text) if is_computation else whole
     if isinstance(whole, Text) and _NO_VALUE.match(text):
@@ -110,7 +115,7 @@ def _read_phrase(text: str) -> Answer | None:
     if _is_denied(sentence) and DENIED not in sentence:
         return None
     whole = read_answer(sentence.replace(DENIED, ""))
-    if whole is not None and not isinstance(whole, Text) and not _is_prose(sentence, whole):
+    if whole is not None and not isinstance(whole, Text) and not is_prose(sentence, whole):
         return whole
     if isinstance(whole, Text) and is_time_of_day(whole):
         return whole
@@ -140,7 +145,7 @@ def _stated_truth(text: str) -> Answer | None:
     return Text(truth[1] or truth[2]) if truth else None
 
 
-def _is_prose(text: str, answer: Answer) -> bool:
+def is_prose(text: str, answer: Answer) -> bool:
     """Whether a text has words beside its answer, so that it is not the answer as a whole."""
     if isinstance(answer, Number | Choice | Based):
         return False

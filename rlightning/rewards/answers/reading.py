@@ -27,12 +27,14 @@ MAX_LENGTH = 2000
 
 
 _LEAD_IN = re.compile(
-    r"(?:^\\text\s*\{[^{}]*\b(?:is|are)\s*:?\s*\}|^\\text\s*\{\s*(?:option|choice|answer)\s*:?\s*\}"
-    r"|^(?:the\s+)?(?:correct\s+)?(?:option|choice|answer|letter)\b(?:\s+is)?\s*:?\s*(?=\(?[A-J]\)?(?![a-zA-Z]))|^=|^\\approx(?![a-zA-Z]))",
+    r"(?:^\\text\s*\{[^{}]*\b(?:is|are|answer|option|choice)\s*:?\s*\}|^=|^\\approx(?![a-zA-Z])"
+    r"|^(?:the\s+)?(?:correct\s+)?(?:option|choice|answer|letter)\b(?:\s+is)?\s*:?\s*(?=\(?[A-J]\)?(?![a-zA-Z])))",
     re.IGNORECASE,
 )
 CONDITION = re.compile(
-    r"(?<=\S)\s*[,;]?\s*(?:\\text\s*\{\s*)?[,;(]?\s*(?:\\forall(?![a-zA-Z])|\b(?:for\s+(?:all|any|every|each|some)|where)\b).*$",
+    r"(?<=\S)\s*[,;]?\s*(?:\\text\s*\{\s*)?[,;(]?\s*(?:\\forall(?![a-zA-Z])"
+    r"|\b(?:for\s+(?:all|any|every|each|some|integers?|\}?\s*[a-zA-Z]\s*\\in)|where)\b.*"
+    r"|\(\s*[a-zA-Z]\s*\\in\s*\\mathbb\{[ZN]\}[^()]*\)).*$",
     re.DOTALL,
 )
 """What a formula's variables range over, at its end; it is no part of an answer."""
@@ -51,7 +53,7 @@ _SIGN = re.compile(r"\s*(\\(?:le|ge|ne|in|approx|equiv)(?![a-zA-Z])|[=<>])\s*")
 _CHOICE = re.compile(
     r"(?:\\text\s*\{\s*)?(?:\(([A-J])\s*\)|([A-J])(?:\)|[.:](?=\s)|(?=\s*\}|$)))(?:\s*\})?\s*(.*)", re.DOTALL
 )
-_BASED = re.compile(r"\(?([0-9A-F]+|[0-9a-f]{2,})\)?\s*_\s*\{?\s*(\d+|[a-z]{3,})\s*\}?")
+_BASED = re.compile(r"\(?([0-9A-F]+|[0-9a-f]{2,})\)?\s*_\s*\{?\s*\(?(\d+|[a-z]{3,})\)?\s*\}?")
 _BASES = {
     name: base
     for base, name in enumerate(
@@ -111,7 +113,8 @@ def _read(text: str) -> Answer | None:
 def _choice(text: str) -> Choice | None:
     match = _CHOICE.fullmatch(text)
     if match is None:
-        return None
+        small = re.fullmatch(r"([a-j])\)", text)
+        return Choice(small[1].upper()) if small else None
     rest = match[3].strip()
     if rest and not match[1] and _SIGN.match(rest):
         return None

@@ -14,23 +14,23 @@ _NAMES = {
         "£": "£ gbp sterling",
         "¥": "¥ yen yuan",
         "₹": "₹ rs rupee inr",
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
+        "mm": "mm",
+        "cm": "cm",
         "m": "m meter metre",
-        "km": "km kilometer kilometre",
+        "km": "km",
         "in": "in inch inche",
         "ft": "ft foot feet",
         "yd": "yd yard",
         "mi": "mi mile",
         "acre": "acre",
         "ha": "ha hectare",
-        "mg": "mg milligram",
+        "mg": "mg",
         "g": "g gram gm",
-        "kg": "kg kilogram kilo kilogramme",
+        "kg": "kg kilo",
         "t": "tonne ton",
         "lb": "lb pound",
         "oz": "oz ounce",
-        "ml": "ml milliliter millilitre",
+        "ml": "ml",
         "l": "l liter litre",
         "gal": "gal gallon",
         "qt": "qt quart",
@@ -38,7 +38,7 @@ _NAMES = {
         "cup": "cup",
         "tbsp": "tbsp tablespoon",
         "tsp": "tsp teaspoon",
-        "ms": "ms millisecond",
+        "ms": "ms",
         "s": "s sec second",
         "min": "min minute",
         "h": "h hr hour",
@@ -51,19 +51,23 @@ _NAMES = {
         "degree": r"degree deg",
         "rad": "rad radian",
         "K": "kelvin",
-        "J": "joule",
         "N": "n newton",
+        "ohm": "ohm",
+        "cal": "cal calorie",
+        "mol": "mol mole",
+        "bit": "bit",
+        "B": "byte",
+        "kB": "kb",
+        "MB": "mb",
+        "GB": "gb",
+        "TB": "tb",
+        "J": "joule",
         "W": "watt",
-        "kW": "kw kilowatt",
+        "kW": "kw",
         "V": "volt",
         "A": "amp ampere",
-        "ohm": "ohm",
         "Hz": "hz hertz",
         "Pa": "pa pascal",
-        "kB": "kb kilobyte",
-        "MB": "mb megabyte",
-        "GB": "gb gigabyte",
-        "TB": "tb terabyte",
         "mi/h": "mph",
         "km/h": "kmh kmph kph",
         "degree/C": "celsius c",
@@ -71,6 +75,8 @@ _NAMES = {
     }.items()
     for name in names.split()
 }
+_PREFIXES = ("nano", "micro", "milli", "centi", "deci", "hecto", "kilo", "mega", "giga", "tera")
+_SYMBOLS = {"milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "tera": "T"}
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3", "squared": "^2", "cubed": "^3"}
 _PER = frozenset({"/", "per", "a", "an", "each", "every"})
 _MAY_LACK_PER = ("$", "¢", "€", "£", "¥", "₹", "degree")
@@ -107,9 +113,17 @@ def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
     """The unit at the start with its power, and the tokens after it."""
     before = _POWERS.get(tokens[0], "") if len(tokens) > 1 else ""
     name, *rest = tokens[bool(before) :] or [""]
-    unit = _NAMES.get(name) or _NAMES.get(name.removesuffix("s"), "")
+    unit = _find_name(name)
     after = rest[0] if rest and rest[0][0] == "^" else _POWERS.get("".join(rest[:1]), "")
     rest = rest[bool(after) :]
     # A short name is a unit where no other words follow: "3 in total" is not inches.
     is_word = name.isalpha() and len(name) < 3 and rest and rest[0] not in _PER | {"of"}
     return ("", rest) if is_word or not unit else (unit + (before or after), rest)
+
+
+def _find_name(name: str) -> str:
+    """The canonical name of a single word, with its metric prefix."""
+    unit = _NAMES.get(name) or _NAMES.get(name.removesuffix("s"), "")
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "") if not unit else ""
+    bare = _find_name(name.removeprefix(prefix)) if prefix and len(name) > len(prefix) + 2 else ""
+    return f"{_SYMBOLS.get(prefix, prefix)}{bare}" if bare else unit
