@@ -154,6 +154,8 @@ def _sets_equal(one: Any, other: Any) -> bool:
 
 def _constants_equal(one: Any, other: Any) -> bool:
     one, other = one.doit(), other.doit()
+    if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
+        return _equal(one, other)
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
     if one.is_Rational and other.is_rational:
