@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
+from rlightning.rollout.engine_arguments import argument_names
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_settings import (
-    RolloutWork,
-    argument_names,
-    batched_tokens,
-    capture_sizes,
-    check_given,
-    derive_settings,
-)
+from rlightning.rollout.engine_settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
 
 GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)
 
@@ -83,20 +76,6 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
     for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
         settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
         assert settings.get("cudagraph_capture_sizes", 1) == 1
-
-
-def test_names_are_checked() -> None:
-    check_given({"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28, "tensor_parallel_size": 2})
-    check_given({"data_parallel_size": 1})
-    with pytest.raises(ConfigError, match=r"Did you mean 'max_num_seqs'\?"):
-        check_given({"max_num_seq": 8})
-
-
-@pytest.mark.parametrize("name", ["data_parallel_size", "pipeline_parallel_size"])
-def test_engines_are_parallel_by_tensor_alone(name: str) -> None:
-    message = rf"^rollout\.engine\.{name}=2 must be 1: .*tensor_parallel_size.*rollout\.num_engines"
-    with pytest.raises(ConfigError, match=message):
-        EngineOptions(arguments={name: 2}).check()
 
 
 @pytest.mark.parametrize(
