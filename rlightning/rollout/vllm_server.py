@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -42,12 +43,20 @@ def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
         arguments = AsyncEngineArgs(**engine_args)
         config = arguments.create_engine_config()
     except (AssertionError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        gist = " ".join(str(error).split()).partition(" For further information")[0]
-        raise ArgumentsRefusedError(gist[:MESSAGE_CHARACTERS] or type(error).__name__) from error
+        raise ArgumentsRefusedError(describe_refusal(error)) from error
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
     return AsyncLLM.from_vllm_config(
         config, enable_log_requests=arguments.enable_log_requests, disable_log_stats=arguments.disable_log_stats
     )
+
+
+def describe_refusal(error: Exception) -> str:
+    """Return vLLM's reason to refuse arguments in a line: of wrong types and values each with its name and value."""
+    gist = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
+        gist = "; ".join(f"{name or one['type']}={one['input']!r:.80}: {one['msg']}" for name, one in wrong)
+    return " ".join(gist.split())[:MESSAGE_CHARACTERS]
 
 
 class VLLMServer:
