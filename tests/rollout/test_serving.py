@@ -344,9 +344,8 @@ def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> N
     other = save_model(project / "deeper", num_hidden_layers=3)
     config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
     with connected(config) as link:
-        with pytest.raises(
-            EngineError, match="num_hidden_layers 2, not 3; .*; max_model_len 80, not 81 or more"
-        ) as caught:
+        message = r"num_hidden_layers 2, not 3; .*; max_model_len 80, not 81 or more\."
+        with pytest.raises(EngineError, match=message) as caught:
             link.ready.result(PATIENCE_SECONDS)
         assert len(str(caught.value).splitlines()) == 1
 
