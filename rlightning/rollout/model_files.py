@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlightning.models import load_config, load_tokenizer
 from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
@@ -31,15 +30,15 @@ class ModelFiles:
 
     @classmethod
     def read(cls, model: str) -> "ModelFiles":
-        """Read a model's files.
+        """Read a model's files, by transformers alone: an engine's process does not import the actor's code.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
 
         Raises:
-            ConfigError: if the configuration or the tokenizer cannot be read.
+            OSError, ValueError: if the configuration or the tokenizer cannot be read.
         """
-        config, tokenizer = load_config(model), load_tokenizer(model)
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         generation = load_generation_config(model, config)
         ends = generation.eos_token_id if generation.eos_token_id is not None else []
         end_token_ids = {ends} if isinstance(ends, int) else set(ends)

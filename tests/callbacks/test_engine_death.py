@@ -201,7 +201,10 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
 ) -> None:
     assassin = Assassin(monkeypatch, {})
     trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1}))
-    with pytest.raises(EngineError, match=r"could not start \(exit status 1\): ValueError: .*KV cache.*The end of"):
+    with pytest.raises(
+        EngineError,
+        match=r"could not start \(exit status 1\): ValueError: No available memory for the cache blocks.*The end of",
+    ):
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
 
