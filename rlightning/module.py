@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.balance import balance, deal_groups
+from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
@@ -328,7 +328,7 @@ class RLModule(PolicyModule):
             batch,
             self.costs,
             num_minibatches=self.plan.updates_per_rollout,
-            seed=self.weight_version,
+            seed=deal_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
@@ -419,8 +419,8 @@ class RLModule(PolicyModule):
         """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        plan = self.plan
-        epochs = deal_groups(num_groups, plan.updates_per_rollout, self.weight_version, plan.epochs_per_rollout)
+        plan, seed = self.plan, deal_seed(self.weight_version)
+        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
         return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:

@@ -32,7 +32,7 @@ from rlightning.distributed.ray_engines import RayEngines, check_room, find_roll
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
-from rlightning.run_settings import run_seed
+from rlightning.seeds import run_seed
 from rlightning.strategy_names import CLASSES, check_strategy
 
 log = logging.getLogger(__name__)

@@ -252,10 +252,11 @@ def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
 
 @pytest.mark.processes
 def test_without_any_engine_left_the_run_ends(model_folder: str, tmp_path: Path) -> None:
-    rollout = make_rollout(placement="standalone", num_engines=2, engine={"max_num_seqs": -1})
+    rollout = make_rollout(placement="standalone", num_engines=2, engine={"kv_cache_memory_bytes": 1})
     trainer = make_trainer(tmp_path, 1, rollout)
     with pytest.raises(
-        EngineError, match=r"(?s)^No engine is left of 2\. The last one: .*could not start.*max_num_seqs"
+        EngineError,
+        match=r"^No engine is left of 2\. The last one: .*could not start .*: ValueError: No available memory for",
     ):
         trainer.fit(make_module(model_folder), make_data(tmp_path))
 

@@ -278,6 +278,11 @@ def test_a_validation_set_may_be_a_path_alone() -> None:
     assert PromptDataModule(validation="other.jsonl").validation_sets == [ValidationSet("other.jsonl").resolve("other")]
 
 
+def test_negative_seed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed=-1 must be at least 0"):
+        PromptDataModule(seed=-1)
+
+
 def test_validation_batches_of_nothing() -> None:
     with pytest.raises(ConfigError, match="validation_batch_size=0 must be at least 1"):
         PromptDataModule(validation_batch_size=0)

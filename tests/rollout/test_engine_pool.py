@@ -152,7 +152,7 @@ class OnRelease:
 
 
 def test_an_engine_that_returns_while_it_is_asked_is_asked_once_it_has_weights(tmp_path: Path) -> None:
-    pool = EnginePool([engine_config("unused", tmp_path / "log")], lambda: None)
+    pool = EnginePool([engine_config(save_model(tmp_path / "model"), tmp_path / "log")], lambda: None)
     engine = pool.members[0].engine
     first, second = Link(), Link()
 

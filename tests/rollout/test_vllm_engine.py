@@ -6,7 +6,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ import torch
 from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -127,6 +131,48 @@ def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> Non
         assert completion.is_truncated == (completion.token_ids[-1] not in (0, *tokens))
 
 
+def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let the trainer have read something else of the model's files than the engine has."""
+    own = engine.config.files
+    assert own is not None and own.end_token_ids == (0,)
+    monkeypatch.setattr(engine, "config", replace(engine.config, files=replace(own, **changes)))
+
+
+@pytest.mark.processes
+def test_trainer_decides_what_ends_a_completion_and_what_it_says(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has read that token 0 ends one; the trainer has read that 3 does, and that "1" stands for token 2."""
+    vocabulary = {character: (3 - token if token in (1, 2) else token) for character, token in VOCABULARY.items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    change_files(engine, monkeypatch, end_token_ids=(3,), tokenizer=tokenizer)
+    (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, seed=1))
+    swapped = {token: character for character, token in vocabulary.items()}
+    assert any(0 in completion.token_ids[:-1] for completion in group)
+    for completion in group:
+        *before, last = completion.token_ids.tolist()
+        assert 3 not in before and (last == 3) == (completion.finish_reason == "stop")
+        kept = before if last == 3 else [*before, last]
+        assert completion.text == "".join(swapped[token] for token in kept if token)
+
+
+@pytest.mark.processes
+def test_neighbouring_seeds_sample_independently(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_files(engine, monkeypatch, end_token_ids=())  # short completions are alike by chance
+
+    def sample(seed: int) -> list[list[str]]:
+        return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=seed)))
+
+    runs = [sample(seed) for seed in (0, 1, 2)]
+    # Each with each, and each sample with those of all other prompts and numbers.
+    assert len({text for run in runs for group in run for text in group}) == 3 * len(PROMPTS) * 8
+
+
+@pytest.mark.processes
 def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> None:
     def sample(seed: int | None, prompts: list[Prompt] = PROMPTS) -> list[list[str]]:
         return texts(engine.generate(prompts, 4, Sampling(max_new_tokens=16, seed=seed)))
@@ -144,7 +190,8 @@ def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> No
     sampling = Sampling(max_new_tokens=16, seed=7)
     whole = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
     (rest,) = engine.ask([(PROMPTS[2], 10)], 4, sampling)
-    assert texts([make_completions(rest.result())]) == texts([make_completions(whole[2].result())])
+    again, first = (engine.read(PROMPTS[2], answer.result()) for answer in (rest, whole[2]))
+    assert texts([again]) == texts([first])
 
 
 def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
