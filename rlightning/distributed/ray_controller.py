@@ -223,7 +223,7 @@ class RayController(ControllerStrategy):
             root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=self._checkpoint_io,
             seed=run_seed(),
-            fast_dev_run=trainer.fast_dev_run,
+            fast_dev_run=module.trainer.fast_dev_run,
             max_store_bytes=self.max_store_bytes,
             engine_token=None if self._engines is None else self._engines.token,
         )
