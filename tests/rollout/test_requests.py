@@ -14,7 +14,7 @@ def test_streams_differ_by_purpose_version_prompt_and_repetition() -> None:
     streams, drawn = RandomStreams(), []
     for purpose in ("training", "evaluation"):
         for version in (0, 1, 2):
-            streams.begin(purpose)  # type: ignore[arg-type]
+            streams.begin(purpose)
             for _ in range(20):  # more often than a prompt could come while its number had 4 bits for that
                 drawn += streams.draw(PROMPTS, version)
     assert len(set(drawn)) == len(drawn) == 2 * 3 * 20 * 5
