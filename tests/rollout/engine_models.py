@@ -56,7 +56,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         dtype=torch.float32,
         log_file=log_file,
         bucket_bytes=bucket_bytes,
-        files=ModelFiles.read(model_folder),
+        files=ModelFiles.read(model_folder) if Path(model_folder).is_dir() else None,
     )
 
 
