@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
+from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_arguments import argument_names
 from rlightning.rollout.engine_options import EngineOptions
@@ -95,6 +96,15 @@ def test_experts_are_computed_as_they_are_stored(
     options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
     (config,) = options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
     assert config.engine_args.get("moe_backend") == backend
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "apertus"])
+def test_what_vllm_computes_otherwise_on_a_cpu_is_refused(kind: str, tmp_path: Path) -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28})
+    with pytest.raises(ConfigError, match=rf"vLLM on a CPU gives a {kind} other log-probabilities.* Use a GPU"):
+        options.configure(module, torch.device("cpu"), Sampling(max_new_tokens=8), 16, tmp_path)
+    options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
 
 
 @pytest.mark.parametrize(
