@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
@@ -158,6 +158,7 @@ class VLLMRollout(RLCallback, Generator):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Check the configuration and start the engine; returns before it is up."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
             return
@@ -280,8 +281,12 @@ class VLLMRollout(RLCallback, Generator):
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
         self._count_change()
-        requests = self._requests(prompts, sampling)
-        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        try:
+            requests = self._requests(prompts, sampling)
+            return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        except BaseException:
+            self._begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            raise
 
     def exchange(
         self,
