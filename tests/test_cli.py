@@ -35,7 +35,9 @@ def logged_steps(folder: Path) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(file) if row["policy/loss"]]
 
 
-def test_a_run_leaves_its_configuration_metrics_and_checkpoints(project: Path) -> None:
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) -> None:
+    project = tmp_path
+    make_project(project)
     done = rlightning(project, "fit", "--config", "run.yaml", "--model.lr", "2e-3")
     assert done.returncode == 0, done.stderr
     [run] = (project / "runs").iterdir()

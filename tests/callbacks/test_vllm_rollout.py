@@ -39,6 +39,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Run(NamedTuple):
+    """The objects of a run, and what was seen of it while it ran."""
+
     trainer: Trainer
     module: RLModule
     data: PromptDataModule
@@ -48,25 +50,33 @@ class Run(NamedTuple):
     begun: list[tuple[Prompt, Completion]]
 
 
-@pytest.fixture(scope="module")
-def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
-    folder = tmp_path_factory.mktemp("run")
+def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
+    """Of engines that are started from here on."""
     sessions: list[int] = []
-    begun: list[tuple[Prompt, Completion]] = []
-    start, begin = VLLMEngine.start, RewardRunner.begin
+    start = VLLMEngine.start
 
     def noted(engine: VLLMEngine) -> None:
         start(engine)
         assert engine.process is not None
         sessions.append(engine.process.pid)
 
+    patch.setattr(VLLMEngine, "start", noted)
+    return sessions
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
+    folder = tmp_path_factory.mktemp("run")
+    begun: list[tuple[Prompt, Completion]] = []
+    begin = RewardRunner.begin
+
     def noted_begin(runner: RewardRunner, prompts: list[Prompt], completions: list[Completion]) -> None:
         begin(runner, prompts, completions)
         begun.extend(zip(prompts, completions, strict=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLLMEngine, "start", noted)
+        sessions = note_sessions(patch)
         patch.setattr(RewardRunner, "begin", noted_begin)
         witness, rollout = Witness(), make_rollout(temperature=0.7, bucket_bytes=50_000)
         trainer = make_trainer(folder, 5, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
@@ -75,7 +85,10 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         data = make_data(folder, validation=sets)
         module = make_module(model_folder)
         trainer.fit(module, data)
-        yield Run(trainer, module, data, rollout, witness, sessions, begun)
+    seen = Witness()
+    for name in vars(seen):
+        setattr(seen, name, list(getattr(witness, name)))
+    return Run(trainer, module, data, rollout, seen, sessions, begun)
 
 
 @pytest.mark.processes
@@ -125,12 +138,14 @@ def test_the_engine_ends_with_the_run(run: Run) -> None:
 
 
 @pytest.mark.processes
-def test_the_same_objects_serve_again(run: Run) -> None:
-    first, version = len(run.sessions), run.module.weight_version
+def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = run.module.weight_version
+    sessions = note_sessions(monkeypatch)
+    (witness,) = (callback for callback in run.trainer.callbacks if isinstance(callback, Witness))  # type: ignore[attr-defined]
     run.trainer.fit_loop.epoch_loop.max_steps = version + 1
     run.trainer.fit(run.module, run.data)
     assert run.module.weight_version == version + 1
-    assert run.witness.events[-5:] == ["rollout", "sync 5", "update", "validation", "sync 6"]
+    assert witness.events[-5:] == ["rollout", "sync 5", "update", "validation", "sync 6"]
     greedy, sampled = run.trainer.validate(run.module, run.data, verbose=False)
     assert "val/greedy/pass@1" in greedy and "val/sampled/pass@4" in sampled
     predictions: Any = run.trainer.predict(run.module, run.data)
@@ -139,8 +154,7 @@ def test_the_same_objects_serve_again(run: Run) -> None:
     for _, completions in pairs:
         assert len(completions) == 2
         assert all((one.weight_versions == version + 1).all() for one in completions)
-    assert len(run.sessions) == first + 3
-    assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
+    assert [in_session(session) for session in sessions] == [[]] * 3
 
 
 # A loop of one's own

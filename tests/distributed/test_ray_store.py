@@ -13,7 +13,6 @@ import torch
 from observed_run import add_rewards, make_batch
 from ray._private.internal_api import memory_summary
 from ray.experimental import get_object_locations
-from ray_nodes import start_nodes
 from rtensor_worker import start_workers
 from test_rtensor import SAMPLES, bits
 
@@ -21,7 +20,6 @@ from rlightning.distributed import ray_store, tensor_store
 from rlightning.distributed.ray_store import RayStore
 from rlightning.distributed.rtensor import RTensor, localize, remotize
 from rlightning.distributed.tensor_store import LocalStore, StoreFullError, TensorLostError
-from rlightning.errors import ConfigError
 
 MB = 1 << 20
 
@@ -225,33 +223,3 @@ def test_this_process_can_store_too(cluster: None, monkeypatch: pytest.MonkeyPat
     assert [tensor.tolist() for tensor in localize([local, shared])] == [[1, 1], [0, 0]]  # from both places
     del shared
     assert become(0, tensor_store.live_entries) == 0
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_bytes_go_from_node_to_node_and_not_through_the_controller() -> None:
-    """Three nodes on this machine: the controller's, and one for each worker."""
-    ray.shutdown()
-    each: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * MB}
-    nodes = start_nodes(each, *(each | {"resources": {name: 1}} for name in ("a", "b")))
-    try:
-        ray.init(address=nodes.address, log_to_driver=False)
-        workers = [start_workers(1, resources={name: 1})[0] for name in ("a", "b")]
-        places = ray.get([worker.node.remote() for worker in workers])
-        here = ray.get_runtime_context().get_node_id()
-        assert len({here, *places}) == 3
-        stored = ray.get(workers[0].store_zeros.remote(30 * MB))
-        ray.get(workers[1].keep.remote([stored]))
-        assert ray.get(workers[1].sum_kept.remote()) == [0.0]
-        ref = ref_of(stored)
-        assert become(set(places), lambda: set(get_object_locations([ref])[ref]["node_ids"])) == set(places)
-        assert get_object_locations([ref])[ref]["object_size"] > 30 * MB
-    finally:
-        ray.shutdown()
-        nodes.shutdown()  # type: ignore[no-untyped-call]
-
-
-def test_without_ray_it_says_what_to_do() -> None:
-    ray.shutdown()
-    with pytest.raises(ConfigError, match=r"Call ray.init\(\) first"):
-        RayStore()
