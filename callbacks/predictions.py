@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RLCallback, check_repeated
+from rlightning.loop_ranks import num_ranks_in, rank_in
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt
 
@@ -18,7 +19,7 @@ class JSONLPredictions(RLCallback):
 
     An object has ``index`` (the prompt's row), ``prompt``, ``completions`` and ``finish_reasons`` (lists of equal
     length), and ``columns`` (the row as it was read). While it grows the file is called ``<name>.partial``, so a
-    file of the final name is whole. With several processes each writes its share, as ``<name>.rank1.jsonl`` and so on.
+    file of the final name is whole. With several ranks each writes its share, as ``<name>.rank1.jsonl`` and so on.
 
     From a loop that is not Lightning's it needs ``on_predict_start``, ``on_predict_batch_end`` with a ``list[(Prompt,
     list[Completion])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
@@ -36,13 +37,20 @@ class JSONLPredictions(RLCallback):
         self._num_prompts = 0
         self._num_completions = 0
 
+    @property
+    def state_key(self) -> str:
+        """Two of them write two files."""
+        return self._generate_state_key(path=self.path)
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse to overwrite before anything is generated."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         if stage == "predict":
             self._final = self._locate(trainer)
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         """Open the file."""
+        self._close()  # of a loop that was cut short, without on_exception
         self._final = self._locate(trainer)
         self._final.parent.mkdir(parents=True, exist_ok=True)
         self._num_prompts = self._num_completions = 0
@@ -79,8 +87,8 @@ class JSONLPredictions(RLCallback):
 
     def _locate(self, trainer: Any) -> Path:
         path = Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
-        if getattr(trainer, "world_size", 1) > 1:
-            path = path.with_suffix(f".rank{trainer.global_rank}{path.suffix}")
+        if num_ranks_in(trainer) > 1:
+            path = path.with_suffix(f".rank{rank_in(trainer)}{path.suffix}")
         if path.exists():
             raise ConfigError(
                 f"path='{path}' is there already and is not overwritten. Name another file, or move it away."

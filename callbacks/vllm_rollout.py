@@ -14,7 +14,7 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import ConfigError, EngineError
 from rlightning.evaluation import validation_sampling
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
@@ -162,6 +162,7 @@ class VLLMRollout(RLCallback, Generator):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Check the configuration and start the engine; returns before it is up."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
             return
@@ -296,8 +297,12 @@ class VLLMRollout(RLCallback, Generator):
         """
         check_requests(prompts, num_samples, sampling, self._running_engines.config.engine_args["max_model_len"])
         self._count_change()
-        requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        try:
+            requests = self._streams.assign(prompts, sampling, self._module.weight_version)
+            return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        except BaseException:
+            self._begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            raise
 
     def exchange(
         self,

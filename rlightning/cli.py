@@ -32,6 +32,7 @@ from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
+from rlightning.hooks import check_repeated
 from rlightning.module import RLModule
 from rlightning.policy_module import PolicyModule
 from rlightning.run_settings import flatten
@@ -209,6 +210,7 @@ class RLCLI(LightningCLI):
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = config["callbacks"] or []
         config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
+        check_repeated(config["callbacks"])
         if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
         config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])

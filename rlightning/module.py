@@ -29,7 +29,9 @@ from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optimization import clip_gradients
+from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, step_schedules
 from rlightning.policy_module import PolicyModule
+from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.trainer_options import check_trainer
@@ -188,7 +190,8 @@ class RLModule(PolicyModule):
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
-        return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
+        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
+        return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
@@ -385,21 +388,18 @@ class RLModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizer: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
+        optimizers = listed(self.optimizers())
         means = RunningMeans()
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
             self._update_progress = (number - 1) / len(minibatches)
             self.accumulate_gradients(batch.select(minibatch), means)
-            norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
+            norm, is_finite = clip_gradients(self.parameters(), self.max_grad_norm)
             means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
-            # Lightning counts the steps of its own wrapper: one a rollout, so that max_steps counts rollouts.
-            (optimizer if number == len(minibatches) else optimizer.optimizer).step()
-            optimizer.zero_grad()
-        lr = optimizer.param_groups[0]["lr"]
-        schedule.step()
-        return means.compute(self.all_sum, self.all_max) | {"optim/lr": lr}
+            step_optimizers(optimizers, is_last=number == len(minibatches))
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return means.compute(self.all_sum, self.all_max) | rates
 
     def skip_update(self) -> dict[str, float]:
         """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.

@@ -113,6 +113,15 @@ def test_a_mistake_found_in_setup_is_one_line(project: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["CompletionsTable", "SaveHF", "ModelCheckpoint"])
+def test_callback_listed_twice_is_one_line(project: Path, name: str) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", *[f"--trainer.callbacks+={name}"] * 2)
+    assert done.returncode == 2
+    line = f"error: trainer.callbacks lists {name} twice, to do the same work. Keep one of them."
+    assert done.stderr.splitlines()[-1] == line
+    assert "Traceback" not in done.stderr
+
+
 def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
     done = fit(project, "--model", "own_classes.Broken", exit_code=1)
     assert "Traceback" in done.stderr
