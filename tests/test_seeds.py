@@ -14,6 +14,7 @@ from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
 
 
+@pytest.mark.processes
 def test_mix_seed_is_the_same_in_every_process() -> None:
     command = "from rlightning.seeds import mix_seed; print(mix_seed(0, 'engine', 1))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
