@@ -11,6 +11,7 @@ from typing import Any
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.errors import ConfigError, EngineError
+from rlightning.foreign_text import cut_line
 
 SETTLE_SECONDS = 30.0
 """How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
@@ -240,4 +241,4 @@ def _reason(error: BaseException) -> str:
     """What Ray says of a death, in one line."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
-    return detail.partition(" Some common causes")[0][:400]
+    return cut_line(detail.partition(" Some common causes")[0])

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 from rlightning.memory_plan.compiled import bytes_kept_by_compiled
 from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
 from rlightning.models.layers import checkpoint_layers, decoder_layers
@@ -238,7 +239,8 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[st
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
-            f"({type(error).__name__}: {lines[0][:160]}). Measure it on a GPU; memory/peak_gib is among the metrics."
+            f"({type(error).__name__}: {cut_line(lines[0], 160)}). Measure it on a GPU; memory/peak_gib is among the "
+            "metrics."
         ) from error
 
 

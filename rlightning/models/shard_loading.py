@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter
 from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 from rlightning.models.policy import load_policy
 from rlightning.models.shards import local_tensor
 
@@ -113,7 +114,7 @@ def find_file(model: str, name: str) -> Path | None:
     except EntryNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
 
 
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
