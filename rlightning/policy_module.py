@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.distributed.platform import limit_host_threads
+from rlightning.model_files import ModelFiles
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.models.attention import describe_attention
 from rlightning.models.flops import sequence_flops
@@ -78,6 +79,7 @@ class PolicyModule(LightningModule):
         self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
+        self.model_files = ModelFiles.read(model)
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states

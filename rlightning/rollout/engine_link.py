@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
+from rlightning.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +44,8 @@ class RequestRefusedError(EngineError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"The engine refused a request:\n{reason}")
-        self.reason = reason
+        self.reason = cut(reason)
+        super().__init__(f"The engine refused a request:\n{self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class VLLMConfig:
         start_timeout: seconds until the engine must be up.
         hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
         environment: further variables of its process.
+        model_files: what the engine reads of the model but weights, as it was when the run began.
     """
 
     engine_args: dict[str, Any]
@@ -78,6 +81,7 @@ class VLLMConfig:
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
     environment: dict[str, str] = field(default_factory=dict)
+    model_files: ModelFiles | None = None
 
 
 class EngineLink(ABC):

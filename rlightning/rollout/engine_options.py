@@ -13,6 +13,7 @@ import torch
 from rlightning.distributed.collectives import global_rank, world_size
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
+from rlightning.model_files import ModelFiles
 from rlightning.rollout.canary import CANARY_TOKENS
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
@@ -200,6 +201,9 @@ class EngineOptions:
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
         work = self._work(module, max_prompt_tokens, num_engines)
         arguments |= derive_settings(work, self.arguments, is_cuda=is_cuda)
+        files = getattr(module, "model_files", None) or ModelFiles.read(module.model_path)
+        if files.revision is not None:
+            arguments.setdefault("revision", files.revision)  # another may be the newest when an engine starts again
         arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=sharing == 1)
         return VLLMConfig(
             engine_args=arguments,
@@ -211,6 +215,7 @@ class EngineOptions:
             bucket_bytes=self.bucket_bytes,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
+            model_files=files,
         )
 
     def _work(self, module: Any, max_prompt_tokens: int | None, num_engines: int) -> RolloutWork:

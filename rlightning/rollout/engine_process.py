@@ -16,6 +16,7 @@ import torch
 
 import rlightning
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
 
@@ -34,6 +35,7 @@ class EngineProcess(EngineLink):
 
     def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
         super().__init__(config, on_alive)
+        check_model_files(config)
         config.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._ours, theirs = Pipe()
         limit_waiting(self._ours, config.hang_timeout)
@@ -65,7 +67,7 @@ class EngineProcess(EngineLink):
         with self.config.log_file.open("rb") as file:
             file.seek(max(self.config.log_file.stat().st_size - 16384, 0))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+        return cut("\n".join(lines[-LOG_LINES:]))
 
     def _open(self) -> Connection:
         return self._ours
@@ -86,6 +88,21 @@ class EngineProcess(EngineLink):
         if not self.ready.done() and status is not None and status > 0:
             return EngineError(f"The engine could not start{code}. {log_tail}")
         return EngineDiedError(f"The engine {how}{code}. {log_tail}")
+
+
+def check_model_files(config: VLLMConfig) -> None:
+    """Refuse to start an engine on other files than the run began with: it would read another text from its tokens.
+
+    Raises:
+        EngineError: with the files that differ.
+    """
+    changed = config.model_files.find_changes() if config.model_files is not None else []
+    if config.model_files is not None and changed:
+        raise EngineError(
+            f"The engine is not started: {', '.join(changed)} of the model '{config.model_files.model}' changed after "
+            "the run began, and an engine would read what is there now. Restore what was there, and resume the run "
+            "from its last checkpoint."
+        )
 
 
 def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
