@@ -18,27 +18,26 @@ def can_decode(tokenizer: Any) -> bool:
     return hasattr(tokenizer, "backend_tokenizer")
 
 
-def decode_completions(
-    tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]], finish_reasons: Sequence[str | None]
-) -> list[str]:
-    """The texts that vLLM would have given, were it asked to decode and for no stop string.
+def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of completions, as vLLM decodes them.
 
-    Special tokens, a final stop token and the bytes of a character that the completion's end has cut are left out.
+    Special tokens and the bytes of a character that the completion's end has cut are left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         prompt: [P], the tokens before them.
         completions: [C] each.
-        finish_reasons: of each, as vLLM calls them: "stop" for one that ends with a stop token.
     """
     backend = tokenizer.backend_tokenizer
     context = list(prompt[-CONTEXT_TOKENS:])
     before = backend.decode(context, skip_special_tokens=True)
     texts = []
-    for token_ids, reason in zip(completions, finish_reasons, strict=True):
-        kept = list(token_ids[:-1] if reason == "stop" else token_ids)
-        text = backend.decode(context + kept, skip_special_tokens=True)
+    for token_ids in map(list, completions):
+        text = backend.decode(context + token_ids, skip_special_tokens=True)
         # A prompt that ends within a character is decoded to something else when that is whole.
-        text = text.removeprefix(before) if text.startswith(before) else backend.decode(kept, skip_special_tokens=True)
+        if text.startswith(before):
+            text = text.removeprefix(before)
+        else:
+            text = backend.decode(token_ids, skip_special_tokens=True)
         texts.append(text.rstrip(UNFINISHED))
     return texts

@@ -34,6 +34,18 @@ def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
     )
 
 
+def ends_with_eos(output: Any, params: SamplingParams) -> bool:
+    """Whether the model has ended a completion itself, by a token that is no part of what it wrote.
+
+    Args:
+        output: vLLM's CompletionOutput.
+        params: of the request; stop strings and stop tokens that these name are part of the text.
+    """
+    if output.finish_reason != "stop" or isinstance(output.stop_reason, str):
+        return False
+    return output.stop_reason is None or output.token_ids[-1] not in (params.stop_token_ids or ())
+
+
 class VLLMServer:
     """One AsyncLLM, and the methods that a trainer may call on it.
 
@@ -60,21 +72,23 @@ class VLLMServer:
             the reason to finish.
         """
         tokenizer = self.engine.get_tokenizer()
-        decodes_itself = bool(sampling.get("stop")) or not can_decode(tokenizer)
+        is_decoded_here = can_decode(tokenizer)
+        decodes = bool(sampling.get("stop")) or not is_decoded_here  # vLLM does, token by token
         params = SamplingParams(
             **sampling,
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=decodes_itself,
+            detokenize=decodes,
+            include_stop_str_in_output=decodes,  # it is trained like all that was sampled
         )
         output, versions = await self._run(token_ids, params, has_versions=True)
         completions = output.outputs
-        if decodes_itself:
-            texts = [one.text for one in completions]
+        if is_decoded_here:
+            written = [one.token_ids[:-1] if ends_with_eos(one, params) else one.token_ids for one in completions]
+            texts = decode_completions(tokenizer, token_ids, written)
         else:
-            sampled, reasons = [one.token_ids for one in completions], [one.finish_reason for one in completions]
-            texts = decode_completions(tokenizer, token_ids, sampled, reasons)
+            texts = [one.text for one in completions]
         return [
             {
                 "text": text,
