@@ -160,8 +160,9 @@ class _LoopCalls:
             blamed = [index for index in list(self._running) if index in self.pending]
         else:
             blamed = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
-        timed = [self.pending[index] for index in blamed if index in self.pending] or list(self.pending.values())
-        timeout = max(self._function(call).timeout for call in timed)
+        pending = self.pending.copy()  # the loop may be free again at any moment
+        timed = [pending[index] for index in blamed if index in pending] or pending.values()
+        timeout = max((self._function(call).timeout for call in timed), default=silence)
         if silence < timeout + GRACE:
             return None
         frame = sys._current_frames().get(self.thread.ident)
