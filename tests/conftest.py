@@ -9,7 +9,8 @@ from typing import Any
 import fork_server
 import pytest
 
-fork_server.install()
+if not Path("/dev/nvidiactl").exists():  # a fork could not use CUDA, which imports may have begun to use
+    fork_server.install()
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds by file, of the last run with ``--record-durations``: the longest start first, so that no worker idles."""

@@ -18,7 +18,10 @@ sys.exit(3)
 """
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.processes]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="not used on a machine with a GPU"),
+]
 
 
 @pytest.fixture
