@@ -18,6 +18,7 @@ from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
+from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import make_completions as read_completions
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -140,7 +141,7 @@ def engine_messages(size: Size) -> Work:
 
 def trainer_messages(size: Size) -> Work:
     """In the trainer's process: messages to completions, with their texts."""
-    messages, tokenizer = [], make_tokenizer()
+    messages, files = [], ModelFiles(make_tokenizer(), (), {})
     some = Size(min(size.num_completions, NUM_REQUESTS * SAMPLES_PER_PROMPT), size.num_tokens)
     for group in make_completions(some, texts=True):
         fields = ("token_ids", "logprobs", "weight_versions")
@@ -149,7 +150,7 @@ def trainer_messages(size: Size) -> Work:
 
     def read() -> list[list[Completion]]:
         read = (pickle.loads(messages[i % len(messages)]) for i in range(size.num_prompts))
-        return [read_completions(tokenizer, [1], outputs) for _, _, outputs in read]
+        return [read_completions(files, [1], outputs) for _, _, outputs in read]
 
     return Work(read, sum(size.lengths))
 

@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser
 
 from rlightning.config_files import load_yaml, merge_mappings, read_yaml
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
 from rlightning.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -292,7 +293,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{key}: importing '{module_name}' failed: {error}. Install it, or remove the key."
+                f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."
             ) from error
         parent = error.name.rpartition(".")[0]
         choices = [m.name for m in iter_modules(import_module(parent).__path__, f"{parent}.")] if parent else []

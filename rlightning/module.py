@@ -19,7 +19,7 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
-from rlightning.evaluation import log_validation, validate_in_fit
+from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
@@ -32,7 +32,7 @@ from rlightning.optimization import clip_gradients
 from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, step_schedules
 from rlightning.policy_module import PolicyModule
 from rlightning.prompt_batches import EpochStep
-from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
@@ -77,7 +77,8 @@ class RLModule(PolicyModule):
             of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
-        max_failed_share: a step in which a larger share of rewards fails ends the run.
+        max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
+            ranks included, or of a validation set's.
         max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
             skip their updates, with a warning.
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
@@ -141,6 +142,7 @@ class RLModule(PolicyModule):
         self.proximal_policy = proximal_policy
         self.validate_first = validate_first
         self.max_steps_without_signal, self.num_steps_without_signal = max_steps_without_signal, 0
+        self.validation_failures: dict[int, FailureCount] = {}  # of the validation that runs, by the set's number
         self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
         self.reference: Reference | None = None
@@ -173,6 +175,12 @@ class RLModule(PolicyModule):
         """
         if self.generates and self._has_own_rewards:
             self.rewarder.check_answers(prompts, where)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As of any policy, and the digest of the reward functions' source."""
+        digest = self.rewarder.sources.digest
+        return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
 
     # Set-up
 
@@ -282,18 +290,24 @@ class RLModule(PolicyModule):
         Raises:
             ConfigError: ``max_steps_without_signal`` steps in a row have none.
         """
-        sampled = [self.reward(self.rollout(prompts))]
-        kept = [self._keep(sampled[0])]
-        for _ in range(self.max_refills):
-            missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-            # Every rank has to take as many prompts as the others, whoever it is that misses some.
-            share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
-            if share <= 0:
-                break
-            sampled.append(self.reward(self.rollout(self.take_prompts(share))))
-            kept.append(self._keep(sampled[-1]))
-        counts = torch.tensor([sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)])
-        num_sampled, num_kept = all_reduce(counts, name="rewards are there").tolist()
+        num_samples = self.prompts_per_step * self.samples_per_prompt
+        failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
+        with self.rewarder.counting(failures):
+            sampled = [self.reward(self.rollout(prompts))]
+            kept = [self._keep(sampled[0])]
+            for _ in range(self.max_refills):
+                missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
+                # Every rank has to take as many prompts as the others, whoever it is that misses some.
+                share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
+                if share <= 0:
+                    break
+                failures.num_samples += share * world_size() * self.samples_per_prompt
+                sampled.append(self.reward(self.rollout(self.take_prompts(share))))
+                kept.append(self._keep(sampled[-1]))
+        counts = [sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)]
+        reduced = all_reduce(torch.tensor([*counts, failures.num_failed]), name="rewards are there")
+        num_sampled, num_kept, num_failed = reduced.tolist()
+        failures.check(num_failed, num_sampled)
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
         self.num_steps_without_signal = 0 if num_kept else self.num_steps_without_signal + 1
@@ -552,8 +566,17 @@ class RLModule(PolicyModule):
         """As :meth:`validation_step`."""
         log_validation(self, prompts, dataloader_idx, "test")
 
+    def on_validation_epoch_start(self) -> None:
+        """Count failed rewards anew."""
+        self.validation_failures = {}
+
+    def on_test_epoch_start(self) -> None:
+        """As :meth:`on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
+
     def on_validation_epoch_end(self) -> None:
-        """Tell the loggers their x-axis, once for all sets: rollout steps."""
+        """Tell the loggers their x-axis, once for all sets: rollout steps. End the run if too many rewards failed."""
+        check_failed_share(self.validation_failures)
         self.log("step", float(self.trainer.global_step))
 
     def on_test_epoch_end(self) -> None:

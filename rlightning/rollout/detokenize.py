@@ -13,30 +13,23 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What bytes are decoded to that are no character, or not yet."""
 
 
-def decode_completions(
-    tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]], ends: Sequence[int | str | None]
-) -> list[str]:
-    """Return the texts that vLLM would have given, were it asked to decode.
+def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of completions, as vLLM would decode them.
 
-    Special tokens, a final stop token, a final stop string with what its token has written after it, and the bytes of a
-    character that the completion's end has cut are left out.
+    Special tokens and the bytes of a character that the completion's end has cut are left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         prompt: [P], the tokens before them.
         completions: [C] each.
-        ends: what ended each: a stop token, which is its last, a stop string, or None for its length.
     """
     context = list(prompt[-CONTEXT_TOKENS:])
     before = _decode(tokenizer, context)
     texts = []
-    for token_ids, end in zip(completions, ends, strict=True):
-        kept = list(token_ids[:-1] if isinstance(end, int) else token_ids)
-        text = _decode(tokenizer, context + kept)
+    for token_ids in map(list, completions):
+        text = _decode(tokenizer, context + token_ids)
         # A prompt that ends within a character is decoded to something else when that is whole.
-        text = text.removeprefix(before) if text.startswith(before) else _decode(tokenizer, kept)
-        if isinstance(end, str) and end in text:
-            text = text[: text.index(end)]
+        text = text.removeprefix(before) if text.startswith(before) else _decode(tokenizer, token_ids)
         texts.append(text.rstrip(UNFINISHED))
     return texts
 

@@ -25,8 +25,9 @@ class Sampling:
         top_k: sample from this many likeliest tokens; 0 is all.
         min_p: leave out tokens less likely than this share of the likeliest one's probability.
         max_new_tokens: completions are cut here.
-        stop: strings that end a completion (and are left out of its text).
-        stop_token_ids: tokens that end a completion, besides the end of sequence.
+        stop: strings that end a completion, and are part of its text.
+        stop_token_ids: tokens that end a completion, besides the end of sequence, and are part of its text unless the
+            tokenizer calls them special.
         seed: makes sampling repeatable; each sample of each prompt draws from a stream of its own, a hash of this seed,
             the step and the prompt.
     """

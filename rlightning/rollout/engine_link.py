@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
 from rlightning.rollout.engine_hello import check_hello
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class RequestRefusedError(EngineError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"The engine refused a request:\n{reason}")
-        self.reason = reason
+        self.reason = cut(reason)
+        super().__init__(f"The engine refused a request:\n{self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,8 +274,9 @@ class EnginePool:
                 log.warning("Engine %d is %s: %s", member.number, again, reason)
                 try:
                     self._start(member)
-                except OSError as failure:  # this thread has nobody to raise it to
+                except (EngineError, OSError) as failure:  # this thread has nobody to raise it to
                     may_return, reason = False, f"it cannot be started: {failure}"
+                    error = EngineError(reason)
             if not may_return:
                 member.is_gone = True
                 log.warning("Engine %d stays away: %s", member.number, reason)

@@ -16,6 +16,7 @@ import torch
 
 import rlightning
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
 
@@ -65,7 +66,7 @@ class EngineProcess(EngineLink):
 
     def log_tail(self) -> str:
         """The last lines of the engine's log."""
-        return "\n".join(self._log_lines()[-LOG_LINES:])
+        return cut("\n".join(self._log_lines()[-LOG_LINES:]))
 
     def _log_lines(self) -> list[str]:
         if not self.config.log_file.exists():

@@ -111,7 +111,7 @@ class VLLMEngine:
 
     def read(self, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> list[Completion]:
         """Return a prompt's completions, from what the engine's process has answered."""
-        return make_completions(model_files(self.config).tokenizer, prompt.token_ids, outputs)
+        return make_completions(model_files(self.config), prompt.token_ids, outputs)
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`RolloutEngine.score`."""
@@ -217,17 +217,19 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int, end_token_i
     }
 
 
-def make_completions(tokenizer: Any, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Completion]:
+def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Completion]:
     """Return a prompt's completions, from what the engine's process has answered.
 
+    A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
+
     Args:
-        tokenizer: of the policy.
+        files: of the policy.
         prompt: [P] tokens.
         outputs: see :meth:`~rlightning.rollout.vllm_server.VLLMServer.generate`.
     """
-    texts = decode_completions(
-        tokenizer, prompt, [output["token_ids"].tolist() for output in outputs], [output["end"] for output in outputs]
-    )
+    written = [output["token_ids"].tolist() for output in outputs]
+    written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
+    texts = decode_completions(files.tokenizer, prompt, written)
     return [make_completion(text, output) for text, output in zip(texts, outputs, strict=True)]
 
 

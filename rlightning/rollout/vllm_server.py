@@ -13,11 +13,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlightning.foreign_text import cut_line
 from rlightning.rollout.token_versions import TokenVersions
 
 RESET_TRIES = 5
-MESSAGE_CHARACTERS = 400
-"""Of vLLM's reason to refuse arguments."""
 ALL_AT_ONCE = 1 << 30
 """vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
 one piece, of this many requests, it is when there are no more steps' outputs to take."""
@@ -56,7 +55,7 @@ def describe_refusal(error: Exception) -> str:
     if isinstance(error, ValidationError):
         wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
         gist = "; ".join(f"{name or one['type']}={one['input']!r:.80}: {one['msg']}" for name, one in wrong)
-    return " ".join(gist.split())[:MESSAGE_CHARACTERS]
+    return cut_line(gist)
 
 
 class VLLMServer:

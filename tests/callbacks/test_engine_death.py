@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_models import send
 from engine_run import Witness, find_core, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from tiny import VOCABULARY
 
 from rlightning.data import ValidationSet
 from rlightning.errors import EngineError
@@ -216,6 +217,38 @@ def test_arguments_that_vllm_refuses_are_a_line(model_folder: str, tmp_path: Pat
     ) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
+
+
+class EditAndKill(RLCallback):
+    """Gives the model's folder another tokenizer in the first update, and kills the engine."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        path = Path(module.model_path) / "tokenizer_config.json"
+        path.write_text(path.read_text().replace("<eos>", "="))
+        kill_core(module.generator.engine)
+
+
+def test_engine_is_not_restarted_on_another_tokenizer(tmp_path: Path) -> None:
+    rewarded: list[str] = []
+
+    async def reward(completion: str) -> float:
+        rewarded.append(completion)
+        return len(completion)
+
+    witness = Witness()
+    module = make_module(save_model(tmp_path / "model"), rewards=[reward], samples_per_prompt=8)
+    trainer = make_trainer(tmp_path, 2, make_rollout(stop=("1", "=")), witness, EditAndKill())
+    with pytest.raises(
+        EngineError, match=r"^The engine is not for this run\. It has eos_token =, not <eos>;.* must stay as they were"
+    ):
+        trainer.fit(module, make_data(tmp_path))
+    assert trainer.global_step == 1
+    # Until then rewards have been given the text of all tokens that are trained, stop strings too.
+    characters = {token: character for character, token in VOCABULARY.items()}
+    (batch,) = witness.batches
+    trained = ["".join(characters[token] for token in one.token_ids if token) for one in batch.completions]
+    assert sorted(rewarded) == sorted(trained)
+    assert any(text.endswith(("1", "=")) for text in trained)
 
 
 def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:

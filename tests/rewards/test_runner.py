@@ -1,7 +1,6 @@
 """The runner with real processes, threads and loops, and functions that hang, crash, raise and talk nonsense."""
 
 import asyncio
-import gc
 import itertools
 import logging
 import math
@@ -194,11 +193,6 @@ def test_a_failure_of_an_async_function_costs_its_sample_only(
         sample_rewards.released.set()
     assert values(scores.rewards) == [3.0, None, 4.0]
     assert ("a reward that raises" if deed == "raise" else "timeout=1 s").split()[-1] in caplog.text
-    # asyncio complains of the stubborn task when it is collected: now, and not in the log that another test reads.
-    for thread in threading.enumerate():
-        if thread.name == "rewards":
-            thread.join()
-    gc.collect()
 
 
 @pytest.mark.long
@@ -231,6 +225,19 @@ def test_too_many_failures_stop_the_run_with_the_traceback(make_runner: MakeRunn
         score(runner, ["raise", "raise", "ok", "ok"])
     assert str(caught.value).endswith("ValueError: a reward that raises")
     assert score(runner, ["ok"]).failed == 0, "it can be used again"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["misbehave", "misbehave_async"])
+def test_long_message_is_cut_where_it_is_quoted(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    runner = make_runner(RewardFunction(f"sample_rewards.{name}", timeout=60.0), max_failed_share=0.5)
+    with pytest.raises(RewardError) as caught:
+        score(runner, ["raise at length"])
+    for text in (str(caught.value), *(record.getMessage() for record in caplog.records)):
+        assert len(text) < 9000 and "ValueError: begin xxx" in text and "characters left out" in text
+        assert text.endswith(r"xxx end \ud800")
 
 
 @pytest.mark.processes
@@ -310,10 +317,15 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
 def test_a_module_that_fails_in_the_worker_only_is_a_failure_of_its_samples(
     make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "fleeting_rewards.py").write_text("def f(completion):\n    return 1.0\n")
+    (tmp_path / "fleeting_rewards.py").write_text(
+        "from pathlib import Path\n"
+        "if not (Path(__file__).parent / 'cases').exists():\n    raise OSError('no access to the test cases')\n"
+        "def f(completion):\n    return 1.0\n"
+    )
+    (tmp_path / "cases").touch()
     monkeypatch.syspath_prepend(tmp_path)
     runner = make_runner("fleeting_rewards.f", max_failed_share=0.5)
-    (tmp_path / "fleeting_rewards.py").write_text("raise OSError('no access to the test cases')\n")
+    (tmp_path / "cases").unlink()
     with pytest.raises(RewardError, match=r"no access to the test cases$"):
         score(runner, ["a", "b"])
 

@@ -32,11 +32,10 @@ def sentence_piece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
-def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int], finish_reason: str) -> str:
-    """As vLLM does: the stop token, which is the last, is not given to the decoder."""
+def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int]) -> str:
+    """As vLLM does."""
     stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
-    kept = token_ids[:-1] if finish_reason == "stop" else token_ids
-    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in kept)
+    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in token_ids)
 
 
 @pytest.mark.parametrize("make_tokenizer", [byte_level, sentence_piece])
@@ -50,11 +49,9 @@ def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None
     for _ in range(200):
         token_ids = tokenizer("".join(random.choice(words, random.integers(0, 8))), add_special_tokens=False).input_ids
         eos = [tokenizer.eos_token_id] * int(random.integers(0, 2))  # one in the middle is left out as well
-        completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :] + [3])
-    reasons = ["stop" if i % 2 else "length" for i in range(len(completions))]
-    expected = [decode_by_token(tokenizer, prompt, *one) for one in zip(completions, reasons, strict=True)]
-    ends = [3 if reason == "stop" else None for reason in reasons]
-    assert decode_completions(tokenizer, prompt, completions, ends) == expected
+        completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :])
+    expected = [decode_by_token(tokenizer, prompt, one) for one in completions]
+    assert decode_completions(tokenizer, prompt, completions) == expected
     assert len(set(expected)) > 100 and any(text.startswith(" ") for text in expected)
 
 
@@ -63,9 +60,7 @@ def test_a_character_that_the_end_has_cut_is_left_out() -> None:
     smile = tokenizer("a🙂", add_special_tokens=False).input_ids
     assert len(smile) == 5
     cut = [smile[:length] for length in range(1, 6)]
-    assert decode_completions(tokenizer, [], cut, [None] * 5) == ["a", "a", "a", "a", "a🙂"]
-    # The very token after it ended the completion: the bytes before were never finished.
-    assert decode_completions(tokenizer, [], [[*smile[:3], 0]], [0]) == ["a"]
+    assert decode_completions(tokenizer, [], cut) == ["a", "a", "a", "a", "a🙂"]
 
 
 def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
@@ -73,18 +68,12 @@ def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
     euro = tokenizer("what? €", add_special_tokens=False).input_ids
     rest = tokenizer(" a", add_special_tokens=False).input_ids
     for cut in (1, 2):
-        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]], [None])
+        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]])
         assert "what" not in text and text.endswith(" a")
-
-
-def test_stop_string_and_what_follows_it_are_left_out() -> None:
-    tokenizer = byte_level()
-    token_ids = tokenizer("b a", add_special_tokens=False).input_ids  # the last token is " a"
-    assert decode_completions(tokenizer, [], [token_ids] * 3, [" ", "b", None]) == ["b", "", "b a"]
 
 
 def test_tokenizer_without_backend_decodes_by_itself() -> None:
     tokenizer = ByT5Tokenizer()
     assert not hasattr(tokenizer, "backend_tokenizer")
     a, b, end = ord("a") + 3, ord("b") + 3, tokenizer.eos_token_id  # three special tokens come before the bytes
-    assert decode_completions(tokenizer, [b], [[a, b, end], [a, end, b]], [end, None]) == ["ab", "ab"]
+    assert decode_completions(tokenizer, [b], [[a, b, end], [a, end, b]]) == ["ab", "ab"]

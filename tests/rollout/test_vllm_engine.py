@@ -106,11 +106,11 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
     stopped = [completion for completion in group if completion.finish_reason == "stop"]
     by_string = [completion for completion in stopped if completion.token_ids[-1] != 0]
     assert by_string
-    assert not any("1" in completion.text or "+2" in completion.text for completion in group)
-    # Its tokens were sampled and belong to the policy's output, so they are there, and no more after them.
+    # It was sampled and is trained, so it is in the tokens and in the text, and no more after it.
     for completion in by_string:
         whole = "".join(CHARACTERS[token - 1] for token in completion.token_ids)
-        assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
+        assert completion.text == whole and whole.endswith(("1", "+2"))
+        assert not any(stop in whole[:-1] for stop in ("1", "+2"))
 
 
 def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
@@ -129,6 +129,7 @@ def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> Non
     for completion in group:
         assert not set(tokens) & set(completion.token_ids[:-1].tolist())
         assert completion.is_truncated == (completion.token_ids[-1] not in (0, *tokens))
+        assert completion.text == "".join(CHARACTERS[token - 1] for token in completion.token_ids if token)
 
 
 def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
