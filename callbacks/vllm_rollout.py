@@ -15,7 +15,7 @@ from rlightning.distributed.collectives import any_rank, gather_objects, world_s
 from rlightning.errors import ConfigError, EngineError
 from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, fire
-from rlightning.models import load_config
+from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
@@ -412,8 +412,9 @@ class VLLMRollout(RLCallback, Generator):
         version, tolerance = self._module.weight_version, self.verify_tolerance
         if tolerance is None:
             tolerance = default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
+        model_config = getattr(self._module, "model_config", None)
         try:
-            check_agreement(expected, engine.score(canary), tolerance, version)
+            check_agreement(expected, engine.score(canary), tolerance, version, model_config)
         except EngineError:
             engine.weight_version = None  # nobody may sample from it
             raise
@@ -445,5 +446,10 @@ class VLLMRollout(RLCallback, Generator):
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
         max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
         if max_prompt_tokens is not None and hasattr(module, "plan"):
-            module.plan.check_sequence_length(max_prompt_tokens, sampling.max_new_tokens, module.max_model_length)
+            module.plan.check_sequence_length(
+                max_prompt_tokens,
+                sampling.max_new_tokens,
+                module.max_model_length,
+                describe_length_limit(module.model_config),
+            )
         return max_prompt_tokens

@@ -47,13 +47,26 @@ class BatchPlan:
                 f"{_multiples(self.prompts_per_step, math.lcm(world_size, self.updates_per_rollout))}"
             )
 
-    def check_sequence_length(self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int) -> None:
-        """Refuse sequences that the model or a micro-batch has no room for."""
+    def check_sequence_length(
+        self,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        max_model_length: int,
+        reason: str = "",
+    ) -> None:
+        """Raise ConfigError for sequences that the model or a micro-batch has no room for.
+
+        Args:
+            max_prompt_tokens: of a prompt.
+            max_new_tokens: of a completion.
+            max_model_length: tokens of the longest sequence that the model takes.
+            reason: why it takes no longer ones, where that is not the number of its positions.
+        """
         longest = max_prompt_tokens + max_new_tokens
         total = f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} = {longest}"
         if longest > max_model_length:
             raise ConfigError(
-                f"{total} tokens, but the model's positions end at {max_model_length}. "
+                f"{total} tokens, but the model's positions end at {max_model_length}{reason and f': {reason}'}. "
                 f"Lower data.max_prompt_tokens or rollout.max_new_tokens by {longest - max_model_length}."
             )
         if longest > self.max_tokens_per_microbatch:

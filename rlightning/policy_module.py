@@ -18,8 +18,10 @@ from rlightning.distributed.collectives import all_reduce, global_rank, world_si
 from rlightning.distributed.platform import limit_host_threads
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
 from rlightning.models.attention import describe_attention
+from rlightning.models.files import check_head, find_weights, stored_dtype
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
+from rlightning.models.shards import named_weights
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
 from rlightning.optimizers import OptimizerStates
 from rlightning.run_settings import describe_changes
@@ -78,6 +80,9 @@ class PolicyModule(LightningModule):
         self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
+        if Path(model).is_dir():
+            check_head(model, self.model_config, find_weights(model))
+        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
@@ -89,6 +94,7 @@ class PolicyModule(LightningModule):
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
             self.actor = self.load_model(self.model_path)
+            self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
             checkpoint_layers(self.actor, self.count_checkpointed_layers())
             if next(self.actor.parameters()).is_cuda:
                 limit_host_threads()
@@ -178,16 +184,16 @@ class PolicyModule(LightningModule):
         return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The actor's weights by their Hugging Face names, tied ones once: what an engine is sent."""
-        yield from self.loaded_actor.named_parameters()
+        """What an engine is sent: the actor's parameters, tied ones once, and saved buffers, by Hugging Face names."""
+        yield from named_weights(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
-        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype that ``model`` came in.
+        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
 
         Args:
             path: the folder; what it holds is replaced once the new one is whole.
         """
-        save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.model_config.dtype)
+        save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:

@@ -34,8 +34,8 @@ def bytes_kept_by_compiled(layer: nn.Module, hidden_states: Tensor, arguments: d
         num_bytes = sum(size for storage, size in sizes.items() if storage not in given)
         return boxed_nop(gm, example_inputs)
 
-    def run(parameters: dict[str, Tensor], hidden: Tensor, others: dict[str, Any]) -> Any:
-        return functional_call(layer, parameters, (hidden,), others)
+    def run(weights: dict[str, Tensor], hidden: Tensor, others: dict[str, Any]) -> Any:
+        return functional_call(layer, weights, (hidden,), others)
 
     compiled = aot_function(
         run,
@@ -44,7 +44,8 @@ def bytes_kept_by_compiled(layer: nn.Module, hidden_states: Tensor, arguments: d
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    compiled(dict(layer.named_parameters()), hidden_states.detach().requires_grad_(), arguments)
+    weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    compiled(weights, hidden_states.detach().requires_grad_(), arguments)
     return num_bytes
 
 

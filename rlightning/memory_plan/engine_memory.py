@@ -13,6 +13,7 @@ from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.weights import count_weights
 from rlightning.memory_plan.work import Engine
 from rlightning.models import load_config
+from rlightning.models.sizes import cached_numbers, head_size, inner_size, num_key_value_heads
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
@@ -142,14 +143,11 @@ def plan_engine(
     text_config = config.get_text_config()
     size = engine.tensor_parallel_size
     heads: int = text_config.num_attention_heads
-    kv_heads: int = getattr(text_config, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    token = 2 * text_config.num_hidden_layers * max(kv_heads // size, 1) * head_dim * engine.kv_itemsize
+    kv_heads, head_dim = num_key_value_heads(config), head_size(config)
+    token = text_config.num_hidden_layers * cached_numbers(config, size) * engine.kv_itemsize
     held = engine.number * engine.itemsize * weights // size
     # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
-    width = (
-        3 * text_config.hidden_size + ((heads + 2 * kv_heads) * head_dim + 3 * text_config.intermediate_size) // size
-    )
+    width = 3 * text_config.hidden_size + ((heads + 2 * kv_heads) * head_dim + 3 * inner_size(config)) // size
     # The sampler works in float32 on logits, log-probabilities and noise.
     activations = engine.itemsize * engine.max_batched_tokens * width
     activations += 3 * 4 * engine.max_sequences * text_config.vocab_size

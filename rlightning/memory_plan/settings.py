@@ -13,7 +13,7 @@ from rlightning.distributed.ray_controller import RayController
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
-from rlightning.models import load_config, max_model_length
+from rlightning.models import describe_length_limit, load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
@@ -61,7 +61,10 @@ def read_work(config: Any) -> Work:
     max_prompt_tokens = data.get("max_prompt_tokens") or PROMPT_TOKENS
     longest = min(batch.max_tokens_per_microbatch, max_model_length(model_config))
     if rollout is not None:
-        batch.check_sequence_length(max_prompt_tokens, rollout["max_new_tokens"], max_model_length(model_config))
+        reason = describe_length_limit(model_config)
+        batch.check_sequence_length(
+            max_prompt_tokens, rollout["max_new_tokens"], max_model_length(model_config), reason
+        )
         longest = max_prompt_tokens + rollout["max_new_tokens"]
     reference = model.get("reference_model") or model["model"]
     offload = find_callback(trainer, "OffloadDuringRollout")

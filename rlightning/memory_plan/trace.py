@@ -25,9 +25,8 @@ checkpointing a layer keeps its input, E of the residual stream's type, and one 
 """
 
 import copy
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -35,15 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.compiled import bytes_kept_by_compiled
+from rlightning.memory_plan.dispatch import ExpertProducts, LiveBytes
 from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import narrow_residuals
+from rlightning.models.sizes import head_size, inner_size, num_key_value_heads
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
@@ -64,46 +63,6 @@ def attention_as_on_cuda(
 
 
 AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
-
-    Args:
-        ignored: tensors whose storages are not counted, nor views of them.
-
-    Attributes:
-        now: bytes alive.
-        peak: the most that were, since :meth:`restart`.
-    """
-
-    def __init__(self, ignored: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
-        self.now = self.peak = 0
-
-    def restart(self) -> None:
-        """Begin to look for a new peak."""
-        self.peak = self.now
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +131,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     Raises:
         ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
     """
-    text_config = config.get_text_config()
-    kinds = Counter(getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers)
+    kinds = group_layers(config)
     rest: list[ActivationBytes] = []
     layers = ActivationBytes(kept=0, forward=0, backward=0, scoring=0)
     for kind, count in kinds.items():
@@ -197,16 +155,14 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     )
 
 
-def _trace(
-    config: PreTrainedConfig, decoder: Decoder, layer_types: list[str], tokens: int, longest: int
-) -> ActivationBytes:
-    with _fake_model(config, decoder, layer_types) as model:
+def _trace(config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int) -> ActivationBytes:
+    with _fake_model(config, decoder, layers) as model:
         if decoder.gradient_checkpointing:
-            checkpoint_layers(model, len(layer_types))
+            checkpoint_layers(model, len(layers))
         return _run(model, decoder, tokens, min(longest, tokens))
 
 
-def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: str, tokens: int, longest: int) -> int:
+def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int) -> int:
     """Bytes that a layer of a kind keeps once it is compiled."""
     given: dict[str, Any] = {}
 
@@ -222,9 +178,9 @@ def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: str, token
 
 
 @contextmanager
-def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[str]) -> Iterator[Any]:
+def _fake_model(config: PreTrainedConfig, decoder: Decoder, layers: list[int]) -> Iterator[Any]:
     """The model with the given layers, and inside, all tensors without memory."""
-    config = shrink(config, layer_types, decoder.tensor_parallel_size)
+    config = shrink(config, layers, decoder.tensor_parallel_size)
     try:
         # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -232,9 +188,11 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layer_types: list[st
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
-            yield model.train()
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        # Where code asks for a value, or for an operator that is not for a CPU; torch's partitioner has asserts, too.
+            with ExpertProducts():  # type: ignore[no-untyped-call]
+                yield model.eval()  # no dropout, as in training
+    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
+        # together; torch's partitioner has asserts, too.
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
@@ -255,7 +213,7 @@ def _autocast(decoder: Decoder) -> Any:
 
 
 def _run(model: Any, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
-    for parameter in model.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
     inputs = _inputs(tokens, longest)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
@@ -278,21 +236,41 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def shrink(config: PreTrainedConfig, layer_types: list[str], tensor_parallel_size: int) -> PreTrainedConfig:
+def group_layers(config: PreTrainedConfig) -> Counter[int]:
+    """Return the number of layers of each kind, by the first layer of that kind."""
+    text_config: Any = config.get_text_config()
+    lists = list(layer_lists(text_config).values())
+    firsts: dict[tuple[Any, ...], int] = {}
+    return Counter(
+        firsts.setdefault(tuple(values[layer] for values in lists), layer)
+        for layer in range(text_config.num_hidden_layers)
+    )
+
+
+def layer_lists(text_config: Any) -> dict[str, list[Any]]:
+    """Return what a configuration lists layer by layer, such as ``layer_types``, ``mlp_layer_types``."""
+    return {
+        name: value
+        for name, value in vars(text_config).items()
+        if "layer" in name and isinstance(value, list) and len(value) == text_config.num_hidden_layers
+    }
+
+
+def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
     """The same architecture with the given layers only, a rank's part of each, and next to no vocabulary."""
     small = copy.deepcopy(config)
     text_config: Any = small.get_text_config()
     heads, size = text_config.num_attention_heads, tensor_parallel_size
-    if getattr(text_config, "head_dim", None) is None and hasattr(text_config, "head_dim"):
-        text_config.head_dim = text_config.hidden_size // heads
+    if vars(text_config).get("head_dim", 0) is None:
+        text_config.head_dim = head_size(config)
     if size > 1:
-        text_config.head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-        text_config.num_key_value_heads = (getattr(text_config, "num_key_value_heads", None) or heads) // size
+        text_config.head_dim = head_size(config)
+        text_config.num_key_value_heads = num_key_value_heads(config) // size
         text_config.num_attention_heads = heads // size
-        text_config.intermediate_size //= size
-    text_config.num_hidden_layers = len(layer_types)
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = layer_types
+        text_config.intermediate_size = inner_size(config) // size
+    for name, values in layer_lists(text_config).items():
+        setattr(text_config, name, [values[layer] for layer in layers])
+    text_config.num_hidden_layers = len(layers)
     text_config.vocab_size, text_config.pad_token_id = 8, None
     if getattr(text_config, "rope_parameters", None):
         text_config.rope_parameters = _unscaled(text_config.rope_parameters)
@@ -303,5 +281,4 @@ def _unscaled(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, of all layers or by their kind, without scaling: that takes no memory, but asks for values."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _unscaled(value) for kind, value in rope.items()}
-    kept = {name: value for name, value in rope.items() if name in ("rope_theta", "partial_rotary_factor")}
-    return {**kept, "rope_type": "default"}
+    return {**rope, "rope_type": "default"}

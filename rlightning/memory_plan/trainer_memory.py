@@ -15,6 +15,7 @@ from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activ
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
 from rlightning.models.output_layer import chunk_tokens
+from rlightning.models.sizes import head_size
 from rlightning.optimizers import StoredMomentsAdamW
 from rlightning.optimizers.moments import bytes_per_parameter
 from rlightning.rollout.weights import plan_chunks
@@ -168,10 +169,8 @@ class TrainerMemory:
 
     def attention_workspace(self, tokens: int) -> int:
         """The queries' gradients [T, heads, head size], which the attention kernel sums in float32."""
-        text_config: Any = self.work.config.get_text_config()
-        heads: int = text_config.num_attention_heads
-        size: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-        return 4 * tokens * size * heads // self.work.parallelism.tensor_parallel_size
+        heads: int = self.work.config.get_text_config().num_attention_heads
+        return 4 * tokens * head_size(self.work.config) * heads // self.work.parallelism.tensor_parallel_size
 
     @property
     def _state_itemsize(self) -> int:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.layers import decoder_layers
+from rlightning.models.shards import named_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
         head=math.prod(parts[id(head.weight)]),
         largest=max(parameter.numel() for parameter in policy.parameters()),
         is_tied=head.weight is embedding.weight,
-        shapes=tuple((name, tuple(parameter.shape)) for name, parameter in policy.named_parameters()),
+        shapes=tuple((name, tuple(tensor.shape)) for name, tensor in named_weights(policy)),
     )
 
 

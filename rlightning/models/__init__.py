@@ -2,6 +2,20 @@
 
 from rlightning.models.export import save_policy
 from rlightning.models.logprobs import packed_logprobs
-from rlightning.models.policy import load_config, load_policy, load_tokenizer, max_model_length
+from rlightning.models.policy import (
+    describe_length_limit,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    max_model_length,
+)
 
-__all__ = ["load_config", "load_policy", "load_tokenizer", "max_model_length", "packed_logprobs", "save_policy"]
+__all__ = [
+    "describe_length_limit",
+    "load_config",
+    "load_policy",
+    "load_tokenizer",
+    "max_model_length",
+    "packed_logprobs",
+    "save_policy",
+]

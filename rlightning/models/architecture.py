@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from rlightning.errors import ConfigError
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.output_layer import scale_logits
+from rlightning.models.shards import named_weights
+from rlightning.models.sizes import num_experts
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
@@ -46,6 +49,8 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
         reason = "its attention adds to plain dot products (as attention sinks do)"
     elif not cls._supports_attention_backend:
         reason = "its transformers class takes no attention function"
+    elif getattr(text_config, "router_jitter_noise", None):
+        reason = f"its router draws random numbers (router_jitter_noise={text_config.router_jitter_noise})"
     elif scaled:
         reason = f"its config has {scaled[0]}"
     if reason:
@@ -122,6 +127,37 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
     check_policy(model, policy)
+
+
+def describe_traits(config: PreTrainedConfig) -> list[str]:
+    """Return what an architecture has that not all have, for errors: where actor and engine disagree, it may be there.
+
+    Args:
+        config: the model's.
+    """
+    text_config = config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    scaled = sorted({one["rope_type"] for one in ropes if one.get("rope_type", "default") != "default"})
+    layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"})
+    with torch.device("meta"):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    saved = {name.rpartition(".")[2] for name, _ in named_weights(policy)} - {
+        name.rpartition(".")[2] for name, _ in policy.named_parameters()
+    }
+    conversions = get_model_conversion_mapping(policy, add_legacy=False)
+    traits = {
+        config.model_type: True,
+        "its output layer is the embedding": text_config.tie_word_embeddings,
+        f"rotary positions are scaled ({', '.join(scaled)})": scaled,
+        f"layers of {', '.join(layers)}": layers,
+        f"buffers are weights ({', '.join(sorted(saved))})": saved,
+        "its weights are stored under other names or in other shapes than they run in": conversions,
+        f"{num_experts(config)} experts": num_experts(config),
+        "latent attention": getattr(text_config, "kv_lora_rank", None),
+        "logits are capped": getattr(text_config, "final_logit_softcapping", None),
+    }
+    return [trait for trait, is_there in traits.items() if is_there]
 
 
 def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:

@@ -20,6 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from rlightning.models.sizes import head_size
+
 PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
 MAX_HEAD_SIZE = 256
@@ -111,9 +113,7 @@ def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None =
 
 def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Which way a model's attention takes, for the log."""
-    text_config = config.get_text_config()
-    size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    obstacle = varlen_obstacle(device, dtype, size)
+    obstacle = varlen_obstacle(device, dtype, head_size(config))
     return "packed (varlen_attn)" if obstacle is None else f"padded to the longest sequence, because {obstacle}"
 
 

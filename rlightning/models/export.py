@@ -43,7 +43,7 @@ def save_policy(
         policy: the model.
         tokenizer: goes into the same folder.
         path: the folder; replaced if it is there. Rank 0's counts.
-        dtype: of the weights in the folder; None is the policy's own.
+        dtype: of the weights in the folder, but for buffers, which keep theirs; None is the policy's own.
         max_file_bytes: above it the weights are split over several files, as transformers does.
     """
     if isinstance(dtype, str):
@@ -51,15 +51,19 @@ def save_policy(
     dtype = dtype or policy.dtype
     assert isinstance(dtype, torch.dtype)
     weights = exported_weights(policy)
-    batches = plan_files(weights, dtype, math.inf if _is_stored_converted(policy) else max_file_bytes)
+    dtypes = dict.fromkeys(weights, dtype) | {
+        name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
+    }  # a router's biases stay as they are: they decide between experts whose scores are close together
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
+    batches = plan_files(sizes, math.inf if _is_stored_converted(policy) else max_file_bytes)
     if not dist.is_initialized() or dist.get_rank() == WRITER:
         with written_aside(path) as folder:
             folder.mkdir()
-            _write_weights(policy, weights, batches, folder, dtype, max_file_bytes)
+            _write_weights(policy, weights, dtypes, batches, folder, max_file_bytes)
             _write_rest(policy, tokenizer, folder, dtype)
     else:
         for names in batches:
-            _gather({name: weights[name] for name in names}, dtype, torch.device("meta"))
+            _gather({name: weights[name] for name in names}, dtypes, torch.device("meta"))
     barrier(f"the model is saved to {path.name}")
 
 
@@ -74,12 +78,16 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in ignored}
 
 
-def plan_files(weights: Mapping[str, Tensor], dtype: torch.dtype, max_bytes: float) -> list[list[str]]:
-    """The names of each file's weights, in their order, so that no file is larger than ``max_bytes`` if it can be."""
+def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
+    """Return the names of each file's weights, in their order, so that no file is larger than need be.
+
+    Args:
+        sizes: of each weight, in bytes.
+        max_bytes: of a file, unless a single weight is larger.
+    """
     files: list[list[str]] = [[]]
     num_bytes = 0
-    for name, tensor in weights.items():
-        size = tensor.numel() * dtype.itemsize
+    for name, size in sizes.items():
         if files[-1] and num_bytes + size > max_bytes:
             files.append([])
             num_bytes = 0
@@ -99,9 +107,11 @@ def _is_stored_converted(policy: PreTrainedModel) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def _gather(weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _gather(
+    weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> dict[str, Tensor]:
     """The full weights, on the writer; ``device`` is meta on the other ranks."""
-    full = {name: torch.empty(tensor.shape, dtype=dtype, device=device) for name, tensor in weights.items()}
+    full = {name: torch.empty(tensor.shape, dtype=dtypes[name], device=device) for name, tensor in weights.items()}
     gather_into(list(full.values()), list(weights.values()), destination=WRITER)
     return full
 
@@ -109,18 +119,18 @@ def _gather(weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.dev
 def _write_weights(
     policy: PreTrainedModel,
     weights: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
     batches: list[list[str]],
     folder: Path,
-    dtype: torch.dtype,
     max_bytes: int,
 ) -> None:
     """Gather and write batch by batch, under the names and in the form in which transformers stores them."""
     files: list[list[str]] = []
     for batch in batches:
-        full = _gather({name: weights[name] for name in batch}, dtype, torch.device("cpu"))
+        full = _gather({name: weights[name] for name in batch}, dtypes, torch.device("cpu"))
         stored: dict[str, Tensor] = revert_weight_conversion(policy, full)
         del full
-        for names in plan_files(stored, dtype, max_bytes):
+        for names in plan_files({name: tensor.nbytes for name, tensor in stored.items()}, max_bytes):
             part = {name: stored.pop(name).contiguous() for name in names}
             save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
             files.append(names)
@@ -132,7 +142,8 @@ def _write_weights(
         index |= dict.fromkeys(names, file)
     if len(files) > 1:
         num_elements = sum(tensor.numel() for tensor in weights.values())
-        metadata = {"total_parameters": num_elements, "total_size": num_elements * dtype.itemsize}
+        num_bytes = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items())
+        metadata = {"total_parameters": num_elements, "total_size": num_bytes}
         text = json.dumps({"metadata": metadata, "weight_map": index}, indent=2, sort_keys=True)
         (folder / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
 

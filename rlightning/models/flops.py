@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlightning.models.sizes import head_size, num_active_experts, num_experts
+
 _COUNTED: dict[str, "ModelFlops"] = {}
 
 
@@ -103,10 +105,10 @@ def _count(config: PreTrainedConfig) -> ModelFlops:
     text_config: Any = config.get_text_config()
     head: Any = policy.get_output_embeddings()
     heads: int = text_config.num_attention_heads
-    size: int = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    size = head_size(config)
     # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have sizes of their own.
     sizes = [getattr(text_config, name, None) or size for name in ("qk_head_dim", "v_head_dim")]
-    share = _active_share(text_config)
+    share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
     experts = sum(p.numel() for name, p in policy.named_parameters() if _is_expert(name))
     matrices = [
         (name, parameter)
@@ -127,13 +129,6 @@ def _count(config: PreTrainedConfig) -> ModelFlops:
 def _is_expert(name: str) -> bool:
     """Whether a parameter belongs to experts that a router chooses from; shared ones are always active."""
     return "experts" in name.split(".")
-
-
-def _active_share(text_config: Any) -> float:
-    """Of the routed experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((number for name in names if (number := getattr(text_config, name, None))), 0)
-    return text_config.num_experts_per_tok / num_experts if num_experts else 1.0
 
 
 def _count_windows(text_config: Any) -> tuple[tuple[int | None, int], ...]:

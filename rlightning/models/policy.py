@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.models.architecture import check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
+from rlightning.models.files import untied_head
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -59,9 +60,28 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def max_model_length(config: PreTrainedConfig) -> int:
-    """The longest sequence, in tokens, that the model's positions allow."""
+    """Return the longest sequence, in tokens, whose positions mean the same to actor and engine in any pack."""
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(length) if length else 1 << 30
+    return min([int(length) if length else 1 << 30, *_longrope_borders(config)])
+
+
+def describe_length_limit(config: PreTrainedConfig) -> str:
+    """Return why sequences cannot be longer than :func:`max_model_length`, if not for lack of positions; else ""."""
+    if _longrope_borders(config) == [max_model_length(config)]:
+        return "beyond, its longrope frequencies are others for all sequences of a micro-batch"
+    return ""
+
+
+def _longrope_borders(config: PreTrainedConfig) -> list[int]:
+    """Return the length above which transformers chooses other frequencies for all that it runs together, if any.
+
+    LongRoPE (arXiv:2402.13753) has two sets. transformers chooses by the longest sequence that it is given, and so by
+    what a sequence is packed with; vLLM by the longest that the engine may ever see.
+    """
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    borders = [rope.get("original_max_position_embeddings") for rope in by_layer if rope.get("rope_type") == "longrope"]
+    return [int(min(filter(None, borders)))] if any(borders) else []
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:
@@ -97,6 +117,9 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
         raise ConfigError(
             f"model='{model}' lacks {len(missing)} of its weights, such as '{missing[0]}'. Use a whole model's folder."
         )
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    if config.get_text_config().tie_word_embeddings and head is not None and head.weight is not embedding.weight:
+        raise untied_head(model, "the embedding", "the output layer")
     policy.train()  # there is no dropout left
     check_policy(model, policy)
     narrow_residuals(policy)

@@ -1,15 +1,12 @@
 """Filling a sharded policy: each rank reads its own slices of the safetensors files, straight into its shards."""
 
-import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,12 +17,11 @@ from transformers.core_model_loading import WeightConverter
 from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
+from rlightning.models.files import check_head, find_weights
 from rlightning.models.policy import load_policy
-from rlightning.models.shards import local_tensor
+from rlightning.models.shards import local_tensor, named_weights
 
 log = logging.getLogger(__name__)
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
@@ -66,7 +62,8 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         ConfigError: if its weights are not all there or of other shapes, on every rank.
     """
     files = find_weights(model)
-    targets = dict(saved_tensors(policy))
+    check_head(model, policy.config, files)
+    targets = dict(named_weights(policy))
     if targets.keys() <= files.keys() and not is_converted(policy):
         read_slices(model, targets, files)
     else:
@@ -77,43 +74,6 @@ def is_converted(policy: PreTrainedModel) -> bool:
     """Whether transformers may change values, not only names, as it loads such a model."""
     conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
-
-
-def saved_tensors(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and the buffers that a checkpoint has, by name."""
-    yield from policy.named_parameters()
-    saved = policy.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
-
-
-def find_weights(model: str) -> dict[str, Path]:
-    """The safetensors file of each weight by its name there; empty if the model comes in another format."""
-    index = find_file(model, _INDEX)
-    if index is not None:
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
-        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
-    single = find_file(model, _SINGLE)
-    if single is None:
-        return {}
-    try:
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
-
-
-def find_file(model: str, name: str) -> Path | None:
-    """A file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(model, name))
-    except EntryNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {' '.join(str(error).split())[:300]}") from error
 
 
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
@@ -145,7 +105,7 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
     if is_first:
         log.info("The files of model='%s' do not hold its weights by their names: rank 0 loads and sends them.", model)
         try:
-            whole = dict(saved_tensors(load_policy(model, next(iter(targets.values())).dtype)))
+            whole = dict(named_weights(load_policy(model, next(iter(targets.values())).dtype)))
         except ConfigError as error:
             failure = str(error)
     failure = gather_objects(failure, name="rank 0 has loaded the model")[0]

@@ -1,10 +1,19 @@
-"""A rank's shard of a tensor."""
+"""A policy's weights, and a rank's shard of one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases."""
+    yield from policy.named_parameters()
+    for prefix, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

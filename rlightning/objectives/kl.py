@@ -20,6 +20,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     is differentiated, k1 is unbiased. In the loss the gradient of k1 is zero in expectation, so that it is noise and no
     penalty; k2 has the gradient of KL(policy || reference); k3, GRPO's choice (arXiv:2402.03300, eq. 4), that of
     KL(reference || policy), close to it only near the reference. All of that is for samples of the current policy.
+    Where the reference gives a token over e^20 times the policy's probability, k3 goes on along its tangent at 20 nats.
 
     Args:
         logprobs: [T], of the sampled tokens under the policy; the gradient flows through these.
@@ -36,8 +37,9 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         case "k2":
             return 0.5 * difference**2
         case "k3":
-            # Beyond e^20 only the token's weight in a diverged run is at stake, and infinity would end the run.
-            return torch.exp((-difference).clamp(max=20.0)) + difference - 1
+            # Beyond 20 nats by the tangent there: finite, and the gradient still pulls back, by e^20 - 1 a nat.
+            bounded = (-difference).clamp(max=20.0)
+            return torch.exp(bounded) * (1 - difference - bounded) + difference - 1
 
 
 def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, cu_seqlens: Tensor, coefficient: float) -> Tensor:

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from rlightning.errors import EngineError
+from rlightning.models.architecture import describe_traits
 from rlightning.models.shards import local_tensor
 from rlightning.rollout.engine_link import VLLMConfig
 
@@ -71,23 +73,29 @@ def default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:
 
 
 def check_agreement(
-    expected: NDArray[np.float32], got: NDArray[np.float32], tolerance: float, weight_version: int
+    expected: NDArray[np.float32],
+    got: NDArray[np.float32],
+    tolerance: float,
+    weight_version: int,
+    model_config: PreTrainedConfig | None = None,
 ) -> None:
-    """Refuse log-probabilities that are not the actor's.
+    """Raise EngineError if an engine's log-probabilities are not the actor's.
 
     Args:
         expected: [P], the canary's under the actor; the first is not looked at.
         got: [P], under the engine.
         tolerance: the largest mean difference, in nats.
-        weight_version: which weights the engine should hold.
-
-    Raises:
-        EngineError: with both means and their difference.
+        weight_version: of the weights that the engine was sent.
+        model_config: the actor's, for what the error says of its architecture; None where it is not known.
     """
     gap = float(abs(expected - got)[1:].mean())
     if not gap <= tolerance:  # nor is it if the gap is not a number
+        traits = [] if model_config is None else describe_traits(model_config)
         raise EngineError(
-            f"The engine does not hold the actor's weights of version {weight_version}: the canary's mean "
+            f"Actor and engine disagree after weights of version {weight_version} were sent: the canary's mean "
             f"log-probability is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, "
-            f"and they differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}."
+            f"and they differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}. Checked: every "
+            f"parameter of the engine's model was loaded, and one prompt of {len(expected)} tokens was compared. Not "
+            "known: whether the engine took the values as they were sent, or computes otherwise than the actor. The "
+            f"architecture: {'; '.join(traits) or 'unknown'}."
         )

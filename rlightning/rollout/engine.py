@@ -1,8 +1,8 @@
 """What a rollout engine can do, whatever runs it and wherever it is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,18 @@ class Sampling:
             ),
         }
         check_rules(rules)
+
+
+def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, Any]:
+    """Return what decides how a group's completions are distributed, by configuration key, in plain types.
+
+    Args:
+        num_samples: completions of each prompt.
+        sampling: of them. Its seed is left out: completions of another seed are as good.
+    """
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
+    del values["seed"]
+    return {"model.samples_per_prompt": num_samples, **{f"rollout.{name}": value for name, value in values.items()}}
 
 
 def temperature_rule(temperature: float) -> dict[str, bool]:

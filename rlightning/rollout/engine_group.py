@@ -29,7 +29,7 @@ from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket, Weights
+from rlightning.rollout.weights import WeightBucket, Weights, weight_shapes
 from rlightning.types import Completion
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class EngineGroup:
             weight_version: of the weights.
         """
         if self._bucket is None:
-            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+            shapes = weight_shapes(weights())
             config = self.config
             self._bucket = WeightBucket(shapes, config.dtype, config.device, config.bucket_bytes)
             received = exchange({self.ranks[0]: self._bucket.handle()}, name="buckets")

@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
+from rlightning.models.sizes import num_experts
+from rlightning.rollout.engine_arguments import argument_names
+
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
 """That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
 LEAST_SEQUENCES = 8
@@ -51,6 +56,19 @@ def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: boo
     if is_cuda and not GRAPH_ARGUMENTS & given.keys():
         derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs)
     return derived | dict(given)
+
+
+def expert_settings(config: PreTrainedConfig | None) -> dict[str, str]:
+    """Return the argument that has experts computed from weights as they are stored, on a GPU.
+
+    Some of vLLM's kernels take the weights of experts in another order, which it brings them into once, after its first
+    load. A weight sync writes them as they are stored.
+
+    Args:
+        config: the model's; None where a custom loop's module does not tell.
+    """
+    has_experts = config is not None and num_experts(config) > 0
+    return {"moe_backend": "triton"} if has_experts and "moe_backend" in argument_names() else {}
 
 
 def batched_tokens(work: RolloutWork) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlightning.cli import RLCLI, find_callback
+from rlightning.models import describe_length_limit
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_service import EngineService, listen
 from rlightning.rollout.engine_wire import SCHEME, TOKEN, check_token, read_token
@@ -47,7 +48,9 @@ class ServeCLI(RLCLI):
         options.check()
         if self.max_prompt_tokens is not None and hasattr(module, "plan"):
             new_tokens = self.rollout.sampling.max_new_tokens
-            module.plan.check_sequence_length(self.max_prompt_tokens, new_tokens, module.max_model_length)
+            module.plan.check_sequence_length(
+                self.max_prompt_tokens, new_tokens, module.max_model_length, describe_length_limit(module.model_config)
+            )
         has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
         config: VLLMConfig = options.configure_served(

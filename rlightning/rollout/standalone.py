@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.engine import OnCompleted, Request, Sampling
+from rlightning.rollout.engine import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
@@ -33,7 +33,7 @@ from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlig
 from rlightning.rollout.pace import Pace
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import WeightSwap
-from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights
+from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights, weight_shapes
 from rlightning.types import Completion
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class StandaloneEngines:
             weight_version: of the weights.
         """
         if self._swap is None:
-            shapes = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+            shapes = weight_shapes(weights())
             if self._pool is None:
                 self._swap = ShardGiver(shapes, self.config.dtype, self.config.bucket_bytes, destination=OWNER)
             else:
@@ -312,10 +312,12 @@ class StandaloneEngines:
         if self._pool is not None:
             for group, completions in self._arrivals:
                 flight.finish(group, completions)
-            self._pool.cancel(self._arrivals.forget(flight.expire(weight_version)))
+            settings = sampling_settings(num_samples, sampling)
+            unwanted = flight.requeue_changed(settings) + flight.expire(weight_version)
+            self._pool.cancel(self._arrivals.forget(unwanted))
             flight.admit(request for handed, _ in received.values() for request in handed)
             for group in flight.waiting[: max(max(room, num_wanted) - flight.num_begun, 0)]:
-                group.begun = weight_version
+                group.begun, group.settings = weight_version, settings
                 self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
 
         def is_done() -> bool:

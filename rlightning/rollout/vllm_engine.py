@@ -181,8 +181,8 @@ def check_complete(missing: Sequence[str]) -> None:
     """Refuse to serve with weights that have left parameters of the engine's model as they were: ``missing``."""
     if missing:
         raise EngineError(
-            f"{len(missing)} of the engine's parameters were not among the actor's weights and are still random, such "
-            f"as {', '.join(missing[:3])}. The engine must be of the actor's architecture."
+            f"{len(missing)} of the engine's parameters were set by none of the weights that the actor sent and are "
+            f"still random, such as {', '.join(missing[:3])}. vLLM's model has them, the actor's files would not."
         )
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
+from rlightning.models.stored_form import StoredForm
+from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.process_group import die_with_parent
 from rlightning.rollout.weights import ReceivingEnd, open_end
 
@@ -16,15 +19,18 @@ die_with_parent()  # the workers must not outlive an engine process that is kill
 if current_platform.is_cpu():
     # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.
     _custom_ops._supports_onednn = False
+    keep_experts_unpacked()
 
 
 class WeightReceiver:
     """Mixed into vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
 
     model_runner: Any
+    vllm_config: VllmConfig
     device: torch.device
     rank: int
     _rl_end: ReceivingEnd | None = None
+    _rl_stored_form: StoredForm | None = None
     _rl_loaded: set[str]
 
     def rl_open_bucket(self, handles: list[bytes]) -> None:
@@ -33,6 +39,9 @@ class WeightReceiver:
             self._rl_end.close()
             self._rl_end = None
         self._rl_end = open_end(handles[self.rank], torch.device(self.device))
+        if self._rl_stored_form is None:
+            with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
+                self._rl_stored_form = StoredForm(self.vllm_config.model_config.model)
 
     def rl_load_chunk(self, index: int) -> list[str]:
         """Wait for a chunk, and load it.
@@ -40,10 +49,12 @@ class WeightReceiver:
         Returns:
             After the last chunk, the model's parameters that no chunk of this sync has set; else nothing.
         """
-        assert self._rl_end is not None, "rl_open_bucket comes first"
+        assert self._rl_end is not None and self._rl_stored_form is not None, "rl_open_bucket comes first"
+        stored_form = self._rl_stored_form
+        model = self.model_runner.model
         if index == 0:
             self._rl_loaded = set()
-        model = self.model_runner.model
+            unpack_weights(model)
         received = self._rl_end.receive(index)
         latest: tuple[str, tuple[int, ...]] = ("", ())
 
@@ -51,7 +62,7 @@ class WeightReceiver:
             nonlocal latest
             for name, tensor in received:
                 latest = (name, tuple(tensor.shape))
-                yield name, tensor
+                yield from stored_form.convert(name, tensor)
 
         try:
             self._rl_loaded |= set(model.load_weights(weights()) or ())
@@ -64,6 +75,7 @@ class WeightReceiver:
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if index < self._rl_end.num_chunks - 1:
             return []
+        pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
 
     def rl_ping(self) -> None:

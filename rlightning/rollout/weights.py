@@ -26,14 +26,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlightning.distributed.gathering import gather_into
 from rlightning.distributed.platform import synchronize_stream
 from rlightning.errors import EngineError
 
-Shapes = Iterable[tuple[str, tuple[int, ...]]]
-"""Name and full shape of every weight, in the order in which they are sent."""
+
+class WeightShape(NamedTuple):
+    """A weight's name and full shape, and the dtype that it travels in; None is the engine's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+Shapes = Iterable[WeightShape | tuple[str, tuple[int, ...]]]
+"""Of every weight, in the order in which they are sent."""
 Weights = Iterable[tuple[str, Tensor]]
 """Names and weights, whole or sharded, in that order."""
 
@@ -43,27 +52,42 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place in a chunk: ``offset`` in bytes from the bucket's start."""
+    """One tensor's place in a chunk: ``offset`` in bytes from the bucket's start.
+
+    ``dtype`` is the tensor's own, where it is not that of the bucket, which the methods are given.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    dtype: torch.dtype | None = None
 
     def end(self, dtype: torch.dtype) -> int:
         """Where the tensor ends, in bytes from the bucket's start."""
-        return self.offset + dtype.itemsize * torch.Size(self.shape).numel()
+        return self.offset + (self.dtype or dtype).itemsize * torch.Size(self.shape).numel()
 
     def view(self, bucket: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor, in place, in the uint8 ``bucket``."""
-        return bucket[self.offset : self.end(dtype)].view(dtype).view(self.shape)
+        return bucket[self.offset : self.end(dtype)].view(self.dtype or dtype).view(self.shape)
+
+
+def weight_shapes(weights: Weights) -> list[WeightShape]:
+    """Return what is to be sent of weights; what is no parameter, as a router's biases, keeps its dtype.
+
+    They decide between experts whose scores are close together, and vLLM has them in float32.
+    """
+    return [
+        WeightShape(name, tuple(tensor.shape), None if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        for name, tensor in weights
+    ]
 
 
 def plan_chunks(shapes: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[list[list[Slot]], int]:
     """Cut tensors, in their order, into chunks that fit the bucket.
 
     Args:
-        shapes: name and shape of every tensor.
-        dtype: what they travel in.
+        shapes: of every tensor.
+        dtype: what they travel in, but for those with one of their own.
         bucket_bytes: the size aimed at; a single larger tensor makes the bucket larger.
 
     Returns:
@@ -71,12 +95,13 @@ def plan_chunks(shapes: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[
     """
     chunks: list[list[Slot]] = [[]]
     offset = largest = 0
-    for name, shape in shapes:
-        size = dtype.itemsize * torch.Size(shape).numel()
+    for entry in shapes:
+        name, shape, own = WeightShape(*entry)
+        size = (own or dtype).itemsize * torch.Size(shape).numel()
         if chunks[-1] and offset + size > bucket_bytes:
             chunks.append([])
             offset = 0
-        chunks[-1].append(Slot(name, shape, offset))
+        chunks[-1].append(Slot(name, shape, offset, own))
         largest = max(largest, offset + size)
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return chunks, max(largest, 1)
@@ -199,7 +224,7 @@ class ShardGiver:
         """Take part in the ``destination``'s :meth:`SendingEnd.fill`. Yields the chunks' indices, too."""
         return gather_chunks(
             self.chunks,
-            lambda slot: torch.empty(slot.shape, dtype=self.dtype, device="meta"),
+            lambda slot: torch.empty(slot.shape, dtype=slot.dtype or self.dtype, device="meta"),
             weights,
             device=torch.device("cpu"),
             destination=self.destination,

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import logging
 import runpy
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 from lightning.pytorch import Trainer
 from tiny import make_batch
+from tiny_models import save_tiny
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import PromptDataModule, ValidationSet
@@ -68,7 +70,7 @@ def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Run:
     """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
     folder = tmp_path_factory.mktemp("run")
     begun: list[tuple[Prompt, Completion]] = []
@@ -94,7 +96,6 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(trainer, module, data, rollout, seen, sessions, begun)
 
 
-@pytest.mark.processes
 def test_weights_are_sent_once_an_update(run: Run) -> None:
     step = ["rollout", "update"]
     assert run.witness.events == [
@@ -104,7 +105,6 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
     ]
 
 
-@pytest.mark.processes
 def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
     assert len(run.witness.batches) == len(run.witness.steps) == 5
     for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
@@ -113,7 +113,6 @@ def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
         assert metrics["policy/rollout_gap_max"] < 1e-4
 
 
-@pytest.mark.processes
 def test_rewards_are_begun_as_completions_come(run: Run) -> None:
     # Five steps of 4 x 2 completions, and three validations of 4 and of 3 x 4.
     assert len(run.begun) == 5 * 8 + 3 * (4 + 12)
@@ -122,7 +121,6 @@ def test_rewards_are_begun_as_completions_come(run: Run) -> None:
         assert pairs >= {(id(p), id(c)) for p, c in zip(batch.prompts, batch.completions, strict=True)}
 
 
-@pytest.mark.processes
 def test_validation_goes_through_the_engine(run: Run) -> None:
     assert [step for step, _ in run.witness.validations] == [0, 2, 4]
     for _, metrics in run.witness.validations:
@@ -133,14 +131,12 @@ def test_validation_goes_through_the_engine(run: Run) -> None:
         assert all(np.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.processes
 def test_the_engine_ends_with_the_run(run: Run) -> None:
     assert run.rollout.engine is None
     assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
     assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
 
 
-@pytest.mark.processes
 def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     version = run.module.weight_version
     sessions = note_sessions(monkeypatch)
@@ -182,7 +178,9 @@ class PlainLoop(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def loop(example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLoop]:
+def loop(
+    example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None
+) -> Iterator[PlainLoop]:
     """A policy and an engine that stays up, verified at each sync; no Trainer."""
     policy = example["Policy"](model_folder)
     rollout = make_rollout(seed=3, engine={"max_num_seqs": 8, "max_num_batched_tokens": 256})
@@ -268,7 +266,6 @@ def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     assert sample_anew(loop) == first
 
 
-@pytest.mark.processes
 def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_path: Path) -> None:
     start, called = time.monotonic(), tmp_path / "called"
     arrived: list[float] = []
@@ -290,7 +287,6 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
-@pytest.mark.processes
 def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
@@ -305,7 +301,6 @@ def test_weights_that_change_without_a_version_are_sent_and_verified(loop: Plain
     assert loop.policy.weight_version == version + 2
 
 
-@pytest.mark.processes
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
@@ -317,7 +312,7 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(VLLMEngine, "_call", skip_loading)
         change_weights(loop.policy)
-        with pytest.raises(EngineError, match="does not hold the actor's weights") as caught:
+        with pytest.raises(EngineError, match="Actor and engine disagree after weights") as caught:
             sample(loop)
         with pytest.raises(EngineError):  # nor does it the next time
             sample(loop)
@@ -328,7 +323,6 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     assert sample(loop)  # sent in full, it passes
 
 
-@pytest.mark.processes
 def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
 
@@ -343,7 +337,6 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
     assert sample(loop)
 
 
-@pytest.mark.processes
 def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     change_weights(loop.policy)
     with monkeypatch.context() as patch:
@@ -387,6 +380,16 @@ def test_what_cannot_work_is_refused(rollout: dict[str, Any], message: str, mode
 
 
 @pytest.mark.usefixtures("no_engine")
+def test_longrope_beyond_its_original_length_is_refused(model_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = save_tiny("phi3", tmp_path / "model", rope_scaling=scaling, original_max_position_embeddings=20)
+    trainer = make_trainer(tmp_path, 1, make_rollout(max_new_tokens=5))
+    message = r"= 21 tokens, but the model's positions end at 20: beyond, its longrope frequencies are"
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(make_module(folder), make_data(tmp_path))
+
+
 def test_validation_temperature_vllm_alters_is_refused(model_folder: str, tmp_path: Path) -> None:
     data = make_data(tmp_path, validation={"sums": ValidationSet(str(tmp_path / "sums.jsonl"), temperature=0.005)})
     trainer = make_trainer(tmp_path, 1, make_rollout())

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from planned import QWEN3, SMALL
-from tiny_models import SIZES
+from tiny_models import tiny_config
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
+from rlightning.errors import ConfigError
 from rlightning.memory_plan.trace import Decoder, measure_activations
 from rlightning.models import layers
 from rlightning.models.attention import PACKED_ATTENTION
@@ -91,7 +92,7 @@ def kept_bytes(run: Callable[[], Tensor], others: Iterable[Tensor]) -> int:
 )
 def test_activations_are_what_the_packed_forward_keeps(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient_checkpointing = way == "checkpointed"
-    config: PreTrainedConfig = AutoConfig.for_model(kind, **SIZES | {"hidden_size": 64, "num_hidden_layers": 4})
+    config: PreTrainedConfig = tiny_config(kind, hidden_size=64, num_hidden_layers=4)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
     if gradient_checkpointing:
         checkpoint_layers(model, 4)
@@ -133,9 +134,7 @@ def test_activations_are_what_the_packed_forward_keeps(kind: str, way: str, monk
 @pytest.mark.long
 def test_a_kind_of_layer_counts_as_often_as_there_are_layers_of_it() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
-    config = AutoConfig.for_model(
-        "qwen3", **SIZES | {"num_hidden_layers": 6}, layer_types=kinds, sliding_window=8, use_sliding_window=True
-    )
+    config = tiny_config("qwen3", num_hidden_layers=6, layer_types=kinds, sliding_window=8, use_sliding_window=True)
     # in float32 a window is a mask over padded sequences
     decoder = Decoder(dtype=torch.float32, is_autocast=False, gradient_checkpointing=False)
     mixed = measure_activations(config, decoder, 256, 64).kept
@@ -153,7 +152,7 @@ def test_a_kind_of_layer_counts_as_often_as_there_are_layers_of_it() -> None:
     ],
 )
 def test_other_architectures_run_without_values(kind: str, settings: dict[str, Any]) -> None:
-    config = AutoConfig.for_model(kind, **SIZES | {"num_hidden_layers": 4}, **settings)
+    config = tiny_config(kind, num_hidden_layers=4, **settings)
     kept, input_kept = (
         measure_activations(
             config, Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=is_checkpointed), 256, 64
@@ -161,6 +160,23 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
         for is_checkpointed in (False, True)
     )
     assert kept > 2 * input_kept > 4 * 256 * 32 * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "solar_open", "exaone_moe", "opt", "gpt2"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_experts_and_layers_of_other_kinds_run_without_values(kind: str, is_compiled: bool) -> None:
+    """Under autocast, in which torch has no grouped products without values; with biases that are buffers."""
+    decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False, is_compiled=is_compiled)
+    assert measure_activations(tiny_config(kind), decoder, 256, 64).kept > 2 * 256 * 32 * 4
+
+
+@pytest.mark.long
+def test_layers_that_cannot_be_fewer_are_said_in_a_line() -> None:
+    """Gemma 4 has the last one see all tokens, whatever its kind."""
+    decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"The memory of a gemma4_text cannot be planned: .*Measure it on a GPU"):
+        measure_activations(tiny_config("gemma4_text"), decoder, 256, 64)
 
 
 @pytest.mark.long

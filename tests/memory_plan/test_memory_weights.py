@@ -2,8 +2,8 @@
 
 import pytest
 from planned import MIDDLE, SMALL
-from tiny_models import SIZES
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from tiny_models import SIZES, tiny_config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlightning.memory_plan.weights import count_weights
 
@@ -11,7 +11,7 @@ from rlightning.memory_plan.weights import count_weights
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "phi3"])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_every_weight_is_counted_once(kind: str, is_tied: bool) -> None:
-    config = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=is_tied)
+    config = tiny_config(kind, tie_word_embeddings=is_tied)
     model = AutoModelForCausalLM.from_config(config)
     weights = count_weights(config)
     assert weights.total == weights.held == sum(parameter.numel() for parameter in model.parameters())

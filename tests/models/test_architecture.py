@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_tiny
+from tiny_models import packed_inputs, save_tiny, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlightning.errors import ConfigError
-from rlightning.models import load_config, load_policy
+from rlightning.models import describe_length_limit, load_config, load_policy, max_model_length
 from rlightning.models.architecture import check_policy
 
 
@@ -26,6 +26,7 @@ from rlightning.models.architecture import check_policy
         ("bloom", {}, "adds to plain dot products"),
         ("granite", {"logits_scaling": 8.0}, "its config has logits_scaling"),
         ("cohere", {}, "its config has logit_scale"),
+        ("phimoe", {}, r"its router draws random numbers \(router_jitter_noise=0\.01\)"),
         ("t5", {}, "is no causal language model"),
     ],
 )
@@ -86,3 +87,28 @@ def test_what_is_no_config_is_said_in_a_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"has no readable config\.json: ") as error:
             load_config(str(tmp_path))
         assert "\n" not in str(error.value)
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    "original_max_position_embeddings": 16,
+}
+
+
+def test_a_longrope_model_takes_sequences_up_to_its_original_length() -> None:
+    config = tiny_config("phi3", **LONGROPE)
+    assert config.max_position_embeddings == 64
+    assert max_model_length(config) == 16
+    assert describe_length_limit(config).startswith("beyond, its longrope frequencies are others")
+    plain = tiny_config("phi3")
+    assert (max_model_length(plain), describe_length_limit(plain)) == (64, "")
+
+
+def test_a_longrope_sequence_is_the_same_in_any_pack_of_allowed_lengths(tmp_path: Path) -> None:
+    policy = load_policy(save_tiny("phi3", tmp_path, **LONGROPE))
+    first, second, long = (torch.arange(3, 3 + length) for length in (5, 16, 17))
+    alone, packed, beside_longer = (
+        policy(**packed_inputs([first, *others])).logits[0, :5] for others in ([], [second], [long])
+    )
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    assert (beside_longer - alone).abs().max() > 0.1  # why 17 tokens are refused

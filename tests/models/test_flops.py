@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LENGTHS, SIZES, make_sequences, packed_inputs
+from tiny_models import LENGTHS, make_sequences, packed_inputs, tiny_config
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from rlightning.models.flops import model_flops, sequence_flops, visible_pairs
 
@@ -44,8 +44,7 @@ AttentionInterface.register("pair_by_pair", attend_pair_by_pair)
 
 
 def make_config(kind: str) -> PreTrainedConfig:
-    config: PreTrainedConfig = AutoConfig.for_model(kind, **SIZES | KINDS[kind])
-    return config
+    return tiny_config(kind, **KINDS[kind])
 
 
 def count_with_torch(config: PreTrainedConfig) -> int:

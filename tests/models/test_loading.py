@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTr
 from rlightning.errors import ConfigError
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, save_policy
 from rlightning.models.layers import decoder_layers
+from rlightning.models.shards import named_weights
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -145,3 +146,16 @@ def test_layers_add_up_in_the_dtype_of_the_forward(is_autocast: bool, tmp_path: 
         policy(**packed_inputs(make_sequences())).logits.sum().backward()
     assert seen == [torch.bfloat16 if is_autocast else torch.float32] * len(decoder_layers(policy))
     assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in policy.parameters())
+
+
+def test_biases_of_a_router_are_weights_and_keep_their_dtype(tmp_path: Path) -> None:
+    """Rounded to bfloat16, 1.001 and 1 would be the same expert's."""
+    policy = load_policy(save_tiny("glm4_moe", tmp_path / "source"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    biases = dict(named_weights(policy))[name]
+    biases.copy_(torch.tensor([1.0, 1.001, 0.0, -1.0]))
+    save_policy(policy, save_tokenizer(tmp_path / "source"), tmp_path / "saved", dtype=torch.bfloat16)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert torch.equal(saved.pop(name), biases)
+    assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
+    assert torch.equal(dict(named_weights(load_policy(str(tmp_path / "saved"))))[name], biases)

@@ -58,6 +58,19 @@ def test_bfloat16_is_computed_in_float32_and_stays_finite(estimator: KLEstimator
     torch.testing.assert_close(kl[0], torch.tensor(expected), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_k3_pulls_back_beyond_20_nats(dtype: torch.dtype) -> None:
+    """With x = log of reference over policy: e^x - x - 1 up to 20, and its tangent there beyond."""
+    logprobs = torch.tensor([-16.0, -20.0, -32.0, -500.0], dtype=dtype, requires_grad=True)
+    kl = estimate_kl(logprobs, torch.zeros(4, dtype=dtype), "k3")
+    e20 = math.exp(20)
+    values = [math.exp(16) - 17, e20 - 21, e20 - 21 + 12 * (e20 - 1), e20 - 21 + 480 * (e20 - 1)]
+    torch.testing.assert_close(kl, torch.tensor(values), rtol=1e-6, atol=0)
+    gradients = [1 - math.exp(16), 1 - e20, 1 - e20, 1 - e20]
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(gradient(kl, logprobs).float(), torch.tensor(gradients), rtol=tolerance, atol=0)
+
+
 def test_subtract_kl_by_hand() -> None:
     kl = torch.tensor([9.0, 0.5, 0.25, 9.0, 2.0])
     mask = torch.tensor([False, True, True, False, True])

@@ -13,6 +13,7 @@ from tiny import VOCABULARY
 from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
+from rlightning.models.shards import named_weights
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import VLLMEngine
@@ -67,6 +68,13 @@ def running_engine(
     config = engine_config(model_folder, log_file, bucket_bytes)
     config.engine_args["worker_extension_cls"] = worker or config.engine_args["worker_extension_cls"]
     config.environment.update(environment)
+    with started(config) as engine:
+        yield engine
+
+
+@contextmanager
+def started(config: VLLMConfig) -> Iterator[VLLMEngine]:
+    """Within, an engine that is up."""
     engine = VLLMEngine(config)
     engine.start()
     try:
@@ -112,7 +120,7 @@ class Actor:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """As RLModule.named_weights."""
-        yield from self.model.named_parameters()
+        yield from named_weights(self.model)
 
     @torch.no_grad()
     def perturb(self, seed: int) -> None:

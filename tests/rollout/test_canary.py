@@ -1,8 +1,12 @@
 """Noticing that weights have changed."""
 
+import numpy as np
+import pytest
 import torch
+from tiny_models import tiny_config
 
-from rlightning.rollout.canary import WeightPrint
+from rlightning.errors import EngineError
+from rlightning.rollout.canary import WeightPrint, check_agreement
 
 
 def make_weights() -> dict[str, torch.Tensor]:
@@ -37,3 +41,25 @@ def test_weight_print_leaves_offloaded_weights_alone() -> None:
     storage.resize_(size)
     weights["a"].copy_(make_weights()["a"])
     assert not found.has_changed(weights.items())
+
+
+def test_a_disagreement_lists_what_was_checked_and_the_architectures_traits() -> None:
+    expected, got = np.array([0, -1, -2, -3], np.float32), np.array([0, -1, -2, -4.5], np.float32)
+    check_agreement(expected, got, 0.5, 7)  # 1.5 over 3 tokens
+    config = tiny_config("glm4_moe", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(EngineError) as caught:
+        check_agreement(expected, got, 0.4, 7, config)
+    text = str(caught.value)
+    assert text.startswith("Actor and engine disagree after weights of version 7 were sent: ")
+    assert "is -2.0000 under the actor and -2.5000 under the engine, and they differ by 0.5000 a token" in text
+    assert "Checked: every parameter of the engine's model was loaded, and one prompt of 4 tokens was compared." in text
+    traits = (
+        "glm4_moe",
+        "rotary positions are scaled (linear)",
+        "buffers are weights (e_score_correction_bias)",
+        "its weights are stored under other names or in other shapes than they run in",
+        "4 experts",
+    )
+    assert text.endswith(f"The architecture: {'; '.join(traits)}.")
+    with pytest.raises(EngineError, match=r"The architecture: unknown\.$"):
+        check_agreement(expected, got, 0.4, 7)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_arguments import argument_names
@@ -76,6 +77,24 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
     for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
         settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
         assert settings.get("cudagraph_capture_sizes", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "given", "backend"),
+    [
+        ("qwen3_moe", "cuda:0", {}, "triton"),
+        ("qwen3_moe", "cuda:0", {"moe_backend": "flashinfer_cutlass"}, "flashinfer_cutlass"),
+        ("qwen3", "cuda:0", {}, None),
+        ("qwen3_moe", "cpu", {}, None),
+    ],
+)
+def test_experts_are_computed_as_they_are_stored(
+    kind: str, device: str, given: dict[str, str], backend: str | None, tmp_path: Path
+) -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
+    (config,) = options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
+    assert config.engine_args.get("moe_backend") == backend
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def served(project: Path, token: str = "", port: int = 0) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(project: Path) -> Iterator[Server]:
+def server(project: Path, starts_processes: None) -> Iterator[Server]:
     with served(project) as server:
         yield server
 
@@ -298,7 +298,6 @@ def test_the_command_refuses_what_it_cannot_do(
 # One trainer after the other
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("has_folder", [False, True], ids=["broadcast", "folder"])
 def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder: bool) -> None:
     folder = tmp_path / "weights" if has_folder else None
@@ -311,7 +310,6 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert folder is None or list(folder.iterdir()) == []
 
 
-@pytest.mark.processes
 def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, server: Server) -> None:
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0, end_token_ids=())
@@ -339,7 +337,6 @@ def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, s
         assert sample["weight_versions"].tolist() == [2] * 60
 
 
-@pytest.mark.processes
 def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> None:
     other = save_model(project / "deeper", num_hidden_layers=3)
     config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
@@ -443,7 +440,6 @@ class _Touch:
 # Deaths
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_an_engine_that_never_answers_stays_away(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -464,7 +460,6 @@ def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Pat
             fit(project, tmp_path, [url], start_timeout=5.0)
 
 
-@pytest.mark.processes
 def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -489,7 +484,6 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
-@pytest.mark.processes
 def test_a_served_engine_that_dies_is_started_again_by_its_server(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -505,7 +499,6 @@ def test_a_served_engine_that_dies_is_started_again_by_its_server(
     assert in_session(killed[0]) == []
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_a_server_that_hangs_is_noticed_and_may_come_back(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture

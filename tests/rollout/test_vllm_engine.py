@@ -44,7 +44,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, census: Path) -> Iterator[VLLMEngine]:
+def engine(folder: str, census: Path, starts_processes: None) -> Iterator[VLLMEngine]:
     counting = {"worker": "engine_census.Census", "CENSUS": str(census), "PYTHONPATH": str(Path(__file__).parent)}
     # A bucket that takes several chunks: the model has about 400 kB of weights, none larger than 33 kB.
     with running_engine(folder, census.with_name("engine.log"), bucket_bytes=50_000, **counting) as engine:
@@ -68,14 +68,12 @@ def texts(groups: list[list[Completion]]) -> list[list[str]]:
     return [[completion.text for completion in group] for group in groups]
 
 
-@pytest.mark.processes
 def test_weights_first(folder: str, engine: VLLMEngine) -> None:
     engine.weight_version = None
     with pytest.raises(EngineError, match="not been sent any weights yet"):
         engine.generate(PROMPTS, 1, GREEDY)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, temperature: float) -> None:
     num_samples = 16  # so many are not alike by chance
@@ -87,7 +85,6 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
             assert_sampled_from(actor, prompt, completion, temperature)
 
 
-@pytest.mark.processes
 def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     groups = engine.generate(PROMPTS, 16, Sampling(max_new_tokens=16))
     completions = [completion for group in groups for completion in group]
@@ -104,7 +101,6 @@ def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
-@pytest.mark.processes
 def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
     (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, stop=("1", "+2")))
     stopped = [completion for completion in group if completion.finish_reason == "stop"]
@@ -117,7 +113,6 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
         assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
 
 
-@pytest.mark.processes
 def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
     def sample(stop: tuple[str, ...]) -> list[list[str]]:
         return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
@@ -125,7 +120,6 @@ def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: V
     assert sample(()) == sample(("never",))
 
 
-@pytest.mark.processes
 def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
     (free,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32))
     sampled = Counter(int(token) for completion in free for token in completion.token_ids if token)
@@ -191,7 +185,6 @@ def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> No
     assert len({text for group in same for text in group}) > 12
 
 
-@pytest.mark.processes
 def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> None:
     # What is asked again after a restart comes out as it would have, whatever was done before.
     sampling = Sampling(max_new_tokens=16, seed=7)
@@ -201,14 +194,12 @@ def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> No
     assert texts([again]) == texts([first])
 
 
-@pytest.mark.processes
 def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, 1, GREEDY), strict=True):
         assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
         assert not np.isnan(completion.logprobs).any() and (completion.logprobs <= 0).all()
 
 
-@pytest.mark.processes
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEngine, actor: Actor) -> None:
     prompts = [*PROMPTS, LONG_PROMPT]
     before = engine.generate(prompts, 1, GREEDY)
@@ -226,7 +217,6 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEng
         before = after
 
 
-@pytest.mark.processes
 def test_keys_and_values_of_old_weights_are_forgotten(
     engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +237,6 @@ def test_keys_and_values_of_old_weights_are_forgotten(
     assert_sampled_from(actor, LONG_PROMPT, fresh, 1.0)
 
 
-@pytest.mark.processes
 def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) -> None:
     load(engine, actor.weights())
     assert engine.process is not None
@@ -261,7 +250,6 @@ def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) ->
     assert engine.generate(PROMPTS, 1, GREEDY)
 
 
-@pytest.mark.processes
 def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     prompt, completion = make_prompt("1"), "2+34=46"
     tokens = make_prompt("1" + completion).token_ids
@@ -271,7 +259,6 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
 
 
-@pytest.mark.processes
 def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
     fewer = [(name, weight) for name, weight in actor.weights() if "layers.1.self_attn" not in name]
     with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
@@ -279,7 +266,6 @@ def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) ->
     assert engine.weight_version is None
 
 
-@pytest.mark.processes
 def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     wrong = [(n, w[:, :100] if n == name else w) for n, w in actor.weights()]
@@ -287,21 +273,18 @@ def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, 
         send(engine, wrong, 4)
 
 
-@pytest.mark.processes
 def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor: Actor) -> None:
     with pytest.raises(EngineError, match=r"(?s)refused a request.*256"):
         engine.generate([make_prompt("1" * 300)], 1, GREEDY)
     assert engine.generate(PROMPTS, 1, GREEDY)  # and it goes on
 
 
-@pytest.mark.processes
 def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
     engine.sleep()
     assert engine.weight_version == 0
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
 
-@pytest.mark.processes
 def test_a_full_device_is_told_with_the_ways_out(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
 
@@ -377,7 +360,6 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-@pytest.mark.processes
 def test_its_process_holds_the_weights_once_and_nothing_that_trains(
     engine: VLLMEngine, actor: Actor, census: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlightning.errors import EngineError
-from rlightning.rollout.weights import WeightBucket, open_bucket, plan_chunks
+from rlightning.rollout.weights import WeightBucket, open_bucket, plan_chunks, weight_shapes
 
 CPU = torch.device("cpu")
 
@@ -42,6 +42,19 @@ def test_the_other_end_sees_each_chunk_in_the_engines_dtype() -> None:
         assert len(chunks) == 2 and seen.keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(seen[name], (weight * factor).bfloat16())
+    bucket.close()
+
+
+def test_buffers_travel_in_their_own_dtype() -> None:
+    weights = {"matrix": torch.nn.Parameter(torch.randn(3, 5)), "biases": torch.tensor([1.0, 1.001])}
+    shapes = weight_shapes(weights.items())
+    bucket = WeightBucket(shapes, torch.bfloat16, CPU, 300)
+    end = open_bucket(bucket.handle(), CPU)
+    (index,) = bucket.fill(weights.items())
+    seen = dict(end.receive(index))
+    assert torch.equal(seen["matrix"], weights["matrix"].bfloat16())
+    assert torch.equal(seen["biases"], weights["biases"])  # in bfloat16 both would be 1
+    assert plan_chunks(shapes, torch.bfloat16, 300)[1] == 256 + 8
     bucket.close()
 
 

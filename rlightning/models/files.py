@@ -1,0 +1,112 @@
+"""A model's safetensors files: which holds what, in which dtype, and whether they fit its config.json."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rlightning.errors import ConfigError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ROWS = 4096
+"""Of two matrices that are compared, at a time."""
+
+
+def find_weights(model: str) -> dict[str, Path]:
+    """The safetensors file of each weight by its name there; empty if the model comes in another format."""
+    index = find_file(model, _INDEX)
+    if index is not None:
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
+        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+    single = find_file(model, _SINGLE)
+    if single is None:
+        return {}
+    try:
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+
+
+def find_file(model: str, name: str) -> Path | None:
+    """A file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(model, name))
+    except EntryNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {' '.join(str(error).split())[:300]}") from error
+
+
+def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
+    """Return the floating-point type that most of the stored numbers have, whatever config.json says.
+
+    Args:
+        files: from :func:`find_weights`.
+
+    Returns:
+        None if no number is stored in float64, float32, bfloat16 or float16.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                stored = file.get_slice(name)
+                if stored.get_dtype() in _DTYPES:
+                    sizes[_DTYPES[stored.get_dtype()]] += torch.Size(stored.get_shape()).numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
+    """Refuse an output layer of its own in files whose config.json says that it is the embedding.
+
+    transformers would use the stored layer, a sharded policy and vLLM the embedding. An equal copy is no contradiction.
+
+    Args:
+        model: its name, for the error.
+        config: the model's.
+        files: from :func:`find_weights`.
+
+    Raises:
+        ConfigError: names both weights.
+    """
+    if not config.get_text_config().tie_word_embeddings:
+        return
+    with torch.device("meta"):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    policy.tie_weights()
+    embedding = policy.get_input_embeddings().weight
+    parameters = policy.named_parameters(remove_duplicate=False)
+    stored = [name for name, weight in parameters if weight is embedding and name in files]
+    for other in stored[1:]:
+        if not _is_equal(files, stored[0], other):
+            raise untied_head(model, stored[0], other)
+
+
+def untied_head(model: str, embedding: str, head: str) -> ConfigError:
+    """The error for an output layer that should be the embedding and is not."""
+    return ConfigError(
+        f"model='{model}' says tie_word_embeddings=true in config.json, but its files hold '{head}' with other values "
+        f"than '{embedding}': transformers would use it, and vLLM would not. Write tie_word_embeddings=false to train "
+        f"'{head}', or take it out of the files."
+    )
+
+
+def _is_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
+    with safe_open(files[first], "pt") as file, safe_open(files[second], "pt") as other:
+        a, b = file.get_slice(first), other.get_slice(second)
+        if a.get_shape() != b.get_shape() or a.get_dtype() != b.get_dtype():
+            return False
+        rows = range(0, a.get_shape()[0], _ROWS)
+        return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in rows)

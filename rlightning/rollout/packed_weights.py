@@ -1,0 +1,64 @@
+"""What vLLM makes of weights once they are loaded, made anew with each sync.
+
+Loading sets the model's parameters and nothing else. Two kinds of layers then compute other tensors from them, and use
+those: a CPU's kernels take the weights of experts packed, in the parameters' own place, where whatever is loaded
+afterwards by rows and columns ends up somewhere else; latent attention decodes with halves of ``kv_b_proj``, which stay
+those of the weights before. Neither shows in an error, nor the second in a prompt's log-probabilities.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+_pack_again: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+_unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
+"""Of each layer of experts, its parameters before they were packed, and their data, which packing may replace."""
+
+
+def keep_experts_unpacked() -> None:
+    """Have vLLM's experts on a CPU keep their weights as they are before packing. Called before a model is made."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    pack: Any = CPUUnquantizedExperts.process_weights_after_loading
+
+    def keep_and_pack(experts: Any, layer: nn.Module) -> None:
+        _unpacked[layer] = {name: (weight, weight.data) for name, weight in layer.named_parameters(recurse=False)}
+        _pack_again[layer] = lambda: pack(experts, layer)
+        pack(experts, layer)
+
+    patched: Any = CPUUnquantizedExperts
+    patched.process_weights_after_loading = keep_and_pack
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Put parameters that can be loaded in the place of packed ones. Called before the first weight of a sync."""
+    for layer in model.modules():
+        for name, (weight, data) in _unpacked.get(layer, {}).items():
+            weight.data = data
+            layer.register_parameter(name, weight)
+
+
+def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute from the parameters what the kernels use. Called after the last weight of a sync.
+
+    Args:
+        model: vLLM's.
+        dtype: that it computes in.
+    """
+    for layer in model.modules():
+        if layer in _pack_again:
+            _pack_again[layer]()
+        elif hasattr(layer, "kv_b_proj") and hasattr(layer, "process_weights_after_loading"):
+            _split_again(layer, dtype)
+
+
+def _split_again(layer: Any, dtype: torch.dtype) -> None:
+    """Split ``kv_b_proj`` anew, into the same memory: CUDA graphs hold its address."""
+    before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+    layer.process_weights_after_loading(dtype)
+    for name, old in before.items():
+        if getattr(layer, name) is not old:
+            setattr(layer, name, old.copy_(getattr(layer, name)))

@@ -1,0 +1,130 @@
+"""Tiny models of the architectures that are not refused: through plan, export, engine and weight sync, and back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import Actor, engine_config, make_prompt, send, started
+from tiny import save_byte_model
+from tiny_models import save_tiny
+
+from rlightning.memory_plan.command import plan
+from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
+from rlightning.rollout import Sampling
+from rlightning.types import RolloutBatch
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+"""Heads of 32, the smallest that vLLM's attention on a CPU takes."""
+GROUPED: dict[str, Any] = {"num_key_value_heads": 1}
+LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Of latent attention, the only sizes that vLLM has on a CPU."""
+TOKENS = [3 + (7 * i) % 37 for i in range(24)]
+RUN = """\
+model:
+  class_path: rlightning.algorithms.GRPO
+  init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}
+data: {train: rows.jsonl, max_prompt_tokens: 64}
+rollout: {max_new_tokens: 64}
+trainer: {precision: bf16-mixed, max_steps: 3}
+"""
+COMMON: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "phi3": GROUPED
+    | {
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.5] * 16, "long_factor": [4.0] * 16},
+        "original_max_position_embeddings": 192,
+    },
+    "qwen3_moe": GROUPED | {"head_dim": 32},
+    "mixtral": GROUPED,
+    "glm4_moe": GROUPED | {"head_dim": 32},
+    "deepseek_v3": {"num_key_value_heads": 2, "topk_method": "noaux_tc"} | LATENT,
+}
+"""Learned positions, LongRoPE, experts, experts under other names in files, router biases, latent attention."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "mistral": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 32},
+    "gemma": GROUPED | {"head_dim": 32},
+    "gemma3_text": GROUPED | {"head_dim": 32},
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "olmo3": GROUPED,
+    "olmoe": GROUPED,
+    "qwen2_moe": GROUPED,
+    "granite": GROUPED,
+    "granitemoe": GROUPED,
+    "granitemoeshared": GROUPED,
+    "ernie4_5": GROUPED | {"head_dim": 32},
+    "exaone4": GROUPED,
+    "exaone_moe": GROUPED,
+    "apertus": GROUPED,
+    "arcee": GROUPED,
+    "glm": GROUPED | {"head_dim": 32},
+    "glm4": GROUPED | {"head_dim": 32},
+    "glm4_moe_lite": {"num_key_value_heads": 2, "topk_method": "noaux_tc"} | LATENT,
+    "deepseek_v2": {"num_key_value_heads": 2} | LATENT,
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "starcoder2": GROUPED,
+    "smollm3": GROUPED,
+    "seed_oss": GROUPED | {"head_dim": 32},
+    "helium": GROUPED | {"head_dim": 32},
+    "cwm": GROUPED | {"head_dim": 32},
+    "hunyuan_v1_dense": GROUPED | {"head_dim": 32},
+    "hunyuan_v1_moe": GROUPED | {"head_dim": 32},
+    "hyperclovax": GROUPED,
+    "minimax_m2": GROUPED | {"head_dim": 32},
+    "ministral": GROUPED | {"head_dim": 32},
+    "ministral3": GROUPED | {"head_dim": 32},
+    "dots1": GROUPED | {"head_dim": 32},
+    "flex_olmo": GROUPED,
+    "afmoe": GROUPED | {"head_dim": 32, "score_func": "sigmoid"},
+    "hy_v3": GROUPED | {"head_dim": 32},
+    "jais2": GROUPED,
+    "nanochat": GROUPED,
+    "bitnet": GROUPED,
+    "persimmon": {},
+    "youtu": {"num_key_value_heads": 2, "pad_token_id": None} | LATENT,
+    "solar_open": GROUPED | {"head_dim": 32},
+}
+KINDS = [
+    *(pytest.param(kind, config, id=kind) for kind, config in COMMON.items()),
+    *(pytest.param(kind, config, id=kind, marks=pytest.mark.slow) for kind, config in OTHERS.items()),
+]
+
+
+@torch.no_grad()
+def score(model: Any) -> torch.Tensor:
+    """Log-probabilities of ``TOKENS``: [P], the first one 0."""
+    return packed_logprobs(model, RolloutBatch.of_sequence(TOKENS))[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "sizes"), KINDS)
+def test_an_architecture_goes_through_plan_export_engine_and_sync(
+    kind: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny(kind, tmp_path / "model", **SIZES | sizes)
+    Path("run.yaml").write_text(RUN)
+    assert "GiB each" in plan(["--config", "run.yaml", "--device-memory", "80GB"])
+
+    actor = Actor("model")
+    actor.perturb(0)
+    save_policy(actor.model, load_tokenizer(save_byte_model(tmp_path / "bytes")), tmp_path / "saved", dtype=None)
+    torch.testing.assert_close(score(load_policy("saved")), score(actor.model), atol=1e-5, rtol=0)
+
+    prompt, config = make_prompt("1+1="), engine_config("saved", tmp_path / "engine.log")
+    config.engine_args.update(load_format="auto", max_model_len=192)
+    with started(config) as engine:
+        np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)  # what was exported
+        for version in (1, 2):
+            actor.perturb(version)
+            send(engine, actor.weights(), version)
+            np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)
+            ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
+            np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
