@@ -73,6 +73,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cwm": GROUPED | {"head_dim": 32},
     "hunyuan_v1_dense": GROUPED | {"head_dim": 32},
     "hunyuan_v1_moe": GROUPED | {"head_dim": 32},
+    "jais2": GROUPED,
+    "nanochat": GROUPED,
+    "bitnet": GROUPED,
+    "persimmon": {},
     "ministral": GROUPED | {"head_dim": 32},
 }
 KINDS = [
