@@ -1,5 +1,6 @@
 """Seconds by phase, tokens per second, use of the device's arithmetic, memory."""
 
+import math
 import resource
 import sys
 from pathlib import Path
@@ -55,7 +56,8 @@ class Throughput(PhaseTimer):
         super().on_update_start(trainer, module, batch)
 
     def on_step_timed(self, trainer: Any, module: Any) -> None:
-        """Put the step's numbers together and log them."""
+        """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
+        absent = dict.fromkeys(self.last, math.nan)
         self.last = {"time/step": self.step_seconds}
         self.last |= {f"time/{phase}": seconds for phase, seconds in self.phase_seconds.items()}
         if self.num_tokens:
@@ -65,7 +67,7 @@ class Throughput(PhaseTimer):
             self.last["throughput/update_mfu"] = self._update_flops / (self.phase_seconds["update"] * peak)
             self._update_flops = 0.0
         self.last |= memory_gib()
-        log_metrics(module, self.last)
+        log_metrics(module, absent | self.last)
 
 
 def device_peak(device: torch.device | None) -> float | None:

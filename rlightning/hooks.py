@@ -13,6 +13,8 @@ Where engines go on generating during updates (``rollout.max_staleness``), weigh
 ``VLLMRollout`` stands first among the callbacks and has its engine sleep within its own ``on_rollout_end``: all others
 get ``on_engine_sleep`` before theirs.
 
+A step without a completion to learn from has no update, and the hooks of the last line do not come.
+
 Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
 """
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.balance import balance, deal_groups
+from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
@@ -76,6 +76,8 @@ class RLModule(PolicyModule):
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
         max_failed_share: a step in which a larger share of rewards fails ends the run.
+        max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
+            skip their updates, with a warning.
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
             refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
         validate_first: validate before the first step too.
@@ -106,6 +108,7 @@ class RLModule(PolicyModule):
         reference_model: str | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
+        max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
         validate_first: bool = True,
         **kwargs: Any,
@@ -121,6 +124,11 @@ class RLModule(PolicyModule):
         )
         if kl_coef < 0:
             raise ConfigError(f"kl_coef={kl_coef} must be at least 0: it is a penalty. Use 0 for none.")
+        if max_steps_without_signal < 1:
+            raise ConfigError(
+                f"max_steps_without_signal={max_steps_without_signal} must be at least 1, which ends the run at the "
+                "first such step."
+            )
         self.rewarder = RewardRunner(
             rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
         )
@@ -130,7 +138,9 @@ class RLModule(PolicyModule):
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
         self.validate_first = validate_first
+        self.max_steps_without_signal, self.num_steps_without_signal = max_steps_without_signal, 0
         self._update_progress = 0.0
+        self._no_update: dict[str, float] = {}
         self.reference: Reference | None = None
         self.generator: Generator | None = None
         self.sampling = Sampling()
@@ -215,6 +225,7 @@ class RLModule(PolicyModule):
         """Count the updates."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
+        checkpoint["num_steps_without_signal"] = self.num_steps_without_signal
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting."""
@@ -223,6 +234,7 @@ class RLModule(PolicyModule):
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
+        self.num_steps_without_signal = checkpoint.get("num_steps_without_signal", 0)
         super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
@@ -238,23 +250,34 @@ class RLModule(PolicyModule):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """From prompts to updated weights.
 
+        A step without a completion to learn from counts as one, but skips its update and the hooks of that.
+
         Args:
             prompts: this rank's share of ``prompts_per_step``.
             batch_idx: unused.
         """
-        batch = self.share_out(self.collect(prompts))
-        batch = self.estimate_advantages(batch)
-        fire(self.trainer, self, "on_update_start", batch)
-        metrics = self.update(batch)
+        batch = self.collect(prompts)
+        if batch is None:
+            metrics = self.skip_update()
+        else:
+            batch = self.estimate_advantages(self.share_out(batch))
+            fire(self.trainer, self, "on_update_start", batch)
+            metrics = self.update(batch)
         self.weight_version += 1
-        fire(self.trainer, self, "on_update_end", batch)
-        self.log_dict(metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
+        if batch is not None:
+            fire(self.trainer, self, "on_update_end", batch)
+        # Lightning would repeat the values of the step before where there are no new ones.
+        self._no_update |= dict.fromkeys(metrics, math.nan)
+        self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
-    def collect(self, prompts: list[Prompt]) -> RolloutBatch:
+    def collect(self, prompts: list[Prompt]) -> RolloutBatch | None:
         """Sample and reward completions; with ``max_refills``, until enough groups are worth keeping.
 
         Returns:
-            The kept completions, with rewards, on the CPU.
+            The kept completions, with rewards, on the CPU; None if no rank has any.
+
+        Raises:
+            ConfigError: ``max_steps_without_signal`` steps in a row have none.
         """
         sampled = [self.reward(self.rollout(prompts))]
         kept = [self._keep(sampled[0])]
@@ -270,12 +293,30 @@ class RLModule(PolicyModule):
         num_sampled, num_kept = all_reduce(counts, name="rewards are there").tolist()
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
+        self.num_steps_without_signal = 0 if num_kept else self.num_steps_without_signal + 1
         if not num_kept:
-            raise RuntimeError(
-                f"No completion of {num_sampled} can be learned from, after {self.max_refills} refills. "
-                "The task may be too easy or too hard for the model."
-            )
+            self._tell_of_no_signal(num_sampled)
+            return None
         return RolloutBatch.concatenate(kept)
+
+    def _tell_of_no_signal(self, num_sampled: int) -> None:
+        number, limit = self.num_steps_without_signal, self.max_steps_without_signal
+        reason = (
+            f"none of its {num_sampled} completions, refills included, can be learned from: the rewards of each group "
+            "are all equal, or have failed"
+        )
+        if number >= limit:
+            raise ConfigError(
+                f"Step {self.trainer.global_step + 1}: {reason}; model.max_steps_without_signal={limit} such steps in "
+                "a row end the run. The prompts may be too easy or too hard for the model: take others, more "
+                "model.samples_per_prompt, or raise the limit."
+            )
+        if self.trainer.is_global_zero:
+            log.warning(
+                "Step %d: %s. Its update is skipped; %d such steps in a row, and model.max_steps_without_signal=%d end "
+                "the run.",
+                self.trainer.global_step + 1, reason, number, limit,
+            )  # fmt: skip
 
     def share_out(self, batch: RolloutBatch) -> RolloutBatch:
         """From this rank's own completions to its share of the update, of about as much work as the others'.
@@ -287,7 +328,7 @@ class RLModule(PolicyModule):
             batch,
             self.costs,
             num_minibatches=self.plan.updates_per_rollout,
-            seed=self.weight_version,
+            seed=deal_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
@@ -360,12 +401,26 @@ class RLModule(PolicyModule):
         schedule.step()
         return means.compute(self.all_sum, self.all_max) | {"optim/lr": lr}
 
+    def skip_update(self) -> dict[str, float]:
+        """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+        optimizer.step()
+        lr = optimizer.param_groups[0]["lr"]
+        schedule.step()
+        return {"optim/skipped": 1.0, "optim/lr": lr}
+
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
         """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        plan = self.plan
-        epochs = deal_groups(num_groups, plan.updates_per_rollout, self.weight_version, plan.epochs_per_rollout)
+        plan, seed = self.plan, deal_seed(self.weight_version)
+        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
         return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:

@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from tiny import heed_ctrl_c, save_model
+
+from rlightning.__main__ import main
 
 heed_ctrl_c()
 
@@ -91,3 +96,28 @@ def rlightning(folder: Path, *args: str, as_module: bool = False) -> "subprocess
     return subprocess.run(
         [*command, *args], cwd=folder, env=environment(), capture_output=True, text=True, timeout=500, check=False
     )
+
+
+def fit(folder: Path, *options: str, exit_code: int = 0) -> "subprocess.CompletedProcess[str]":
+    """Run ``rlightning fit --config run.yaml`` in ``folder``, which has to end with this exit code."""
+    done = rlightning(folder, "fit", "--config", "run.yaml", *options)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
+def fit_here(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """Run ``fit`` in this process and folder; the exit code and what stderr says."""
+    try:
+        code = main(["fit", *options])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, capsys.readouterr().err
+
+
+def resolve_config(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    """The configuration that ``fit --config run.yaml`` shows for these options, in this process and folder."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "run.yaml", *options, "--print_config"])
+    shown = capsys.readouterr()
+    assert stop.value.code == 0, shown.err
+    return yaml.safe_load(shown.out)

@@ -27,7 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, and count what the markers leave out."""
+    """Mark what starts processes by a fixture, put the longest files first, and count what the markers leave out."""
+    for item in items:
+        if "starts_processes" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
     seconds: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     if config.getoption("randomly_seed", None) is None:
         items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))  # stable: within a file, as written
@@ -98,6 +101,62 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         counts[reason.removeprefix("Skipped: ")] += 1
     parts = [f"{count} {reason}" for reason, count in counts.most_common()]
     reporter.write_line(f"left out: {'; '.join(parts) or 'nothing'}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    for name, count, reason in (("gpu", 1, "needs a CUDA device"), ("multigpu", 2, "needs two CUDA devices")):
+        if item.get_closest_marker(name):
+            import torch  # which takes seconds
+
+            if torch.cuda.device_count() < count:
+                pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def starts_processes() -> None:
+    """A fixture that starts processes asks for this one, which marks the tests of both by ``processes``."""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model that no test changes."""
+    from tiny import save_model  # which takes seconds to import
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as a user of the command line has it, which is this process's current one."""
+    from cli_project import make_project
+
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Lightning's log handlers keep the stderr of whichever test came first, which is closed by now.
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    return tmp_path
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without a launcher, that has not resolved its execution mode, and has stored nothing."""
+    from rlightning.distributed import execution_mode, tensor_store
+
+    monkeypatch.setattr(execution_mode, "_resolved", None)
+    monkeypatch.setattr(tensor_store, "_store", tensor_store.LocalStore())
+    monkeypatch.setattr(tensor_store, "_policy", None)
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give ranks that Lightning starts a port: the one that it would choose may be taken by the time they are up."""
+    from rank_processes import free_port
+
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,13 @@
 """The scripts of benchmarks/ say what they take, and measure a run from end to end."""
 
-import csv
 import importlib.util
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fork_server import START_BY_EXEC
+from programs import read_csv, run_python
 
 pytestmark = pytest.mark.processes
 
@@ -17,33 +15,21 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
     *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table"),
-    *("optimizer_states", "asynchronous", "staleness", "controller"),
+    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side"),
 )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_says_what_it_takes(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f" benchmarks/{name}.py" in done.stdout  # the command, from its docstring
+    shown = run_python(BENCHMARKS / f"{name}.py", "--help", folder=tmp_path).stdout
+    assert f" benchmarks/{name}.py" in shown  # the command, from its docstring
     assert list(tmp_path.iterdir()) == []
 
 
 def run_benchmark(name: str, options: str, folder: Path) -> str:
     """A benchmark's standard output, run on the CPU with a tiny model."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--device", "cpu", "--model", "tiny", "--out", "out"]
-    done = subprocess.run(
-        [*command, *shlex.split(options)], cwd=folder, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def read_table(folder: Path) -> list[dict[str, str]]:
-    """The benchmark's table."""
-    with (folder / "out" / "table.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    usual = ("--device", "cpu", "--model", "tiny", "--out", "out")
+    return run_python(BENCHMARKS / f"{name}.py", *usual, *shlex.split(options), folder=folder).stdout
 
 
 @pytest.mark.slow
@@ -51,7 +37,7 @@ def test_variants_of_an_update_are_forks_that_may_fail(tmp_path: Path, monkeypat
     monkeypatch.setenv(START_BY_EXEC, "1")  # it forks itself, and profiles its forks
     options = "--tokens 2500 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --variable --profile"
     run_benchmark("update", f"{options} --try lr=1e-5 rate=3 -- --model.compile false", tmp_path)
-    good, bad = read_table(tmp_path)
+    good, bad = read_csv(tmp_path / "out" / "table.csv")
     assert float(good["update, s"]) > 0 and good["later"] == "0" and good["end"] == "ok"
     assert bad["update, s"] == "" and "model.rate: there is no such key" in bad["end"]
     files = {path.name for path in (tmp_path / "out" / "1").iterdir()}
@@ -69,8 +55,7 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    command = [sys.executable, str(BENCHMARKS / "kernels.py"), str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
+    text = run_python(BENCHMARKS / "kernels.py", path).stdout
     # from 100 to 260; nothing runs from 180 to 240
     assert text.startswith("0.2 ms from the first kernel to the end of the last; idle for 0.1 ms (37.5%)")
     assert "cudaStreamSynchronize 1 times, 0.0 ms" in text
@@ -82,7 +67,7 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 def test_this_project_is_compared_with_trl_where_that_is_installed(tmp_path: Path) -> None:
     options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
     printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false", tmp_path)
-    rows = read_table(tmp_path)
+    rows = read_csv(tmp_path / "out" / "table.csv")
     assert rows[0]["side"] == "rlightning, 512 tokens" and float(rows[0]["tokens/s"]) > 0
     assert 1 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
     if importlib.util.find_spec("trl") is None:
@@ -95,7 +80,7 @@ def test_this_project_is_compared_with_trl_where_that_is_installed(tmp_path: Pat
 def test_cost_grows_by_length_and_by_sequences(tmp_path: Path) -> None:
     options = "--lengths 140 160 --sequences 4 8 --samples 2 --microbatch-tokens 512 -- --model.compile false"
     run_benchmark("growth", options, tmp_path)
-    rows = read_table(tmp_path)
+    rows = read_csv(tmp_path / "out" / "table.csv")
     assert [(row["sequences"], row["tokens each"]) for row in rows] == [("4", "140"), ("4", "160"), ("8", "140")]
     assert float(rows[0]["by attention"]) == float(rows[2]["by attention"]) == 1 < float(rows[1]["by attention"])
 
@@ -106,27 +91,58 @@ def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> No
     run_benchmark("memory_table", f"{options} -- --model.compile false", tmp_path)
     (row,) = json.loads((tmp_path / "out" / "longest" / "rows.json").read_text())
     assert (row["planned longest"], row["tried"], row["end"]) == (1024, 768, "ok")
-    with (tmp_path / "out" / "tiny" / "longest" / "peaks-0.csv").open(newline="") as file:
-        phases = [peak["phase"] for peak in csv.DictReader(file)]
+    phases = [peak["phase"] for peak in read_csv(tmp_path / "out" / "tiny" / "longest" / "peaks-0.csv")]
     assert list(dict.fromkeys(phases)) == ["rest", "generate", "sync", "update"]
 
 
 @pytest.mark.slow
 def test_memory_is_traced_by_step_through_the_real_command(tmp_path: Path) -> None:
-    options = (
-        "--device cpu --model tiny --steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
-    )
-    command = [sys.executable, str(BENCHMARKS / "colocated_memory.py"), *options.split(), "--out", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("| run | steps | ")
-    out = tmp_path / "out"
-    assert (out / "table.md").read_text() == done.stdout
+    options = "--steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
+    said, out = run_benchmark("colocated_memory", options, tmp_path), tmp_path / "out"
+    assert said.startswith("| run | steps | ")
+    assert (out / "table.md").read_text() == said
     assert {path.name for path in out.glob("*.*")} >= {"table.csv", "steps.csv", "steps.md", "curve.svg"}
-    with (out / "before_wake_too" / "after-0.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(out / "before_wake_too" / "after-0.csv")
     assert [(row["step"], row["moment"]) for row in rows] == [
         (step, moment) for step in "12" for moment in ("sync_start", "sync_end", "rollout_end", "update_end")
     ]
     lengths = [int(row["max_new_tokens"]) for row in rows]
     assert all(4 <= length <= 40 for length in lengths) and len(set(lengths)) > 1
+
+
+def measure(name: str, folder: Path, *options: str) -> str:
+    """What a benchmark of the host's side says, which needs no model."""
+    return run_python(BENCHMARKS / f"{name}.py", *options, folder=folder).stdout
+
+
+@pytest.mark.slow
+def test_every_part_is_measured(tmp_path: Path) -> None:
+    said = measure("host_side", tmp_path, "--sizes", "80x20", "--repetitions", "1", "--out", "out")
+    assert said.startswith("| part | ns at 80x20 | growth | ")
+    rows = read_csv(tmp_path / "out" / "measurements.csv")
+    assert len(rows) == len(said.strip().splitlines()) - 2  # without the head and its line
+    assert all(int(row["tokens"]) > 0 and float(row["seconds"].strip("[]")) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared(tmp_path: Path) -> None:
+    options = ["--sizes", "80x20", "--parts", "pack", "--repetitions", "1", "--before", str(BENCHMARKS.parent)]
+    said = measure("host_side", tmp_path, *options)
+    assert said.startswith("| part | before, s | now, s | times faster | ")
+    assert said.splitlines()[2].startswith("| pack | ")
+
+
+@pytest.mark.slow
+def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
+    options = ["--sequences", "4", "--tokens", "4", "--repetitions", "1"]
+    said = measure("engine_output", tmp_path, *options).strip().splitlines()[-6:]
+    assert said[0].startswith("| output | core, us | front, us | text, us | ")
+    assert said[2].startswith("| text in the end | ")
+
+
+@pytest.mark.slow
+def test_schedulers_are_measured(tmp_path: Path) -> None:
+    options = ["--sequences", "4", "--steps", "4", "--repetitions", "1"]
+    said = measure("scheduling", tmp_path, *options).strip().splitlines()[-4:]
+    assert said[0] == "| scheduler | schedule | take in | write | all |"
+    assert [line.split(" | ")[0] for line in said[2:]] == ["| vLLM's own", "| rlightning's"]

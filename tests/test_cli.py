@@ -1,6 +1,5 @@
 """The command line as a user meets it: processes, files, exit codes."""
 
-import csv
 import json
 import re
 import signal
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_project import environment, make_project, rlightning
+from cli_project import environment, fit, make_project, rlightning
 from fork_server import START_BY_EXEC
+from programs import logged_steps
 
 pytestmark = pytest.mark.processes
 
@@ -26,20 +26,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_run(project: Path) -> "subprocess.CompletedProcess[str]":
     """A run in the folder ``again``."""
-    return rlightning(project, "fit", "--config", "run.yaml", "--trainer.default_root_dir", "again")
-
-
-def logged_steps(folder: Path) -> list[int]:
-    """The steps at which a CSVLogger's folder has a loss."""
-    with (folder / "metrics.csv").open() as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row["policy/loss"]]
+    return fit(project, "--trainer.default_root_dir", "again")
 
 
 def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) -> None:
     project = tmp_path
     make_project(project)
-    done = rlightning(project, "fit", "--config", "run.yaml", "--model.lr", "2e-3")
-    assert done.returncode == 0, done.stderr
+    fit(project, "--model.lr", "2e-3")
     [run] = (project / "runs").iterdir()
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["lr"] == 2e-3
@@ -54,7 +47,6 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) 
 
 
 def test_a_run_shows_nothing_but_itself(plain_run: "subprocess.CompletedProcess[str]") -> None:
-    assert plain_run.returncode == 0, plain_run.stderr
     for noise in ("Tip", "Warning", "warn", "litlogger", "Deprecat"):
         assert noise not in plain_run.stderr + plain_run.stdout
 
@@ -62,11 +54,8 @@ def test_a_run_shows_nothing_but_itself(plain_run: "subprocess.CompletedProcess[
 def test_a_folder_holds_one_run_unless_it_is_continued(
     project: Path, plain_run: "subprocess.CompletedProcess[str]"
 ) -> None:
-    fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "again"]
-    assert plain_run.returncode == 0
-    second = rlightning(project, *fit)
-    assert (second.returncode, len(second.stderr.strip().splitlines()[-1:])) == (2, 1)
-    assert "--ckpt_path last" in second.stderr
+    second = fit(project, "--trainer.default_root_dir", "again", exit_code=2)
+    assert "--ckpt_path last" in second.stderr.strip().splitlines()[-1]
     saved = ["fit", "--config", "again/config.yaml"]
     continued = rlightning(project, *saved, "--ckpt_path", "last", "--trainer.max_steps", "5")
     assert continued.returncode == 0, continued.stderr
@@ -77,12 +66,10 @@ def test_a_folder_holds_one_run_unless_it_is_continued(
 
 
 def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) -> None:
-    fit = ["fit", "--config", "run.yaml", "--trainer.default_root_dir", "listed"]
-    listed = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2"]
-    assert rlightning(project, *fit, *listed).returncode == 0
+    folder = ("--trainer.default_root_dir", "listed")
+    fit(project, *folder, "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2")
     assert [path.name for path in (project / "listed/checkpoints").iterdir()] == ["epoch=0-step=3.ckpt"]
-    continued = rlightning(project, *fit, "--ckpt_path", "last", "--trainer.max_steps", "4")
-    assert continued.returncode == 0, continued.stderr
+    continued = fit(project, *folder, "--ckpt_path", "last", "--trainer.max_steps", "4")
     assert "ckpt_path=last is listed/checkpoints/epoch=0-step=3.ckpt, saved after step 3." in continued.stderr
     assert logged_steps(project / "listed/metrics/version_1") == [4]
 
@@ -121,15 +108,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(project: Path, as_module: bool) -
 
 
 def test_a_mistake_found_in_setup_is_one_line(project: Path) -> None:
-    done = rlightning(project, "fit", "--config", "run.yaml", "--model", "own_classes.WrongInSetup")
-    assert done.returncode == 2
+    done = fit(project, "--model", "own_classes.WrongInSetup", exit_code=2)
     assert done.stderr.splitlines()[-1] == "error: width=3 cannot be halved. Use 4."
     assert "Traceback" not in done.stderr
 
 
 def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
-    done = rlightning(project, "fit", "--config", "run.yaml", "--model", "own_classes.Broken")
-    assert done.returncode == 1
+    done = fit(project, "--model", "own_classes.Broken", exit_code=1)
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1] == "RuntimeError: not the user's mistake"
 
@@ -212,12 +197,8 @@ def test_help_of_a_command_names_its_keys(project: Path) -> None:
 
 def test_two_processes_share_one_run_folder(project: Path) -> None:
     earlier = set(project.glob("runs/*"))
-    done = rlightning(
-        project,
-        *("fit", "--config", "run.yaml", "--trainer.devices", "2", "--trainer.strategy", "ddp"),
-        *("--trainer.max_steps", "1", "--trainer.enable_checkpointing", "false"),
-    )
-    assert done.returncode == 0, done.stderr
+    short = ("--trainer.max_steps", "1", "--trainer.enable_checkpointing", "false")
+    fit(project, "--trainer.devices", "2", "--trainer.strategy", "ddp", *short)
     [folder] = set(project.glob("runs/*")) - earlier
     assert len(list(folder.glob("config*.yaml"))) == 1
     assert [path.name for path in (folder / "metrics").iterdir()] == ["version_0"]
@@ -233,8 +214,7 @@ def test_validate_measures_without_training(project: Path) -> None:
 
 def test_the_last_checkpoint_is_the_one_that_is_measured(project: Path) -> None:
     options = ["--data.validation", "rows.jsonl", "--trainer.default_root_dir", "trained"]
-    fitted = rlightning(project, "fit", "--config", "run.yaml", "--trainer.val_check_interval", "3", *options)
-    assert fitted.returncode == 0, fitted.stderr
+    fitted = fit(project, "--trainer.val_check_interval", "3", *options)
     losses = re.findall(r"validation at step (\d) \| rows \| loss ([\d.]+)", fitted.stderr + fitted.stdout)
     assert [step for step, _ in losses] == ["0", "3"]
     assert losses[0][1] != losses[1][1]
@@ -264,9 +244,8 @@ def test_three_loggers_and_a_callback_by_its_bare_name(project: Path) -> None:
     }
     config = {"trainer": {"logger": [{"class_path": name, "init_args": args} for name, args in loggers.items()]}}
     (project / "loggers.yaml").write_text(yaml.safe_dump(config))
-    options = ("--config", "run.yaml", "--config", "loggers.yaml", "--trainer.callbacks+=SaveHF")
-    done = rlightning(project, "fit", *options, "--trainer.default_root_dir", "runs/logged")
-    assert done.returncode == 0, done.stderr
+    options = ("--config", "loggers.yaml", "--trainer.callbacks+=SaveHF")
+    fit(project, *options, "--trainer.default_root_dir", "runs/logged")
     folder = project / "runs" / "logged"
     assert logged_steps(folder / "csv" / "version_0") == [1, 2, 3]
     assert list((folder / "tensorboard" / "version_0").glob("events.out.tfevents.*"))

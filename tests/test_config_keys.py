@@ -5,32 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from cli_project import make_project
+from cli_project import fit_here, resolve_config
 
-from rlightning.__main__ import main
 from rlightning.callbacks import VLLMRollout
 from rlightning.config_keys import takes_text
 from rlightning.rewards import RewardFunction
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    # Lightning's log handlers keep the stderr of whichever test came first, which is closed by now.
-    monkeypatch.setattr("logging.raiseExceptions", False)
-    return tmp_path
-
-
-def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Run ``fit`` in this process; gives the exit code and what stderr says."""
-    try:
-        code = main(["fit", *args])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -73,7 +52,7 @@ def fit(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     ],
 )
 def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    code, errors = fit(capsys, "--config", "run.yaml", options)
+    code, errors = fit_here(capsys, "--config", "run.yaml", options)
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in errors
@@ -131,14 +110,14 @@ def test_a_wrong_file(project: Path, capsys: pytest.CaptureFixture[str], right: 
     path = project / "run.yaml"
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
-    code, errors = fit(capsys, "--config", "run.yaml")
+    code, errors = fit_here(capsys, "--config", "run.yaml")
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in errors
 
 
 def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, errors = fit(capsys, "--model.model", "model")
+    code, errors = fit_here(capsys, "--model.model", "model")
     assert code == 2
     assert errors.startswith("error: model.class_path: no algorithm is named. ")
 
@@ -147,22 +126,22 @@ def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.Capt
 def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, errors = fit(capsys, "--config", "run.yaml", "--model", "own_classes.Quick", "--model.pace", "-1")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--model", "own_classes.Quick", "--model.pace", "-1")
     assert (code, errors.splitlines()[-1]) == (2, "error: pace=-1.0 must not be negative. Use 0 or more.")
 
 
 @pytest.mark.long
 def test_an_options_class_is_that_of_the_last_one_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _ = fit(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
+    code, _ = fit_here(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
     assert code == 0
-    code, errors = fit(capsys, "--config", "run.yaml", "--model.clip_high", "0.3")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--model.clip_high", "0.3")
     assert code == 2
     assert "model.clip_high: there is no such key" in errors
 
 
 def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "needs_more.py").write_text("import a_package_nobody_has\n")
-    code, errors = fit(capsys, "--config", "run.yaml", "--model", "needs_more.Mine")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--model", "needs_more.Mine")
     assert code == 2
     assert "importing 'needs_more' failed: No module named 'a_package_nobody_has'" in errors
 
@@ -171,31 +150,15 @@ def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys
 def test_a_key_inside_a_named_set_can_be_overridden(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "sets.yaml").write_text("data: {validation: {easy: {path: rows.jsonl}}}\n")
     files = ("--config", "run.yaml", "--config", "sets.yaml")
-    assert fit(capsys, *files, "--data.validation.easy.path", "rows.jsonl", "--print_config")[0] == 0
-    code, errors = fit(capsys, *files, "--data.validation.easy.limt", "3")
+    assert fit_here(capsys, *files, "--data.validation.easy.path", "rows.jsonl", "--print_config")[0] == 0
+    code, errors = fit_here(capsys, *files, "--data.validation.easy.limt", "3")
     assert (code, errors) == (2, "error: data.validation.easy.limt: there is no such key. Did you mean 'limit'?\n")
 
 
 def test_a_validation_set_may_be_a_path_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "sets.yaml").write_text("data: {validation: {easy: rows.jsonl, hard: {path: rows.jsonl, limit: 3}}}\n")
-    files = ("--config", "run.yaml", "--config", "sets.yaml")
-    try:
-        code = main(["fit", *files, "--print_config"])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    assert "easy: rows.jsonl" in shown.out
-    assert "limit: 3" in shown.out
-
-
-def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
-    """The configuration that ``fit`` shows for these options."""
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *args, "--print_config"])
-    shown = capsys.readouterr()
-    assert stop.value.code == 0, shown.err
-    return yaml.safe_load(shown.out)
+    sets = resolve_config(capsys, "--config", "sets.yaml")["data"]["init_args"]["validation"]
+    assert sets["easy"] == "rows.jsonl" and sets["hard"]["limit"] == 3
 
 
 @pytest.mark.long
@@ -207,7 +170,7 @@ def test_mappings_of_several_files_merge(project: Path, capsys: pytest.CaptureFi
     second = "data: {init_args: {validation: {easy: {limit: 5}, hard: rows.jsonl}, chat_template_arguments: {a: 2}}}\n"
     second += "model: {init_args: {rewards: [{function: c.d, arguments: {y: 2}}]}}\n"
     (project / "second.yaml").write_text(second)
-    shown = print_config(capsys, "--config", "run.yaml", "--config", "first.yaml", "--config=second.yaml")
+    shown = resolve_config(capsys, "--config", "first.yaml", "--config=second.yaml")
     data = shown["data"]["init_args"]
     assert list(data["validation"]) == ["no", "easy", "hard"]
     assert (data["validation"]["easy"]["path"], data["validation"]["easy"]["limit"]) == ("rows.jsonl", 5)
@@ -215,8 +178,8 @@ def test_mappings_of_several_files_merge(project: Path, capsys: pytest.CaptureFi
     # Lists replace each other, with all that is in them.
     assert [reward["arguments"] for reward in shown["model"]["init_args"]["rewards"]] == [{"y": 2}]
     (project / "third.yaml").write_text("data: {validation: null}\n")
-    files = ("--config", "run.yaml", "--config", "first.yaml", "--config", "third.yaml")
-    assert print_config(capsys, *files)["data"]["init_args"]["validation"] is None
+    shown = resolve_config(capsys, "--config", "first.yaml", "--config", "third.yaml")
+    assert shown["data"]["init_args"]["validation"] is None
 
 
 @pytest.mark.parametrize(
@@ -235,8 +198,7 @@ def test_a_path_is_no_configuration(
     (project / "one.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
     (project / "rows.csv").write_text("prompt,completion\n1,2\n")
     (project / "list.json").write_text('[{"prompt": "1", "completion": "2"}]')
-    shown = print_config(capsys, "--config", "run.yaml", *options)
-    assert shown["data"]["init_args"]["validation"] == validation
+    assert resolve_config(capsys, *options)["data"]["init_args"]["validation"] == validation
 
 
 @pytest.mark.parametrize(
@@ -255,7 +217,7 @@ def test_takes_text_looks_into_containers(hint: Any, takes: bool) -> None:
 
 def test_a_key_set_twice_by_nesting_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "twice.yaml").write_text("trainer: {max_steps: 3}\ntrainer.max_steps: 4\n")
-    code, errors = fit(capsys, "--config", "run.yaml", "--config", "twice.yaml")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--config", "twice.yaml")
     assert (code, errors) == (2, "error: trainer.max_steps: the file sets this key twice. Remove one of them.\n")
 
 
@@ -273,5 +235,5 @@ def test_the_engine_may_be_listed_as_a_callback_instead(
         found.append(self)
 
     monkeypatch.setattr(VLLMRollout, "setup", note)
-    assert fit(capsys, "--config", "run.yaml", "--trainer.max_steps", "1")[0] == 0
+    assert fit_here(capsys, "--config", "run.yaml", "--trainer.max_steps", "1")[0] == 0
     assert [rollout.sampling.temperature for rollout in found] == [0.7]

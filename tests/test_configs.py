@@ -1,31 +1,43 @@
 """Every YAML in configs/ is run as it stands, shortened by options alone, with real vLLM."""
 
-import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
 import yaml
 from metrics_table import undocumented
+from programs import read_csv, run_python, steps_with
 from tiny import save_byte_model
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 GSM8K = Path(os.environ.get("GSM8K_FOLDER", ROOT.parent / "shared" / "data" / "gsm8k"))
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place"
+)
 
 
 def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
     """Run `rlightning fit` in ``folder``; the rows of its metrics."""
-    command = [sys.executable, "-m", "rlightning", "fit", "--config", str(CONFIGS / config), *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "rlightning", "fit", "--config", CONFIGS / config, *options, folder=folder)
     assert (done.stdout + done.stderr).count("A step is ") == 1  # the derivation, once
     run = Path(options[options.index("--trainer.default_root_dir") + 1])
-    with next((folder / run).glob("metrics/version_*/metrics.csv")).open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(next((folder / run).glob("metrics/version_*/metrics.csv")))
+
+
+def fit_gsm8k(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
+    """Run it on the real data with a tiny model, 4 samples of 4 prompts a step."""
+    return fit(
+        config,
+        folder,
+        *("--model.model", save_byte_model(folder / "model", max_position_embeddings=2048)),
+        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
+        *("--data.train", str(GSM8K / "train.jsonl")),
+        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
+        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu"),
+        *("--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run", *options),
+    )
 
 
 def count_keys(tree: object) -> int:
@@ -51,27 +63,19 @@ def read_completions(run: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.processes
 def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) -> None:
-    make_task = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make_task.py"), "runs/arithmetic"]
-    subprocess.run(make_task, cwd=tmp_path, check=True, capture_output=True, timeout=500)
+    example = ROOT / "examples" / "arithmetic"
+    run_python(example / "make_task.py", "runs/arithmetic", folder=tmp_path)
 
-    sft = fit(
-        "arithmetic_sft.yaml",
-        tmp_path,
-        "--trainer.max_steps",
-        "30",
-        "--trainer.default_root_dir",
-        "runs/arithmetic/sft",
-    )
+    steps = ("--trainer.max_steps", "30")
+    sft = fit("arithmetic_sft.yaml", tmp_path, *steps, "--trainer.default_root_dir", "runs/arithmetic/sft")
     losses = [float(row["policy/loss"]) for row in sft]
     assert losses[-1] < losses[0] - 0.5
-    assert [int(row["step"]) for row in sft] == list(range(1, 31))
+    assert steps_with(sft, "step") == list(range(1, 31))
 
     options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5")
     grpo = fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/grpo")
-    validated = [int(row["step"]) for row in grpo if row["val/heldout/pass@1"]]
-    assert validated == [0, 2]
+    assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
     trained = [row for row in grpo if row["reward/mean"]]
-    assert [int(row["step"]) for row in trained] == [1, 2]
     # the engine sampled from the weights that were trained: its log-probabilities are the actor's, after an update too
     assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in trained)
     assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
@@ -81,50 +85,28 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/again")
     assert read_completions(tmp_path / "runs/arithmetic/again") == completions
 
-    show = [sys.executable, str(ROOT / "examples" / "arithmetic" / "show_result.py"), "runs/arithmetic/grpo"]
-    shown = subprocess.run(show, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=500).stdout
+    shown = run_python(example / "show_result.py", "runs/arithmetic/grpo", folder=tmp_path).stdout
     assert "Greedy pass@1 on 500 held-out problems" in shown
     assert (tmp_path / "runs/arithmetic/grpo/report.html").is_file()
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+@needs_gsm8k
 def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
-    rows = fit(
-        "grpo_gsm8k.yaml",
-        tmp_path,
-        *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
-        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
-        *("--data.train", str(GSM8K / "train.jsonl")),
-        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
-        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu", "--trainer.max_steps", "2"),
-        *("--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run"),
-    )
-    assert [int(row["step"]) for row in rows if row["val/gsm8k/pass@1"]] == [0, 2]
-    trained = [row for row in rows if row["reward/mean"]]
-    assert [int(row["step"]) for row in trained] == [1, 2]
-    assert all(float(row["reward/failed"]) == 0 for row in trained)
+    rows = fit_gsm8k("grpo_gsm8k.yaml", tmp_path, "--trainer.max_steps", "2")
+    assert steps_with(rows, "val/gsm8k/pass@1") == [0, 2] and steps_with(rows, "reward/mean") == [1, 2]
+    assert all(float(row["reward/failed"]) == 0 for row in rows if row["reward/mean"])
     # prompts above 512 bytes are dropped; thousands are left
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+@needs_gsm8k
 @pytest.mark.parametrize("config", ["grpo_gsm8k_fsdp.yaml", "grpo_gsm8k_ray.yaml"])
 def test_gsm8k_runs_sharded_over_two_ranks(config: str, tmp_path: Path) -> None:
-    rows = fit(
-        config,
-        tmp_path,
-        *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
-        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
-        *("--data.train", str(GSM8K / "train.jsonl")),
-        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
-        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu", "--trainer.devices", "2"),
-        *("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run"),
-    )
-    assert [int(row["step"]) for row in rows if row["val/gsm8k/pass@1"]] == [0, 2]
-    assert [int(row["step"]) for row in rows if row["reward/mean"]] == [1, 2]
+    rows = fit_gsm8k(config, tmp_path, "--trainer.devices", "2", "--trainer.max_steps", "2")
+    assert steps_with(rows, "val/gsm8k/pass@1") == [0, 2] and steps_with(rows, "reward/mean") == [1, 2]
     assert undocumented({name for row in rows for name, value in row.items() if value}) == []
     # each engine samples from the weights that were gathered for it; the trainer computes in bfloat16
     assert all(float(row["policy/rollout_gap_max"]) < 0.1 for row in rows if row["reward/mean"])
@@ -133,21 +115,11 @@ def test_gsm8k_runs_sharded_over_two_ranks(config: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place")
+@needs_gsm8k
 def test_gsm8k_runs_asynchronously(tmp_path: Path) -> None:
-    rows = fit(
-        "grpo_gsm8k_async.yaml",
-        tmp_path,
-        *("--model.model", save_byte_model(tmp_path / "model", max_position_embeddings=2048)),
-        *("--model.prompts_per_step", "4", "--model.samples_per_prompt", "4"),
-        *("--data.train", str(GSM8K / "train.jsonl")),
-        *("--data.validation.gsm8k.path", str(GSM8K / "test.jsonl"), "--data.validation.gsm8k.limit", "8"),
-        *("--rollout.max_new_tokens", "16", "--trainer.accelerator", "cpu", "--trainer.max_steps", "4"),
-        *("--trainer.val_check_interval", "2", "--trainer.default_root_dir", "run"),
-    )
-    assert [int(row["step"]) for row in rows if row["val/gsm8k/pass@1"]] == [0, 2, 4]
+    rows = fit_gsm8k("grpo_gsm8k_async.yaml", tmp_path, "--trainer.max_steps", "4")
+    assert steps_with(rows, "val/gsm8k/pass@1") == [0, 2, 4] and steps_with(rows, "reward/mean") == [1, 2, 3, 4]
     trained = [row for row in rows if row["reward/mean"]]
-    assert [int(row["step"]) for row in trained] == [1, 2, 3, 4]
     assert all(float(row["async/age_max"]) <= 2 for row in trained)
     assert float(trained[-1]["async/running"]) + float(trained[-1]["async/finished"]) == 8  # two steps' worth
     assert undocumented({name for row in rows for name, value in row.items() if value}) == []

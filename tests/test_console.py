@@ -1,8 +1,7 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +28,5 @@ logging.getLogger("rlightning").debug("details")
 def test_lines_reach_standard_error_once_and_bare(before: str, wanted: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(before=before))
-    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
-    assert result.stderr == wanted
-    assert result.stdout == ""
+    done = run_python(program)
+    assert (done.stderr, done.stdout) == (wanted, "")

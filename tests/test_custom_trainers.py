@@ -3,29 +3,23 @@
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from programs import run_python
 
 from rlightning.callbacks import DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.distributed import execution_mode, platform
+from rlightning.distributed import platform
 from rlightning.distributed.execution_mode import ExecutionMode
 from rlightning.distributed.platform import MemoryUse
 
 FOLDER = Path(__file__).parents[1] / "examples" / "custom_trainers"
 SCRIPTS = ("plain_pytorch.py", "fabric.py", "transformers_trainer.py")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not resolved its mode."""
-    monkeypatch.setattr(execution_mode, "_resolved", None)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def load(script: str) -> tuple[Callable[..., list[float]], list[Any]]:
@@ -74,19 +68,15 @@ def test_each_callback_is_at_work_and_the_loop_learns_the_same(script: str, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes(script: str) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, str(FOLDER / script)], env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    done = run_python(*launch, FOLDER / script, environment=environment)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output
     learned = [float(reward) for reward in re.findall(r"reward [\d.]+ -> ([\d.]+)", output)]
     assert len(learned) == 2 and min(learned) > 0.9, output
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_on_cuda(script: str) -> None:
     main, callbacks = load(script)

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from rank_processes import is_alive
 
 SHOW = """
 import os, sys, torch
@@ -97,18 +97,4 @@ def test_fork_server_of_a_program_ends_with_it(script: Path) -> None:
         command = Path(f"/proc/{process.pid}/cmdline").read_text()
         assert str(script) in command
         process.kill()
-    wait_until_gone(int(children[0]))
-
-
-def wait_until_gone(pid: int) -> None:
-    """Return when the process has ended, whether or not its end has been collected."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.01)
-    pytest.fail(f"process {pid} goes on")
+    assert not is_alive(int(children[0]))

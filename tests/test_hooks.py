@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tiny import ActorGenerator, UseGenerator, make_data, make_trainer, save_model
+from tiny import ActorGenerator, UseGenerator, make_data, make_trainer
 from torch import Tensor
 
 from rlightning import callbacks
@@ -92,11 +92,6 @@ def record(module: RLModule, folder: Path, max_steps: int) -> Recorder:
 
 def around(*hooks: str) -> list[str]:
     return ["on_train_batch_start", *hooks, "on_train_batch_end"]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def test_order(model_folder: str, tmp_path: Path) -> None:

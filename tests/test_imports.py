@@ -1,12 +1,11 @@
 """Who may import whom: the rules that keep callbacks separable, objectives pure and starting up quick."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rlightning"
@@ -134,7 +133,7 @@ def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
         "for name in c.__all__: getattr(c, name)\n"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'vllm', 'ray', 'wandb', 'datasets'}))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = run_python("-c", probe, folder=ROOT)
     loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
     assert not loaded & {"vllm", "ray"}
 
@@ -142,7 +141,7 @@ def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
 @pytest.mark.processes
 def test_the_package_itself_imports_nothing_heavy() -> None:
     probe = "import sys, rlightning, rlightning.__main__; print('torch' in sys.modules or 'lightning' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = run_python("-c", probe, folder=ROOT)
     assert done.stdout == "False\n"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import (
     ActorGenerator,
     UseGenerator,
@@ -25,8 +26,10 @@ from torch import Tensor
 from rlightning import module as module_file
 from rlightning import policy_module
 from rlightning.algorithms import DAPO, GRPO
+from rlightning.callbacks import Throughput
 from rlightning.data import ValidationSet
 from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.module import RLModule
 from rlightning.objectives.kl import estimate_kl
@@ -38,11 +41,6 @@ SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 4, "lr": 1
 
 
 REWARDS = (RewardFunction(share_of_ones),)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def train(module: RLModule, folder: Path, max_steps: int, *callbacks: Any, **kwargs: Any) -> Weights:
@@ -311,13 +309,90 @@ def test_a_group_without_any_reward_is_left_out(model_folder: str, tmp_path: Pat
     assert module.trainer.callback_metrics["reward/failed"] == 0.25
 
 
-def test_nothing_to_learn_from_is_an_error(model_folder: str, tmp_path: Path) -> None:
+class SometimesSilent(DAPO):
+    """Rewards in some steps, given by their numbers from 0, are all equal."""
+
+    silent: tuple[int, ...] = ()
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        rewards = super().compute_rewards(batch)
+        return torch.ones_like(rewards) if self.weight_version in self.silent else rewards
+
+
+class Steps(RLCallback):
+    """Notes each step's metrics, weights and hooks."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.weights: list[Weights] = []
+        self.updates: list[int] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.updates.append(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.weights.append(copy_weights(module))
+
+
+def make_silent(model_folder: str, *silent: int, **kwargs: Any) -> SometimesSilent:
+    arguments: dict[str, Any] = {"max_refills": 1, "overlong_cache": 0, "weight_decay": 0.1, "lr_schedule": "linear"}
+    module = SometimesSilent(model_folder, rewards=REWARDS, **SMALL | arguments | kwargs)
+    module.silent = silent
+    return module
+
+
+@pytest.mark.long
+def test_a_step_without_signal_skips_its_update_and_counts(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps()
+    module = make_silent(model_folder, 1, 2, updates_per_rollout=2, max_steps_without_signal=3)
+    train(module, tmp_path, 4, Throughput(), steps)
+    assert module.trainer.global_step == module.weight_version == 4 and module.num_steps_without_signal == 0
+    assert steps.updates == [0, 3]
+    assert_close(steps.weights[2], steps.weights[0])
+    assert any(not torch.equal(steps.weights[3][name], steps.weights[2][name]) for name in steps.weights[3])
+    assert [step["optim/skipped"] for step in steps.metrics] == [0.0, 1.0, 1.0, 0.0]
+    assert [step["optim/lr"] for step in steps.metrics] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert [step["step"] for step in steps.metrics] == [1.0, 2.0, 3.0, 4.0]
+    for name in ("policy/loss", "optim/grad_norm", "time/update"):
+        assert [math.isnan(step[name]) for step in steps.metrics] == [False, True, True, False], name
+    # Two rollouts of four prompts with four completions each.
+    warnings = [record.getMessage() for record in caplog.records if "can be learned from" in record.getMessage()]
+    assert [line.partition(":")[0] for line in warnings] == ["Step 2", "Step 3"]
+    assert "none of its 32 completions" in warnings[0] and "; 1 such steps in a row" in warnings[0]
+    assert "; 2 such steps in a row, and model.max_steps_without_signal=3 end the run" in warnings[1]
+
+
+@pytest.mark.long
+def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: Path) -> None:
+    steps, limited = Steps(), {"max_steps_without_signal": 3}
+    with pytest.raises(ConfigError, match=r"Step 6: none of .*; model\.max_steps_without_signal=3 such steps in a row"):
+        train(make_silent(model_folder, 0, 1, 3, 4, 5, **limited), tmp_path, 8, steps)
+    assert [step["optim/skipped"] for step in steps.metrics] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    resumed = make_silent(model_folder, 3, 4, 5, **limited)
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True)
+    train(make_silent(model_folder, 1, 2, **limited), tmp_path, 3, checkpoint, enable_checkpointing=True)
+    trainer = make_trainer(tmp_path, 8)
+    with pytest.raises(ConfigError, match="Step 4: none of"):
+        trainer.fit(resumed, make_data(tmp_path), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_limit_of_no_steps_without_signal_is_refused(model_folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_steps_without_signal=0 must be at least 1, which ends the run at the f"
+    ):
+        make_silent(model_folder, max_steps_without_signal=0)
+
+
+def test_failed_rewards_alone_are_no_signal(model_folder: str, tmp_path: Path) -> None:
     class FailAll(GRPO):
         def compute_rewards(self, batch: RolloutBatch) -> Tensor:
             return torch.full((batch.num_sequences,), math.nan)
 
-    with pytest.raises(RuntimeError, match="No completion of 16 can be learned from, after 0 refills"):
-        train(FailAll(model_folder, **SMALL), tmp_path, 1)
+    with pytest.raises(ConfigError, match="Step 1: none of its 16 completions"):
+        train(FailAll(model_folder, max_steps_without_signal=1, **SMALL), tmp_path, 1)
 
 
 @pytest.mark.long

@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from rank_processes import free_port
-from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
+from tiny import copy_weights, make_algorithm, make_data, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
 from rlightning.distributed import DDP
-from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(autouse=True)
-def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that Lightning would choose may be taken by the time that its processes are up."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_port")]
 
 
 def two_ranks() -> dict[str, Any]:
@@ -61,14 +53,8 @@ class WriteResult(Callback):
 
 
 def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwargs: Any) -> None:
-    module = algorithm(
-        save_model(folder / "model"),
-        rewards=[RewardFunction(share_of_ones)],
-        samples_per_prompt=4,
-        lr=1e-3,
-        max_tokens_per_microbatch=23,
-        **{"prompts_per_step": 4, "kl_coef": 0.0, **arguments},
-    )
+    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
+    module = make_algorithm(algorithm, save_model(folder / "model"), **usual | arguments)
     make_trainer(folder, 3, WriteResult(), **kwargs).fit(module, make_data(folder))
 
 

@@ -1,6 +1,5 @@
 """A run of several steps: what its steps are counted by, what its checkpoints hold, and that it resumes."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +8,17 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from programs import logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model, share_of_ones
+from tiny import UseGenerator, copy_weights, make_batch, make_data, make_grpo, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlightning.algorithms import GRPO, SFT
+from rlightning.algorithms import SFT
 from rlightning.data import ValidationSet
 from rlightning.metrics import RunningMeans
 from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
-from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
-
-SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 2, "lr": 1e-3}
-
-
-def make_module(model_folder: str, **kwargs: Any) -> GRPO:
-    return GRPO(model_folder, rewards=[RewardFunction(share_of_ones)], **SMALL | kwargs)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-def read_steps(folder: Path, column: str) -> list[int]:
-    """The steps at which the CSV has a value in a column."""
-    (file,) = folder.rglob("metrics.csv")
-    with file.open() as lines:
-        return [int(row["step"]) for row in csv.DictReader(lines) if row.get(column)]
 
 
 def fit_with_loggers(module: RLModule, folder: Path, max_steps: int, **kwargs: Any) -> Trainer:
@@ -72,7 +53,7 @@ def test_everything_counts_rollout_steps(model_folder: str, tmp_path: Path, monk
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     # Four steps an epoch: the fifth step begins the second.
-    module = make_module(model_folder, updates_per_rollout=4, epochs_per_rollout=2)
+    module = make_grpo(model_folder, updates_per_rollout=4, epochs_per_rollout=2)
     trainer = fit_with_loggers(module, tmp_path, 6)
     assert trainer.global_step == module.weight_version == 6
     assert steps == 6 * 4 * 2
@@ -82,9 +63,9 @@ def test_everything_counts_rollout_steps(model_folder: str, tmp_path: Path, monk
         "step=6.ckpt",
     ]
     for column in ("reward/mean", "policy/loss", "optim/lr", "completion/length"):
-        assert read_steps(tmp_path, column) == [1, 2, 3, 4, 5, 6]
+        assert logged_steps(tmp_path, column) == [1, 2, 3, 4, 5, 6]
     for column in ("val/sums/reward", "val/sums/pass@1", "val/few/length"):
-        assert read_steps(tmp_path, column) == [0, 2, 4, 6]
+        assert logged_steps(tmp_path, column) == [0, 2, 4, 6]
     (events,) = (tmp_path / "tensorboard").rglob("events*")
     scalars = EventAccumulator(str(events)).Reload()
     assert [event.step for event in scalars.Scalars("policy/loss")] == [1, 2, 3, 4, 5, 6]
@@ -93,19 +74,19 @@ def test_everything_counts_rollout_steps(model_folder: str, tmp_path: Path, monk
 
 def test_supervised_validation_counts_alike(model_folder: str, tmp_path: Path) -> None:
     fit_with_loggers(SFT(model_folder, completion_column="answer", prompts_per_step=4, lr=1e-3), tmp_path, 6)
-    assert read_steps(tmp_path, "policy/loss") == [1, 2, 3, 4, 5, 6]
-    assert read_steps(tmp_path, "val/sums/loss") == read_steps(tmp_path, "val/few/loss") == [0, 2, 4, 6]
+    assert logged_steps(tmp_path, "policy/loss") == [1, 2, 3, 4, 5, 6]
+    assert logged_steps(tmp_path, "val/sums/loss") == logged_steps(tmp_path, "val/few/loss") == [0, 2, 4, 6]
 
 
 @pytest.mark.long
 def test_validation_before_the_first_step_can_be_left_out(model_folder: str, tmp_path: Path) -> None:
-    fit_with_loggers(make_module(model_folder, validate_first=False), tmp_path, 2)
-    assert read_steps(tmp_path, "val/sums/reward") == [2]
+    fit_with_loggers(make_grpo(model_folder, validate_first=False), tmp_path, 2)
+    assert logged_steps(tmp_path, "val/sums/reward") == [2]
 
 
 @pytest.mark.long
 def test_validation_changes_no_training(model_folder: str, tmp_path: Path) -> None:
-    module, plain = make_module(model_folder), make_module(model_folder)
+    module, plain = make_grpo(model_folder), make_grpo(model_folder)
     fit_with_loggers(module, tmp_path, 3)
     make_trainer(tmp_path, 3).fit(plain, make_data(tmp_path))
     assert all(torch.equal(weight, dict(plain.named_weights())[name]) for name, weight in module.named_weights())
@@ -121,19 +102,19 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
         "weight_decay": 0.1,
         "kl_coef": 0.1,
     }
-    module = make_module(model_folder, **arguments)
+    module = make_grpo(model_folder, **arguments)
     whole = fit_with_loggers(module, tmp_path, 6)
     checkpoint = tmp_path / "checkpoints" / "step=4.ckpt"
     content = torch.load(checkpoint, weights_only=False)
     assert content["weight_version"] == 4
     assert not any(name.startswith("reference") for name in content["state_dict"])
-    again = make_module(model_folder, **arguments)
+    again = make_grpo(model_folder, **arguments)
     folder = tmp_path / "again"
     folder.mkdir()
     resumed = fit_with_loggers(again, folder, 6, ckpt_path=str(checkpoint), weights_only=False)
     assert resumed.global_step == again.weight_version == 6
     # No validation before a first step that is not the run's
-    assert read_steps(folder, "policy/loss") == [5, 6] and read_steps(folder, "val/sums/reward") == [6]
+    assert logged_steps(folder, "policy/loss") == [5, 6] and logged_steps(folder, "val/sums/reward") == [6]
     expected = copy_weights(module)
     assert all(torch.equal(weight, expected[name]) for name, weight in again.named_weights())
     states = [trainer.optimizers[0].state_dict()["state"] for trainer in (whole, resumed)]
@@ -147,9 +128,9 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: str, tmp_path: Path) -> None:
-    module = make_module(model_folder, kl_coef=0.1)
+    module = make_grpo(model_folder, kl_coef=0.1)
     fit_with_loggers(module, tmp_path, 2)
-    other = make_module(model_folder, kl_coef=0.1)
+    other = make_grpo(model_folder, kl_coef=0.1)
     data = make_data(tmp_path, validation=str(tmp_path / "sums.jsonl"))
     checkpoint = str(tmp_path / "checkpoints" / "step=2.ckpt")
     (metrics,) = make_trainer(tmp_path, 1).validate(
@@ -160,7 +141,7 @@ def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: st
 
 
 def test_a_second_fit_goes_on(model_folder: str, tmp_path: Path) -> None:
-    module = make_module(model_folder)
+    module = make_grpo(model_folder)
     trainer = make_trainer(tmp_path, 2)
     data = make_data(tmp_path)
     trainer.fit(module, data)
@@ -171,7 +152,7 @@ def test_a_second_fit_goes_on(model_folder: str, tmp_path: Path) -> None:
 
 
 def test_save_hf_and_score(model_folder: str, tmp_path: Path) -> None:
-    module = make_module(model_folder)
+    module = make_grpo(model_folder)
     make_trainer(tmp_path, 1).fit(module, make_data(tmp_path))
     module.save_hf(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -186,7 +167,7 @@ def test_save_hf_and_score(model_folder: str, tmp_path: Path) -> None:
 
 
 def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:
-    module = make_module(model_folder)
+    module = make_grpo(model_folder)
     module.configure_model()
     batch: RolloutBatch = make_batch([[[3, 4, 0], [5]], [[6, 7, 8, 9, 0]], [[0]]])
     expected = packed_logprobs(module.loaded_actor, batch, temperature=0.5)[0].detach()
@@ -197,10 +178,9 @@ def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_micro_batches_wait_for_no_device(precision: str, model_folder: str, tmp_path: Path) -> None:
-    module = make_module(model_folder, max_tokens_per_microbatch=24, entropy_coef=0.01)
+    module = make_grpo(model_folder, max_tokens_per_microbatch=24, entropy_coef=0.01)
     accumulate, num_watched = module.accumulate_gradients, 0
 
     def watched(minibatch: RolloutBatch, means: RunningMeans) -> None:
@@ -219,10 +199,9 @@ def test_micro_batches_wait_for_no_device(precision: str, model_folder: str, tmp
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_two_steps_on_a_gpu(precision: str, model_folder: str, tmp_path: Path) -> None:
-    module = make_module(model_folder, updates_per_rollout=2, kl_coef=0.1, entropy_coef=0.01)
+    module = make_grpo(model_folder, updates_per_rollout=2, kl_coef=0.1, entropy_coef=0.01)
     trainer = make_trainer(tmp_path, 2, accelerator="gpu", precision=precision)
     trainer.fit(module, make_data(tmp_path, validation=str(tmp_path / "sums.jsonl")))
     metrics = trainer.callback_metrics

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,8 +33,7 @@ def test_the_callbacks_are_linked_into_the_package() -> None:
 
 @pytest.mark.processes
 def test_callbacks_import_under_one_name_only() -> None:
-    done = subprocess.run([sys.executable, "-c", "import callbacks"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
+    done = run_python("-c", "import callbacks", folder=ROOT, exit_code=1)
     assert done.stderr.splitlines()[-1].endswith("Import rlightning.callbacks.")
 
 

@@ -1,12 +1,11 @@
 """The README's first screen is true."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import run_python
 from test_configs import count_keys
 from tiny import save_byte_model
 
@@ -20,10 +19,8 @@ def test_the_yaml_of_the_first_screen_is_understood(tmp_path: Path) -> None:
     assert len(example.splitlines()) <= 16 and count_keys(yaml.safe_load(example)) <= 12
     (tmp_path / "run.yaml").write_text(example)
     options = ["--config", "run.yaml", "--model.lr", "2e-6", "--model.model", save_byte_model(tmp_path / "model")]
-    command = [sys.executable, "-m", "rlightning", "fit", *options, "--print_config"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    resolved = yaml.safe_load(done.stdout)
+    shown = run_python("-m", "rlightning", "fit", *options, "--print_config", folder=tmp_path)
+    resolved = yaml.safe_load(shown.stdout)
     assert resolved["model"]["init_args"]["lr"] == 2e-6
     assert resolved["rollout"]["init_args"]["max_new_tokens"] == 1024
 

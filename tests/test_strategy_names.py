@@ -4,31 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from cli_project import make_project
+from cli_project import fit_here, resolve_config
 
-from rlightning.__main__ import main
 from rlightning.errors import ConfigError
-from rlightning.strategy_names import KEY, check_strategy
+from rlightning.strategy_names import KEY, check_strategy, spell_out, spell_out_options
 
 FSDP, DDP = "rlightning.distributed.fsdp.FSDP", "rlightning.distributed.ddp.DDP"
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("logging.raiseExceptions", False)
-    return tmp_path
-
-
 def resolved(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
     """What ``trainer.strategy`` is in the resolved configuration."""
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", "run.yaml", *options, "--print_config"])
-    captured = capsys.readouterr()
-    assert stop.value.code == 0, captured.err
-    return yaml.safe_load(captured.out)["trainer"]["strategy"]
+    return resolve_config(capsys, *options)["trainer"]["strategy"]
 
 
 def with_strategy(project: Path, text: str) -> None:
@@ -48,8 +34,14 @@ SPELLINGS = [
 ]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("spelling", "path"), SPELLINGS)
+def test_spelling_is_replaced_by_its_class(spelling: str, path: str) -> None:
+    assert spell_out({"trainer": {"strategy": spelling}}) == {"trainer": {"strategy": {"class_path": path}}}
+    assert spell_out_options([f"--trainer.strategy.class_path={spelling}"]) == [f"--trainer.strategy.class_path={path}"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("spelling", "path"), [SPELLINGS[0], SPELLINGS[-1]])
 def test_a_strategy_by_each_of_its_names(
     project: Path, capsys: pytest.CaptureFixture[str], spelling: str, path: str
 ) -> None:
@@ -89,10 +81,6 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
             "--trainer.strategy=fsdp",
             "trainer.strategy=fsdp is Lightning's FSDP1, which does not work here. Use fsdp2",
         ),
-        (
-            "--trainer.strategy=single_device",
-            "trainer.strategy=single_device is Lightning's SingleDeviceStrategy, which does not work here.",
-        ),
         ("--trainer.strategy=fsdp3", "trainer.strategy: there is no strategy 'fsdp3'. Did you mean 'fsdp2'?"),
         (
             "--trainer.strategy=zero",
@@ -125,11 +113,7 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_wrong_strategy(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    try:
-        code = main(["fit", "--config", "run.yaml", *options.split()])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    errors = capsys.readouterr().err
+    code, errors = fit_here(capsys, "--config", "run.yaml", *options.split())
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
     assert "http" not in errors
@@ -155,8 +139,8 @@ def test_torchrun_with_another_number_of_processes(
 ) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["fit", "--config", "run.yaml", "--trainer.default_root_dir", "run", *devices]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--trainer.default_root_dir", "run", *devices)
+    assert code == 2 and errors.splitlines()[-1].startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("name", ["deepspeed_stage_2", "xla", "fsdp", "single_device"])

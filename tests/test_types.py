@@ -157,7 +157,6 @@ def test_what_a_moved_batch_knows_is_forgotten_with_its_sequences() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_moving_and_cutting_wait_for_no_device() -> None:
     batch = fill(make_batch())
     torch.cuda.set_sync_debug_mode("error")

@@ -4,7 +4,7 @@ import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rlightning.algorithms import GRPO
 from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
+from rlightning.rewards import RewardFunction
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -152,6 +154,27 @@ class UseGenerator(Callback):
         assert isinstance(pl_module, RLModule)
         pl_module.generator = self.make(pl_module)
         pl_module.sampling = self.sampling
+
+
+class GenerateInWorkers(UseGenerator):
+    """The same where a controller's workers are, which have the actor."""
+
+    runs_in = "workers"
+
+
+Algorithm = TypeVar("Algorithm", bound=RLModule)
+
+
+def make_algorithm(algorithm: type[Algorithm], model: str | Path, **kwargs: Any) -> Algorithm:
+    """An algorithm, on two samples of four prompts a step, with a reward that a random model gets some of."""
+    rewards = [RewardFunction(share_of_ones)]
+    usual: dict[str, Any] = {"rewards": rewards, "prompts_per_step": 4, "samples_per_prompt": 2, "lr": 1e-3}
+    return algorithm(str(model), **usual | kwargs)
+
+
+def make_grpo(model: str | Path, **kwargs: Any) -> GRPO:
+    """The first of algorithms, as :func:`make_algorithm`."""
+    return make_algorithm(GRPO, model, **kwargs)
 
 
 def write_sums(folder: Path) -> str:

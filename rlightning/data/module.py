@@ -15,7 +15,7 @@ from rlightning.data.loaders import PromptBatches, PromptLoader
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
-from rlightning.run_settings import run_seed
+from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,8 @@ class PromptDataModule(LightningDataModule):
         super().__init__()
         if validation_batch_size < 1:
             raise ConfigError(f"validation_batch_size={validation_batch_size} must be at least 1.")
+        if seed is not None and seed < 0:
+            raise ConfigError(f"seed={seed} must be at least 0. Leave it out for that of seed_everything.")
         if isinstance(validation, str):
             validation = {_name_of(validation): validation}
         self.validation_sets = [

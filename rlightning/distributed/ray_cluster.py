@@ -2,7 +2,10 @@
 
 import logging
 import os
+import re
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,8 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 CONNECT_SECONDS = 5.0
 """How long the head of a cluster may take to accept a connection."""
+LONGEST_REASON = 400
+START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
 def import_ray() -> Any:
@@ -28,17 +33,24 @@ def import_ray() -> Any:
     return ray
 
 
-def join_cluster(address: str | None, options: Mapping[str, Any]) -> None:
+def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
     """Make this process a driver of a cluster, unless it is one.
 
     Args:
         address: "auto" for the cluster that this machine is a node of, or "host:port". None is the one that RAY_ADDRESS
             names, as for a job that was submitted to it, else a new one on this machine, which ends with this process.
         options: further arguments of ``ray.init``.
+
+    Returns:
+        Whether the cluster is a new one, which inherits this process's environment.
+
+    Raises:
+        ConfigError: there is no such cluster, or it refuses this process.
     """
     ray = import_ray()
     if ray.is_initialized():
-        return
+        release_sigterm(signal.SIG_DFL)
+        return False
     # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     if where.startswith("ray://"):
@@ -47,23 +59,73 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> None:
             "the run on a node of the cluster, with address=auto."
         )
     if ":" in where:
-        host, _, port = where.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        except (OSError, ValueError) as error:
-            raise _unknown(where, str(error)) from error
+        check_reachable(where)
+        check_admitted(where, where)
     # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=where, **{"logging_level": logging.WARNING, "include_dashboard": False, **options})
-    except ConnectionError as error:
-        raise _unknown(where, "there is no cluster") from error
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # which "auto" has found
+        if tried:
+            check_admitted(where, tried[1])
+        raise _refused(where, error) from error
+    release_sigterm(handler)
+    return where == "local"
 
 
-def _unknown(address: str, reason: str) -> ConfigError:
+def release_sigterm(handler: Any) -> None:
+    """Put ``handler`` in the place of Ray's for SIGTERM, which exits with 15 at once.
+
+    Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    current = signal.getsignal(signal.SIGTERM)
+    if is_main and getattr(current, "__module__", "").partition(".")[0] == "ray":
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address where nothing accepts a connection: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.strategy: no Ray cluster answers at address={address} ({error}). {START_ONE}"
+        ) from error
+
+
+def check_admitted(where: str, address: str) -> None:
+    """Refuse a cluster that does not answer this process, by the cause: ``ray.init`` names none.
+
+    Args:
+        where: as configured.
+        address: "host:port".
+    """
+    ray = import_ray()
+    try:
+        from ray.autoscaler.v2.sdk import get_cluster_status
+    except ImportError:
+        return  # a release of Ray without it, and without authentication
+    try:
+        get_cluster_status(address, timeout=int(CONNECT_SECONDS))
+    except ray.exceptions.RayError as error:
+        raise _refused(where, error) from error
+
+
+def _refused(where: str, error: Exception) -> ConfigError:
+    """The mistake behind what Ray has raised, in Ray's own words where they are about something else."""
+    if type(error).__name__ == "AuthenticationError":  # a class that earlier releases of Ray do not have
+        return ConfigError(
+            f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
+            "has none or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the "
+            "cluster's; `ray start` has read it there, or in ~/.ray/auth_token."
+        )
+    reason = " ".join(str(error).split())[:LONGEST_REASON]
     return ConfigError(
-        f"trainer.strategy: no Ray cluster answers at address={address} ({reason}). Start one by `ray start "
-        "--head`, or leave address out to have one started on this machine."
+        f"trainer.strategy: no Ray cluster could be joined at address={where}. Ray says: {reason} {START_ONE}"
     )
 
 

@@ -13,6 +13,7 @@
 import copy
 import logging
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,12 @@ from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
 from rlightning.distributed.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.distributed.ray_cluster import Resources, import_ray, join_cluster
+from rlightning.distributed.ray_driver import DriverContext, check_names
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
-from rlightning.run_settings import run_seed
+from rlightning.seeds import run_seed
 from rlightning.strategy_names import CLASSES, check_strategy
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class RayController(ControllerStrategy):
         max_restarts: how often workers are started anew, from the last checkpoint, when one of them has died.
         max_store_bytes: more than this of what a worker has stored (:mod:`~rlightning.distributed.rtensor`) is never
             alive at once; None is no limit but Ray's own.
+        env: names of variables of this process's environment that workers and engines get, in a cluster that was
+            started without them. One that is started for the run has them all.
         ray_options: further arguments of ``ray.init``.
     """
 
@@ -74,6 +78,7 @@ class RayController(ControllerStrategy):
         placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK",
         max_restarts: int = 0,
         max_store_bytes: int | None = None,
+        env: Sequence[str] = (),
         ray_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -85,7 +90,9 @@ class RayController(ControllerStrategy):
         self.address, self.ray_options = address, ray_options or {}
         self.resources = Resources(cpus=cpus_per_worker, gpus=gpus_per_worker, placement=placement)
         self.max_restarts, self.max_store_bytes = max_restarts, max_store_bytes
+        self.env = [env] if isinstance(env, str) else list(env)
         self.saved: list[Path] = []
+        self._driver: DriverContext | None = None
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
         self._data: Any = None
@@ -135,6 +142,7 @@ class RayController(ControllerStrategy):
         if isinstance(nested, str) and "." not in nested:
             check_strategy(nested)
         self.resources.check()
+        check_names(self.env)
         check_execution_mode(strategy=self)
         import_ray()
 
@@ -145,7 +153,9 @@ class RayController(ControllerStrategy):
 
     def count_workers(self) -> int:
         """How many there are; joins the cluster, which knows."""
-        join_cluster(self.address, self.ray_options)
+        is_new = join_cluster(self.address, self.ray_options)
+        if self._driver is None:
+            self._driver = DriverContext.here(self.env, starts_cluster=is_new)
         if self._settled is None:
             self._settled = self.resources.settle(self.num_workers, self.worker_accelerator or "auto")
         return self._settled[0]
@@ -185,12 +195,12 @@ class RayController(ControllerStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Start the workers, when the data has been found to be right, or have them go on to another stage."""
-        assert self.accelerator is not None and self._settled is not None
+        assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
         config = None
         if self.group is None:
             close_others(self)
-            self.group = WorkerGroup(*self._settled, self.resources.placement)
+            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver)
             config = self._worker_config(trainer)
         stage: Any = trainer.state.fn
         self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
@@ -210,9 +220,10 @@ class RayController(ControllerStrategy):
             accelerator=self.worker_accelerator or "auto",
             precision=trainer.precision,
             settings=settings_of(trainer),
-            root_dir=str(trainer.default_root_dir),
+            root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=self._checkpoint_io,
             seed=run_seed(),
+            fast_dev_run=module.trainer.fast_dev_run,
             max_store_bytes=self.max_store_bytes,
             engine_token=None if self._engines is None else self._engines.token,
         )
@@ -226,7 +237,10 @@ class RayController(ControllerStrategy):
             return callback
         options = callback.options
         if self._engines is None:
-            self._engines = RayEngines(options.num_engines, options.devices_per_engine, uses_gpus=self._uses_gpus)
+            assert self._driver is not None
+            self._engines = RayEngines(
+                options.num_engines, options.devices_per_engine, self._driver, uses_gpus=self._uses_gpus
+            )
         longest = getattr(self._data, "max_prompt_tokens", None)
         return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
 

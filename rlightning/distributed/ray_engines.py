@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from rlightning.distributed.ray_cluster import import_ray
+from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.ray_group import describe_resources
 from rlightning.errors import ConfigError
 from rlightning.rollout.engine_options import EngineOptions
@@ -39,11 +39,11 @@ class EngineActor:
     """One engine, which serves a trainer after the other; the class behind Ray's actors.
 
     Args:
-        import_paths: where the controller finds modules.
+        driver: the controller's process.
     """
 
-    def __init__(self, import_paths: Sequence[str]) -> None:
-        sys.path += [path for path in import_paths if path not in sys.path]
+    def __init__(self, driver: DriverContext) -> None:
+        driver.enter()
         import ray
 
         find_address: Any = ray.util.get_node_ip_address
@@ -88,15 +88,17 @@ class RayEngines:
     Args:
         num_engines: how many.
         devices_per_engine: of each.
+        driver: what their actors take over from this process.
         uses_gpus: whether its devices are GPUs, or cores.
     """
 
-    def __init__(self, num_engines: int, devices_per_engine: int, *, uses_gpus: bool) -> None:
+    def __init__(self, num_engines: int, devices_per_engine: int, driver: DriverContext, *, uses_gpus: bool) -> None:
         ray = import_ray()
         actor = ray.remote(concurrency_groups={"serve": 1})(EngineActor)
         gpus = devices_per_engine if uses_gpus else 0
         self.token = secrets.token_hex(16)
-        self.actors = [actor.options(num_cpus=1, num_gpus=gpus).remote(sys.path) for _ in range(num_engines)]
+        options = {"num_cpus": 1, "num_gpus": gpus, **driver.actor_options}
+        self.actors = [actor.options(**options).remote(driver) for _ in range(num_engines)]
         self.runs: list[Any] = []
 
     def start(self, callback: Any, module: Any, max_prompt_tokens: int | None, folder: Path) -> Any:

@@ -2,15 +2,18 @@
 
 import contextlib
 import itertools
+import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.distributed.ray_cluster import import_ray
+from rlightning.distributed.ray_driver import DriverContext
 from rlightning.errors import ConfigError, EngineError
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 30.0
 """How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
@@ -28,9 +31,10 @@ class WorkerGroup:
         num_workers: how many.
         each: what each takes of the cluster.
         placement: how they are spread over nodes.
+        driver: what they take over from this process.
     """
 
-    def __init__(self, num_workers: int, each: Mapping[str, float], placement: str) -> None:
+    def __init__(self, num_workers: int, each: Mapping[str, float], placement: str, driver: DriverContext) -> None:
         ray = import_ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -59,7 +63,8 @@ class WorkerGroup:
                 num_cpus=each["CPU"],
                 num_gpus=each.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._place, rank),
-            ).remote(rank, num_workers, sys.path, os.environ.get("OMP_NUM_THREADS"))
+                **driver.actor_options,
+            ).remote(rank, num_workers, driver, os.environ.get("OMP_NUM_THREADS"))
             for rank in range(num_workers)
         ]
 
@@ -74,13 +79,22 @@ class WorkerGroup:
         ray = import_ray()
         # One copy of the configuration in the object store, for all of them.
         shared = None if config is None else ray.put(config)
-        rendezvous = self._get(self._call(self.actors[0], "rendezvous")) if config is not None else ("", 0)
+        rendezvous = ("", 0)
+        if config is not None:
+            rendezvous = self._get(self._call(self.actors[0], "rendezvous"))
+            self._tell_differences()
         self._engines = list(engines)
         number = next(self._numbers)
         self._runs = {
             self._call(actor, "run", number, shared, rendezvous, stage, group="fit"): rank
             for rank, actor in enumerate(self.actors)
         }
+
+    def _tell_differences(self) -> None:
+        """Warn of what is not as in this process where workers run, once for each host."""
+        found = self._get([self._call(actor, "describe_differences") for actor in self.actors])
+        for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
+            log.warning(sentence)
 
     def order(self, orders: Sequence[Order], heed: Callable[[int, Entry], None]) -> list[Any]:
         """Have each worker obey its order.

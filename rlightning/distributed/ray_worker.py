@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import socket
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from rlightning.distributed.orders import (
     StopWanted,
 )
 from rlightning.distributed.platform import share_host_threads
+from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.rtensor import remotize
 from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
@@ -55,12 +55,13 @@ class Worker:
     Args:
         rank: its own.
         num_workers: of the run.
-        import_paths: where the user's classes are found: where the controller finds them.
+        driver: the controller's process.
         host_threads: the controller's OMP_NUM_THREADS; None: a share of the cores, as if all were on this host.
     """
 
-    def __init__(self, rank: int, num_workers: int, import_paths: Sequence[str], host_threads: str | None) -> None:
-        sys.path += [path for path in import_paths if path not in sys.path]
+    def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
+        driver.enter()
+        self.driver = driver
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
         if host_threads is None:
             share_host_threads(num_workers)
@@ -83,6 +84,10 @@ class Worker:
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.bind(("", port))
                 return find_address(), port
+
+    def describe_differences(self) -> list[str]:
+        """In what this process is not like the controller's."""
+        return self.driver.describe_differences()
 
     def process_id(self) -> int:
         """Of this worker on its host."""

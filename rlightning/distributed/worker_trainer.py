@@ -34,6 +34,7 @@ class WorkerConfig:
         root_dir: the run's folder.
         checkpoint_io: for strategies that write single files.
         seed: of ``seed_everything``, or None.
+        fast_dev_run: of the Trainer, whose limits are in ``settings`` already; schedules and callbacks ask for it.
         max_store_bytes: of what a worker stores.
         engine_token: what the run's engines ask for, or None.
     """
@@ -49,6 +50,7 @@ class WorkerConfig:
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
     seed: int | None = None
+    fast_dev_run: bool | int = False
     max_store_bytes: int | None = None
     engine_token: str | None = None
 
@@ -113,6 +115,8 @@ class WorkerTrainer(Trainer):
         settings: of any Trainer.
     """
 
+    fast_dev_run: bool | int
+
     def __init__(self, feed: OrderFeed, **settings: Any) -> None:
         super().__init__(**settings)
         self.feed = feed
@@ -151,7 +155,7 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderF
     plugins: list[Any] = [environment]
     if config.checkpoint_io is not None:
         plugins.append(config.checkpoint_io)
-    return WorkerTrainer(
+    trainer = WorkerTrainer(
         feed,
         accelerator=config.accelerator,
         devices=1,
@@ -169,6 +173,8 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderF
         default_root_dir=config.root_dir,
         **config.settings,
     )
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would set limits that are the controller's
+    return trainer
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:

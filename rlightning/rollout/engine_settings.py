@@ -1,27 +1,14 @@
-"""Arguments of vLLM's engine: which may be given, and which follow from the work."""
+"""Arguments of vLLM's engine that follow from the work."""
 
-import ast
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError
 from rlightning.models.sizes import num_experts
-
-OWN_ARGUMENTS = {
-    "model": "the engine runs the actor's model, model.model",
-    "dtype": "use rollout.dtype, which the weights are sent in too",
-    "seed": "use rollout.seed",
-    "logprobs_mode": "the trainer compares log-probabilities after the temperature",
-    "worker_extension_cls": "weights are received by it",
-}
-"""Engine arguments that are not passed through, with the reason."""
-OTHER_PARALLELISM = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-"""Engine arguments that would take further devices, which nobody has set aside and no weights are sent to."""
+from rlightning.rollout.engine_arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
 """That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
@@ -129,32 +116,3 @@ def capture_sizes(num_seqs: int) -> list[int]:
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, num_seqs, 32)]
     return [size for size in sizes if size < num_seqs] + [num_seqs]
-
-
-def check_given(given: Mapping[str, Any]) -> None:
-    """Refuse what of ``rollout.engine`` belongs to the run, cannot work, or is unknown to the installed vLLM."""
-    known = argument_names()
-    for name, value in given.items():
-        if name in OWN_ARGUMENTS:
-            raise ConfigError(f"rollout.engine.{name} cannot be set: {OWN_ARGUMENTS[name]}.")
-        if name not in known:
-            raise ConfigError(f"rollout.engine.{name} is not an argument of vLLM's engine. {did_you_mean(name, known)}")
-        if name in OTHER_PARALLELISM and value not in (None, 1):
-            raise ConfigError(
-                f"rollout.engine.{name}={value} must be 1: an engine spans tensor_parallel_size devices. Use "
-                "rollout.num_engines for more of them."
-            )
-
-
-def argument_names() -> set[str]:
-    """Fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-    return {
-        field.target.id
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }

@@ -8,9 +8,11 @@
 
 The age of a token is the number of updates between the weights that sampled it and those that it updates. The oldest
 are chosen first, and what no later step could take is waited for, within reason: a group that begins again has been
-sampled for nothing, and it would be the long completions that do.
+sampled for nothing, and it would be the long completions that do. So does what was sampled with other settings than
+those of the step that would take it, such as a group of another size in a resumed run.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
 
 OWNER = 0
 """The rank that knows what is in flight."""
@@ -61,6 +65,7 @@ class Group:
         begun: no token of it is of older weights than this version; None: it has none, and nobody has been asked yet
             unless it is complete.
         completions: once all of them have ended.
+        settings: what it is sampled with (:func:`~rlightning.rollout.engine.sampling_settings`); None while it waits.
     """
 
     prompt: Prompt
@@ -68,10 +73,11 @@ class Group:
     number: int
     begun: int | None = None
     completions: list[Completion] | None = None
+    settings: dict[str, Any] | None = None
 
     def begin_again(self) -> None:
         """Forget what has been sampled; the same numbers under nearly the same weights would take as long again."""
-        self.begun = self.completions = None
+        self.begun = self.completions = self.settings = None
         self.stream += NEXT_STREAM
 
 
@@ -137,13 +143,34 @@ class InFlight:
             Those of them that somebody still works on.
         """
         old = self._begun_by(weight_version - self.max_staleness - 1)
-        running = [group for group in old if group.completions is None]
-        for group in old:
+        self.num_expired += len(old)
+        return self._requeue(old)
+
+    def requeue_changed(self, settings: dict[str, Any]) -> list[Group]:
+        """Have begin again what was sampled with other settings than these, and say so.
+
+        Args:
+            settings: of :func:`~rlightning.rollout.engine.sampling_settings`.
+
+        Returns:
+            Those of them that somebody still works on.
+        """
+        changed = [group for group in self._groups if group.settings not in (None, settings)]
+        if changed:
+            log.info(
+                "%d prompts in flight begin again: their completions were sampled with other settings (%s).",
+                len(changed),
+                _describe_change(changed[0].settings or {}, settings),
+            )
+        return self._requeue(changed)
+
+    def _requeue(self, groups: Sequence[Group]) -> list[Group]:
+        running = [group for group in groups if group.completions is None]
+        for group in groups:
             group.begin_again()
         # A step that did not end has left what it had chosen.
         self._finished = [group for group in [*self._chosen, *self._finished] if group.completions is not None]
         self._chosen = []
-        self.num_expired += len(old)
         return running
 
     def stop(self) -> list[Group]:
@@ -240,7 +267,13 @@ class InFlight:
         for packed in state["groups"]:
             self.admit([(Prompt(**packed["prompt"]), packed["stream"])])
             if packed["completions"] is not None:
+                self._groups[-1].settings = packed.get("settings", {})
                 self.finish(self._groups[-1], [_unpack(one) for one in packed["completions"]])
+
+
+def _describe_change(old: dict[str, Any], new: dict[str, Any]) -> str:
+    changed = [f"{key}: {old[key]}, now {value}" for key, value in new.items() if key in old and old[key] != value]
+    return "; ".join(changed) or "unknown ones of an earlier release"
 
 
 def ages(groups: Sequence[Group], weight_version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -254,6 +287,7 @@ def _pack(group: Group) -> dict[str, Any]:
     return {
         "prompt": group.prompt._asdict(),
         "stream": group.stream,
+        "settings": group.settings,
         "completions": None if completions is None else [_as_lists(one) for one in completions],
     }
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.engine import OnCompleted, Request, Sampling
+from rlightning.rollout.engine import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
@@ -312,10 +312,12 @@ class StandaloneEngines:
         if self._pool is not None:
             for group, completions in self._arrivals:
                 flight.finish(group, completions)
-            self._pool.cancel(self._arrivals.forget(flight.expire(weight_version)))
+            settings = sampling_settings(num_samples, sampling)
+            unwanted = flight.requeue_changed(settings) + flight.expire(weight_version)
+            self._pool.cancel(self._arrivals.forget(unwanted))
             flight.admit(request for handed, _ in received.values() for request in handed)
             for group in flight.waiting[: max(max(room, num_wanted) - flight.num_begun, 0)]:
-                group.begun = weight_version
+                group.begun, group.settings = weight_version, settings
                 self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
 
         def is_done() -> bool:

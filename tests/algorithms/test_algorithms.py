@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from tiny import make_trainer
+from tiny import make_completion, make_trainer
 from torch import Tensor
 
 from rlightning.algorithms import (
@@ -26,24 +25,14 @@ from rlightning.algorithms import (
 )
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch
 
 
 def make_batch() -> RolloutBatch:
     """Group 0: rewards 1, 0, 0.5 with 2, 1 and 3 tokens. Group 1: rewards 2 and 2 with 1 and 2 tokens."""
     rewards, groups, lengths = [1.0, 0.0, 0.5, 2.0, 2.0], [0, 0, 0, 1, 1], [2, 1, 3, 1, 2]
     prompts = [Prompt(index=g, text="1", token_ids=[2], columns={}) for g in groups]
-    completions = [
-        Completion(
-            text="0" * n,
-            token_ids=np.ones(n, np.int64),
-            logprobs=np.full(n, -0.5, np.float32),
-            weight_versions=np.zeros(n, np.int32),
-            finish_reason="stop",
-        )
-        for n in lengths
-    ]
-    batch = RolloutBatch.pack(prompts, [[c] for c in completions])
+    batch = RolloutBatch.pack(prompts, [[make_completion([1] * n, [-0.5] * n)] for n in lengths])
     batch.group_ids = torch.tensor(groups)
     batch.rewards = torch.tensor(rewards)
     return batch

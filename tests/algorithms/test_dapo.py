@@ -1,11 +1,11 @@
-import numpy as np
 import pytest
+from tiny import make_batch
 
 from rlightning.algorithms import DAPO
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import RolloutBatch
 
 
 async def is_even(completion: str) -> float:
@@ -13,16 +13,9 @@ async def is_even(completion: str) -> float:
     return float(len(completion) % 2 == 0)
 
 
-def make_batch(lengths: list[list[int]]) -> RolloutBatch:
-    prompts = [Prompt(index=i, text="1", token_ids=[2], columns={}) for i in range(len(lengths))]
-    completions = [
-        [
-            Completion("0" * n, np.ones(n, np.int64), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
-            for n in group
-        ]
-        for group in lengths
-    ]
-    return RolloutBatch.pack(prompts, completions)
+def batch_of(lengths: list[list[int]]) -> RolloutBatch:
+    """Completions of so many tokens, each a character."""
+    return make_batch([[[1] * n for n in group] for group in lengths], prompt=[2])
 
 
 def make_module(model_folder: str, max_new_tokens: int, overlong_cache: int | None = None) -> DAPO:
@@ -33,7 +26,7 @@ def make_module(model_folder: str, max_new_tokens: int, overlong_cache: int | No
 
 def test_overlong_completions_are_punished(model_folder: str) -> None:
     module = make_module(model_folder, max_new_tokens=20)
-    batch = make_batch([[4, 16, 18, 20], [17, 19, 2, 4]])
+    batch = batch_of([[4, 16, 18, 20], [17, 19, 2, 4]])
     # The last fifth of 20 tokens is 4: nothing up to 16, then a quarter a token.
     penalties = [0.0, 0.0, -0.5, -1.0, -0.25, -0.75, 0.0, 0.0]
     evens = [1, 1, 1, 1, 0, 0, 1, 1]
@@ -46,7 +39,7 @@ def test_overlong_completions_are_punished(model_folder: str) -> None:
 def test_groups_are_kept_by_their_rewards_before_the_penalty(model_folder: str) -> None:
     module = make_module(model_folder, max_new_tokens=20)
     # All right, of different lengths; right and wrong; all wrong.
-    batch = make_batch([[4, 18, 20], [4, 19, 3], [3, 17, 19]])
+    batch = batch_of([[4, 18, 20], [4, 19, 3], [3, 17, 19]])
     batch.rewards = module.compute_rewards(batch)
     module.close()
     assert module.keep_sequences(batch).tolist() == [False] * 3 + [True] * 3 + [False] * 3
@@ -54,7 +47,7 @@ def test_groups_are_kept_by_their_rewards_before_the_penalty(model_folder: str) 
 
 def test_no_cache_is_no_penalty(model_folder: str) -> None:
     module = make_module(model_folder, max_new_tokens=20, overlong_cache=0)
-    batch = make_batch([[20, 18]])
+    batch = batch_of([[20, 18]])
     batch.rewards = module.compute_rewards(batch)
     module.close()
     assert batch.rewards.tolist() == [1.0, 1.0]
@@ -65,5 +58,5 @@ def test_no_cache_is_no_penalty(model_folder: str) -> None:
 def test_a_cache_longer_than_the_limit_is_refused(model_folder: str) -> None:
     module = make_module(model_folder, max_new_tokens=20, overlong_cache=21)
     with pytest.raises(ConfigError, match=r"overlong_cache=21 is longer than rollout\.max_new_tokens=20"):
-        module.compute_rewards(make_batch([[2]]))
+        module.compute_rewards(batch_of([[2]]))
     module.close()

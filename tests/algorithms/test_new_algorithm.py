@@ -3,17 +3,13 @@
 import importlib
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from tiny import share_of_ones
+from programs import run_python
+from tiny import make_data, make_trainer, share_of_ones
 
-from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
 
@@ -27,12 +23,7 @@ def read_block(language: str) -> str:
     return str(blocks[0])
 
 
-def test_it_is_twenty_lines_and_trains(
-    model_folder: str,
-    fit: Callable[[RLModule, int], Trainer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_twenty_lines_and_trains(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = read_block("python")
     assert len(code.splitlines()) <= 20
     (tmp_path / "my_algorithm.py").write_text(code)
@@ -49,7 +40,8 @@ def test_it_is_twenty_lines_and_trains(
         return metrics
 
     monkeypatch.setattr(module, "update", watch)
-    trainer = fit(module, 2)
+    trainer = make_trainer(tmp_path, 2)
+    trainer.fit(module, make_data(tmp_path))
     assert trainer.global_step == 2
     assert {"policy/clip_high", "policy/loss"} <= set(trainer.callback_metrics)
     batch = trained[0]
@@ -63,8 +55,7 @@ def test_it_is_twenty_lines_and_trains(
 def test_its_yaml_is_what_the_command_takes(tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(read_block("python"))
     (tmp_path / "my_run.yaml").write_text(read_block("yaml"))
-    command = [sys.executable, "-m", "rlightning", "fit", "--config", "my_run.yaml", "--print_config"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr
-    assert "class_path: my_algorithm.SquashedRLOO" in result.stdout
-    assert "scale: 1.5" in result.stdout
+    options = ("fit", "--config", "my_run.yaml", "--print_config")
+    shown = run_python("-m", "rlightning", *options, folder=tmp_path).stdout
+    assert "class_path: my_algorithm.SquashedRLOO" in shown
+    assert "scale: 1.5" in shown

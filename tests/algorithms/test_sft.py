@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from prompt_files import make_metaspace_tokenizer
 from tiny import bare_trainer, save_weights
 
@@ -50,31 +49,14 @@ def test_loss_is_the_negative_log_likelihood(model_folder: str, tmp_path: Path) 
 
 def make_data(folder: Path, validation_batch_size: int) -> PromptDataModule:
     path = write_problems(folder)
-    return PromptDataModule(
-        path,
-        validation={"sums": ValidationSet(path)},
-        max_prompt_tokens=16,
-        validation_batch_size=validation_batch_size,
-    )
+    sets: Any = {"sums": ValidationSet(path)}
+    return PromptDataModule(path, validation=sets, max_prompt_tokens=16, validation_batch_size=validation_batch_size)
 
 
 @pytest.mark.long
 def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: str, tmp_path: Path) -> None:
     module = SFT(model_folder, prompts_per_step=16, lr=2e-2, max_tokens_per_microbatch=100)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=25,
-        max_epochs=-1,
-        check_val_every_n_epoch=25,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = bare_trainer(tmp_path, 25, check_val_every_n_epoch=25)
     trainer.fit(module, make_data(tmp_path, validation_batch_size=16))
     assert trainer.global_step == 25
     loss = trainer.callback_metrics["val/sums/loss"].item()

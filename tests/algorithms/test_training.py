@@ -1,12 +1,11 @@
 """Every algorithm takes real steps through the real Trainer."""
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from tiny import share_of_ones
+from tiny import copy_weights, make_data, make_trainer, share_of_ones
 
 from rlightning.algorithms import (
     CISPO,
@@ -23,8 +22,6 @@ from rlightning.module import RLModule
 from rlightning.objectives import RolloutCorrection
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
-
-Fit = Callable[[RLModule, int], Trainer]
 
 
 async def is_three(prompt: str) -> float:
@@ -48,12 +45,13 @@ async def is_three(prompt: str) -> float:
     ],
 )
 def test_two_steps(
-    algorithm: type[RLModule], arguments: dict[str, Any], metrics: set[str], model_folder: str, fit: Fit
+    algorithm: type[RLModule], arguments: dict[str, Any], metrics: set[str], model_folder: str, tmp_path: Path
 ) -> None:
     module = algorithm(model_folder, rewards=[RewardFunction(share_of_ones)], prompts_per_step=8, lr=1e-3, **arguments)
     module.configure_model()
-    before = {name: weight.detach().clone() for name, weight in module.named_weights()}
-    trainer = fit(module, 2)
+    before = copy_weights(module)
+    trainer = make_trainer(tmp_path, 2)
+    trainer.fit(module, make_data(tmp_path))
     assert trainer.global_step == module.weight_version == 2
     assert metrics | {"reward/mean", "policy/loss", "policy/entropy"} <= set(trainer.callback_metrics)
     # The sampler is the actor itself: there is no gap beyond rounding.
@@ -63,7 +61,7 @@ def test_two_steps(
     assert any(not torch.equal(weight, before[name]) for name, weight in module.named_weights())
 
 
-def test_dapo_refills_until_enough_groups_say_something(model_folder: str, fit: Fit) -> None:
+def test_dapo_refills_until_enough_groups_say_something(model_folder: str, tmp_path: Path) -> None:
     taken: list[int] = []
     trained: list[RolloutBatch] = []
 
@@ -77,8 +75,9 @@ def test_dapo_refills_until_enough_groups_say_something(model_folder: str, fit: 
             return super().update(batch)
 
     is_three.calls = 0  # type: ignore[attr-defined]
-    # Four of sixteen prompts have a signal: a step of four takes an epoch or so to fill, however they are shuffled.
-    fit(WatchedDAPO(model_folder, rewards=[RewardFunction(is_three)], prompts_per_step=4, overlong_cache=0), 1)
+    # The last four of sixteen prompts have a signal: a step of four takes an epoch to fill.
+    module = WatchedDAPO(model_folder, rewards=[RewardFunction(is_three)], prompts_per_step=4, overlong_cache=0)
+    make_trainer(tmp_path, 1).fit(module, make_data(tmp_path))
     batch = trained[0]
     assert sum(taken) >= 4
     assert all(prompt.text.startswith("3") for prompt in batch.prompts)

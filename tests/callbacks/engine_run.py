@@ -1,11 +1,10 @@
 """Runs with a real engine on the CPU: a tiny model, a Trainer for it, and what such a run may leave behind."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tiny
-from tiny import share_of_ones
+from tiny import make_grpo, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
@@ -28,15 +27,14 @@ def save_model(folder: Path, **config: Any) -> str:
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:
     """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
     rewards = [RewardFunction(share_of_ones, timeout=500)]
-    arguments: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 3e-2}
-    return GRPO(model_folder, **arguments | kwargs)
+    usual: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "lr": 3e-2}
+    return make_grpo(model_folder, **usual | kwargs)
 
 
 def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
     """Sixteen sums, which are what there is to predict too."""
-    path = folder / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{a}+{b}="}) for a in range(4) for b in range(4)))
-    return PromptDataModule(str(path), predict=str(path), max_prompt_tokens=16, **kwargs)
+    path = write_sums(folder)
+    return PromptDataModule(path, predict=path, max_prompt_tokens=16, **kwargs)
 
 
 def make_rollout(**kwargs: Any) -> VLLMRollout:

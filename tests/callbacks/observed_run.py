@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tiny import bare_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -148,22 +149,15 @@ def loader(num_batches: int = 4) -> DataLoader[Any]:
 
 def make_trainer(folder: Path, *callbacks: Callback, max_steps: int = 3, **kwargs: Any) -> Trainer:
     """A real trainer on the CPU whose run folder is ``folder``."""
-    defaults: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "max_epochs": -1,
-    }
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        max_steps=max_steps,
-        **(defaults | kwargs),
-    )
+    return bare_trainer(folder, max_steps, *callbacks, **{"enable_progress_bar": True} | kwargs)
+
+
+def save_run(folder: Path, *callbacks: Callback, max_steps: int) -> Path:
+    """The checkpoint of a run of so many steps."""
+    trainer = make_trainer(folder, *callbacks, max_steps=max_steps)
+    trainer.fit(ObservedModule(), loader())
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return folder / "last.ckpt"
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:

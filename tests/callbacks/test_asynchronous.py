@@ -99,6 +99,30 @@ def test_refills_of_groups_without_signal_are_no_older_than_allowed(
     assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, position))
 
 
+class SilentAtFirst(DAPO):
+    """Rewards of the first two steps are all equal."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        rewards = super().compute_rewards(batch)
+        return torch.ones_like(rewards) if self.weight_version < 2 else rewards
+
+
+def test_steps_without_signal_are_skipped_while_engines_run_ahead(model_folder: str, tmp_path: Path) -> None:
+    judge, witness = Judge(), Witness()
+    rollout = make_rollout(placement="standalone", max_staleness=1, max_new_tokens=24)
+    trainer: Any = make_trainer(tmp_path, 4, rollout, judge, witness)
+    arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 4, "lr": 1e-3, "max_refills": 1}
+    rewards = [RewardFunction(share_of_ones, timeout=500)]
+    trainer.fit(SilentAtFirst(model_folder, rewards=rewards, overlong_cache=0, **arguments), make_data(tmp_path))
+    assert [step["optim/skipped"] for step in witness.steps] == [1.0, 1.0, 0.0, 0.0]
+    assert [len(sampled) for sampled in judge.sampled[:2]] == [2, 2] and len(judge.trained) == 2
+    assert [step["async/version_trained"] for step in witness.steps] == [0, 1, 2, 3]
+    assert all(step["async/age_max"] <= 1 for step in witness.steps)
+    trained = [prompt.index for batch in witness.batches for prompt in batch.prompts[::4]]
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert sorted(trained + in_flight) == sorted(drawn(trainer, trainer.datamodule.stream.position))
+
+
 class Asks(RLCallback):
     """Goes on only when a completion has been sampled meanwhile, after those that had been asked for before."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli_project import make_project, rlightning
+from cli_project import fit, make_project
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from observed_run import ObservedModule, loader, make_trainer
@@ -16,7 +16,7 @@ from tiny import make_trainer as make_tiny_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.distributed import execution_mode, platform
+from rlightning.distributed import platform
 from rlightning.distributed.platform import MemoryUse
 from rlightning.rewards import RewardFunction
 
@@ -29,10 +29,7 @@ CURES: dict[str, dict[str, Any]] = {
 SUBSETS = [subset for size in range(len(CURES) + 1) for subset in combinations(CURES, size)]
 
 
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not resolved its mode."""
-    monkeypatch.setattr(execution_mode, "_resolved", None)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def as_yaml(subset: tuple[str, ...], **changes: dict[str, Any]) -> str:
@@ -111,6 +108,5 @@ def test_all_of_them_around_a_real_algorithm(tmp_path: Path) -> None:
 def test_all_of_them_from_the_command_line(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "cures.yaml").write_text(yaml.safe_dump({"trainer": yaml.safe_load(as_yaml(tuple(CURES)))}))
-    done = rlightning(tmp_path, "fit", "--config", "run.yaml", "--config", "cures.yaml")
-    assert done.returncode == 0, done.stderr
+    done = fit(tmp_path, "--config", "cures.yaml")
     assert "execution mode: spmd" in done.stdout + done.stderr

@@ -1,4 +1,3 @@
-import csv
 import io
 import logging
 import math
@@ -14,6 +13,7 @@ import rich
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer, messages
+from programs import read_csv
 from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
@@ -92,7 +92,7 @@ def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.M
     make_trainer(tmp_path, CompletionsTable(2, num_logged=2), logger=loggers).fit(ObservedModule(), loader())
     wandb_logger.experiment.finish()
 
-    rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").open()))
+    rows = read_csv(tmp_path / "csv" / "metrics.csv")
     assert [row["step"] for row in rows] == ["1", "2", "3"]
     assert not any("completion" in name and name != "completion/length" for name in rows[0])
 

@@ -6,17 +6,11 @@ import pytest
 from observed_run import ObservedModule, PlainModule, loader, make_trainer
 
 from rlightning.callbacks import ControllerMode
-from rlightning.distributed import execution_mode, platform
+from rlightning.distributed import platform
 from rlightning.distributed.execution_mode import ExecutionMode, is_controller
 from rlightning.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not resolved its mode, and was started without a launcher."""
-    monkeypatch.setattr(execution_mode, "_resolved", None)
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def test_a_plain_run_is_spmd(tmp_path: Path) -> None:

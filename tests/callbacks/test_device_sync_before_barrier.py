@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from lightning.fabric import Fabric
-from observed_run import ObservedModule, PlainModule, loader, make_trainer
+from observed_run import ObservedModule, PlainModule, loader, make_trainer, save_run
 from sharded_net import run_ranks
 
 from rlightning.callbacks import DeviceSyncBeforeBarrier
@@ -19,8 +19,6 @@ from rlightning.distributed.cpu_group import cpu_group
 from rlightning.distributed.ddp import DDP
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Recorder:
@@ -148,12 +146,10 @@ def test_no_rank_is_past_the_barrier_before_all_devices_are_done(tmp_path: Path)
 
 
 def test_resume(tmp_path: Path, recorder: Recorder) -> None:
-    trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=1)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = save_run(tmp_path, DeviceSyncBeforeBarrier(), max_steps=1)
     recorder.take()
     trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=2)
-    trainer.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    trainer.fit(ObservedModule(), loader(), ckpt_path=saved)
     assert "device" in recorder.take()
     assert "barrier" not in vars(trainer.strategy)
 
@@ -171,7 +167,6 @@ def test_a_device_that_is_none() -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_a_long_kernel_on_another_stream_is_done_at_the_barriers_return() -> None:
     loop, module = SimpleNamespace(barrier=lambda: None), torch.nn.Linear(1, 1, device="cuda")
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
@@ -221,7 +216,6 @@ def meet_while_rank_0s_kernel_runs(folder: Path) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_long_kernel_of_one_rank_is_done_at_the_barriers_return_on_both(tmp_path: Path) -> None:
     run_ranks(meet_while_rank_0s_kernel_runs, 2, tmp_path, device_type="cuda")
     for rank in range(2):

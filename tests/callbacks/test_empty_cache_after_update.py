@@ -1,4 +1,3 @@
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +5,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from metrics_table import undocumented
-from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer, save_run
+from programs import read_csv
 
 from rlightning.callbacks import EmptyCacheAfterUpdate
 from rlightning.distributed import execution_mode, platform
@@ -16,7 +16,6 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import fire
 
 GIB = 2**30
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Device:
@@ -128,7 +127,7 @@ def test_only_when_it_pays(device: Device, thresholds: dict[str, Any], is_emptie
 def test_logged_where_a_step_logs(device: Device, tmp_path: Path) -> None:
     csv_logger = CSVLogger(tmp_path, name="", version="")
     make_trainer(tmp_path, EmptyCacheAfterUpdate(), logger=csv_logger).fit(ObservedModule(), loader())
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    rows = read_csv(tmp_path / "metrics.csv")
     assert [float(row["memory/before_wake/reserved_before_gib"]) for row in rows] == [6, 2, 2]
     assert [float(row["memory/after_update/reserved_after_gib"]) for row in rows] == [2, 2, 2]
     assert undocumented(rows[0]) == []
@@ -159,13 +158,10 @@ def test_nothing_in_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resume_goes_on_counting(device: Device, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, EmptyCacheAfterUpdate(every_n_updates=3, before_wake=False), max_steps=2)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    first, second = (EmptyCacheAfterUpdate(every_n_updates=3, before_wake=False) for _ in range(2))
+    saved = save_run(tmp_path, first, max_steps=2)
     assert device.num_emptied == 0
-    callback = EmptyCacheAfterUpdate(every_n_updates=3, before_wake=False)
-    trainer = make_trainer(tmp_path, callback, max_steps=3)
-    trainer.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    make_trainer(tmp_path, second, max_steps=3).fit(ObservedModule(), loader(), ckpt_path=saved)
     assert device.num_emptied == 1  # after the third
 
 
@@ -183,7 +179,6 @@ def test_misuse(arguments: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_blocks_of_all_sizes_go_back_to_the_device() -> None:
     module = torch.nn.Linear(1, 1, device="cuda")  # takes a block of its own where there is none
     torch.cuda.empty_cache()  # what other tests have left could hold all of these in one block

@@ -21,8 +21,8 @@ from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import limit_waiting
 from rlightning.rollout.engine_process import EngineProcess
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
-from rlightning.types import Completion, Prompt
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
     weight_version: int
     num_prompts: int
-    finished: list[list[Completion]]
+    finished: list[list[dict[str, Any]]]
 
 
 class Assassin:
@@ -83,7 +83,7 @@ class Assassin:
                     # Drop what the engine had sent already: on a busy machine that may be everything.
                     process.ended.add_done_callback(lambda ended: mine.set_exception(ended.result()))
                 else:
-                    request.finished.append(make_completions(answer.result()))
+                    request.finished.append(answer.result())
                     mine.set_result(answer.result())
                     if strike is not None:
                         strike(engine)
@@ -149,7 +149,7 @@ def test_a_run_survives_one_death_a_step(
         assert (again.num_prompts, len(again.finished)) == (3, 3)
         batch = witness.batches[first // 2]
         kept = {completion.token_ids.tobytes() for completion in batch.completions}
-        assert all(completion.token_ids.tobytes() in kept for group in asked.finished for completion in group)
+        assert all(sample["token_ids"].tobytes() in kept for group in asked.finished for sample in group)
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
         assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
@@ -200,10 +200,22 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {})
-    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"max_num_seqs": -1}))
-    with pytest.raises(EngineError, match=r"(?s)could not start \(exit status 1\)\. The end of .*max_num_seqs"):
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1}))
+    with pytest.raises(
+        EngineError,
+        match=r"could not start \(exit status 1\): ValueError: No available memory for the cache blocks.*The end of",
+    ):
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
+
+
+def test_arguments_that_vllm_refuses_are_a_line(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_dtype": "nonsense"}))
+    with pytest.raises(
+        EngineError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
+    ) as caught:
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from metrics_table import undocumented
 from observed_run import ObservedModule, PlainModule, loader, make_batch, make_trainer
+from programs import read_csv
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -18,8 +18,6 @@ from rlightning.callbacks import OffloadDuringRollout
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
 from rlightning.module import Reference
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class OnCPU(OffloadDuringRollout):
@@ -243,7 +241,7 @@ def test_supervised_training_leaves_everything_in_place(tmp_path: Path) -> None:
 def test_metrics_are_logged_and_documented(tmp_path: Path) -> None:
     csv_logger = CSVLogger(tmp_path, name="", version="")
     make_trainer(tmp_path, OnCPU(), logger=csv_logger, max_steps=3).fit(WithEngine(), loader())
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    rows = read_csv(tmp_path / "metrics.csv")
     moved = [float(row["memory/offloaded_gib"] or 0) * 2**30 for row in rows]
     assert moved == pytest.approx([0, STATE + WEIGHTS, STATE + WEIGHTS], rel=1e-6)
     assert all(0 <= float(rows[2][name]) < 10 for name in ("time/offload", "time/restore"))
@@ -263,7 +261,6 @@ def test_misuse() -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_the_device_is_free_during_the_rollout_and_training_is_the_same() -> None:
     results = []
     for callbacks in ([], [OffloadDuringRollout(parameters=True)]):

@@ -3,11 +3,10 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rich
-from observed_run import ObservedModule, loader, make_trainer, messages, tensor_metrics
+from observed_run import ObservedModule, loader, make_trainer, messages, save_run, tensor_metrics
 
 from rlightning.callbacks import RLProgressBar
 from rlightning.callbacks.progress_bar import validation_lines
@@ -90,13 +89,10 @@ def test_the_bar_on_a_terminal(
 
 
 def test_resume_goes_on_counting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tmp_path, RLProgressBar(), max_steps=2)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = save_run(tmp_path, RLProgressBar(), max_steps=2)
     caplog.set_level(logging.INFO, "rlightning")
     caplog.clear()
-    resumed: Any = make_trainer(tmp_path, RLProgressBar(), max_steps=4)
-    resumed.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    make_trainer(tmp_path, RLProgressBar(), max_steps=4).fit(ObservedModule(), loader(), ckpt_path=saved)
     assert [line.split(" | ")[0] for line in messages(caplog)] == ["step 3/4", "step 4/4"]
 
 

@@ -11,31 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from controller_process import start_controller
 from observed_run import ObservedModule, PlainModule, loader, make_trainer
-from rank_processes import end_ranks, results, start_ranks
+from rank_processes import finish, start_calls, start_controller
+from remotize_run import run
 from tiny import save_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.distributed import tensor_store
 from rlightning.distributed.rtensor import remotize, remotize_own
-from rlightning.distributed.tensor_store import LocalStore, live_entries, stores_results
+from rlightning.distributed.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
 
-SCRIPT = Path(__file__).parents[1] / "distributed" / "remotize_run.py"
 INITIALISED = ("failing", "setup", "load", "rollout", "rejected", "update", "validation")
 OTHERWISE = ("before", "early setup", "after failure", "after", "own")
 """Where there is no training engine yet or any more, and for what a rank alone has."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has stored nothing and has no policy."""
-    monkeypatch.setattr(tensor_store, "_store", LocalStore())
-    monkeypatch.setattr(tensor_store, "_policy", None)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 # Real ranks
@@ -50,12 +44,7 @@ def test_heads_store_and_the_others_do_not(
     data_parallel: int, tensor_parallel: int, callback: str, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path / "model", num_key_value_heads=2)
-    arguments = (str(tmp_path), model, str(tensor_parallel), callback)
-    ranks = start_ranks(SCRIPT, data_parallel * tensor_parallel, *arguments)
-    try:
-        records = results(ranks)
-    finally:
-        end_ranks(ranks)
+    records = finish(start_calls(run, data_parallel * tensor_parallel, tmp_path, model, tensor_parallel, callback))
     for rank, record in enumerate(records):
         is_head = rank % tensor_parallel == 0 or callback == "without"
         assert set(record) >= {*INITIALISED, *OTHERWISE}, rank
@@ -69,7 +58,7 @@ def test_heads_store_and_the_others_do_not(
 def test_without_ranks_everything_is_stored_wherever_it_comes_from(tmp_path: Path) -> None:
     """No process group is initialised: in a rejected batch, a validation or before an exception as anywhere else."""
     model = save_model(tmp_path / "model")
-    (record,) = results([start_controller(SCRIPT, str(tmp_path), model, "1", "with")])
+    (record,) = finish([start_controller(run, tmp_path, model, 1, "with")])
     for occasion in (*INITIALISED, *OTHERWISE):
         assert record[occasion] == [True, 1, 0], occasion
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
-from observed_run import ObservedModule, PlainLoop, loader, make_trainer, messages
+from observed_run import ObservedModule, PlainLoop, loader, make_trainer, messages, save_run
 
 from rlightning.callbacks import SaveHF
 from rlightning.errors import ConfigError
@@ -43,11 +43,9 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_to_the_count_of_steps(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=3)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = save_run(tmp_path, SaveHF(every_n_steps=2), max_steps=3)
     resumed = make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=4)
-    resumed.fit(module := ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    resumed.fit(module := ObservedModule(), loader(), ckpt_path=saved)
     assert [path.name for path in module.saved] == ["hf_step_000004", "hf"]
 
 

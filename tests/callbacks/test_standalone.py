@@ -252,10 +252,11 @@ def test_engines_that_are_killed_or_hang_are_left_out_and_come_back(
 
 @pytest.mark.processes
 def test_without_any_engine_left_the_run_ends(model_folder: str, tmp_path: Path) -> None:
-    rollout = make_rollout(placement="standalone", num_engines=2, engine={"max_num_seqs": -1})
+    rollout = make_rollout(placement="standalone", num_engines=2, engine={"kv_cache_memory_bytes": 1})
     trainer = make_trainer(tmp_path, 1, rollout)
     with pytest.raises(
-        EngineError, match=r"(?s)^No engine is left of 2\. The last one: .*could not start.*max_num_seqs"
+        EngineError,
+        match=r"^No engine is left of 2\. The last one: .*could not start .*: ValueError: No available memory for",
     ):
         trainer.fit(make_module(model_folder), make_data(tmp_path))
 
@@ -303,6 +304,46 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none(
     assert sorted(consumed(batches) + in_flight) == sorted(drawn(trainer, 7 * PER_STEP))
     for version, batch in enumerate(batches):
         assert min(versions(batch)) >= version - (first if version < 3 else second).get("max_staleness", 0)
+
+
+class WaitsForAnswers(RLCallback):
+    """Updates when all that engines were asked for is complete."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        while not all(answer.done() for answer in module.generator._engines._arrivals._asked):
+            time.sleep(0.01)
+
+
+@pytest.mark.processes
+def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs_ahead: dict[str, Any] = {"placement": "standalone", "max_staleness": 2}
+    last = tmp_path / "last.ckpt"
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True)
+    rollout, first = make_rollout(**runs_ahead), Witness()
+    trainer = make_trainer(tmp_path, 2, rollout, WaitsForAnswers(), first, checkpoint, enable_checkpointing=True)
+    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    saved = torch.load(last, weights_only=False)["callbacks"][rollout.state_key]["in_flight"]["groups"]
+    # Of the eight that the first step left complete the second has taken four.
+    assert [len(group["completions"] or []) for group in saved] == [2] * PER_STEP + [0] * PER_STEP
+
+    caplog.set_level("INFO", logger="rlightning")
+    witness = Witness()
+    rollout = make_rollout(**runs_ahead, temperature=0.5, max_new_tokens=5)
+    trainer = make_trainer(tmp_path, 3, rollout, witness)
+    trainer.fit(make_module(model_folder, samples_per_prompt=3), make_data(tmp_path), ckpt_path=last)
+    (batch,), (step,) = witness.batches, witness.steps
+    assert batch.group_ids.bincount().tolist() == [3] * PER_STEP
+    assert batch.completion_lengths.max() <= 5
+    assert versions(batch) == [2] and step["policy/rollout_gap_max"] < 1e-4
+    trained = [prompt.index for prompt in batch.prompts[::3]]
+    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+    assert sorted(consumed(first.batches) + trained + in_flight) == sorted(drawn(trainer, 5 * PER_STEP))
+    assert [line for line in caplog.messages if "begin again" in line] == [
+        "4 prompts in flight begin again: their completions were sampled with other settings "
+        "(model.samples_per_prompt: 2, now 3; rollout.temperature: 1.0, now 0.5; rollout.max_new_tokens: 8, now 5)."
+    ]
 
 
 class SavesFirst(RLCallback):

@@ -1,4 +1,3 @@
-import csv
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
-from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer, save_run
+from programs import read_csv
 from transformers import Qwen3Config
 
 from rlightning.callbacks import Throughput
@@ -88,7 +88,6 @@ def test_mfu_is_what_the_update_needs_over_what_the_device_could_have_done(monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_mfu_of_a_gpu_is_a_share() -> None:
     torch.zeros(1, device="cuda")
     if device_peak(None) is None:
@@ -118,7 +117,7 @@ def test_tokens_are_summed_over_ranks() -> None:
 def test_logged_through_lightning_at_the_rollout_step(tmp_path: Path) -> None:
     csv_logger = CSVLogger(tmp_path, name="", version="")
     make_trainer(tmp_path, Throughput(), logger=csv_logger).fit(ObservedModule(), loader())
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    rows = read_csv(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     names = ["time/step", "time/generate", "time/reward", "time/update", "time/sync", "throughput/tokens_per_second"]
     for row in rows:
@@ -134,10 +133,7 @@ def test_supervised_steps_are_measured_by_what_they_update_on(tmp_path: Path) ->
 
 
 def test_resume_starts_a_fresh_measurement(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, Throughput(), max_steps=2)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-
+    saved = save_run(tmp_path, Throughput(), max_steps=2)
     steps: list[dict[str, float]] = []
 
     class Kept(Callback):
@@ -145,9 +141,7 @@ def test_resume_starts_a_fresh_measurement(tmp_path: Path) -> None:
             steps.append(dict(throughput.last))
 
     throughput = Throughput()
-    make_trainer(tmp_path, throughput, Kept(), max_steps=4).fit(
-        ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt"
-    )
+    make_trainer(tmp_path, throughput, Kept(), max_steps=4).fit(ObservedModule(), loader(), ckpt_path=saved)
     assert len(steps) == 2
     assert all(step["time/step"] < 60 for step in steps)
 

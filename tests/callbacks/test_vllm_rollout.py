@@ -7,6 +7,7 @@ import runpy
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
+from rlightning.rollout.requests import with_run_seed
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -67,7 +70,7 @@ def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Run:
     """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
     folder = tmp_path_factory.mktemp("run")
     begun: list[tuple[Prompt, Completion]] = []
@@ -93,7 +96,6 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(trainer, module, data, rollout, seen, sessions, begun)
 
 
-@pytest.mark.processes
 def test_weights_are_sent_once_an_update(run: Run) -> None:
     step = ["rollout", "update"]
     assert run.witness.events == [
@@ -103,7 +105,6 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
     ]
 
 
-@pytest.mark.processes
 def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
     assert len(run.witness.batches) == len(run.witness.steps) == 5
     for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
@@ -112,7 +113,6 @@ def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
         assert metrics["policy/rollout_gap_max"] < 1e-4
 
 
-@pytest.mark.processes
 def test_rewards_are_begun_as_completions_come(run: Run) -> None:
     # Five steps of 4 x 2 completions, and three validations of 4 and of 3 x 4.
     assert len(run.begun) == 5 * 8 + 3 * (4 + 12)
@@ -121,7 +121,6 @@ def test_rewards_are_begun_as_completions_come(run: Run) -> None:
         assert pairs >= {(id(p), id(c)) for p, c in zip(batch.prompts, batch.completions, strict=True)}
 
 
-@pytest.mark.processes
 def test_validation_goes_through_the_engine(run: Run) -> None:
     assert [step for step, _ in run.witness.validations] == [0, 2, 4]
     for _, metrics in run.witness.validations:
@@ -132,14 +131,12 @@ def test_validation_goes_through_the_engine(run: Run) -> None:
         assert all(np.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.processes
 def test_the_engine_ends_with_the_run(run: Run) -> None:
     assert run.rollout.engine is None
     assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
     assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
 
 
-@pytest.mark.processes
 def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     version = run.module.weight_version
     sessions = note_sessions(monkeypatch)
@@ -181,9 +178,12 @@ class PlainLoop(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def loop(example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLoop]:
+def loop(
+    example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None
+) -> Iterator[PlainLoop]:
     """A policy and an engine that stays up, verified at each sync; no Trainer."""
-    policy, rollout = example["Policy"](model_folder), make_rollout(seed=3, engine={"max_num_seqs": 8})
+    policy = example["Policy"](model_folder)
+    rollout = make_rollout(seed=3, engine={"max_num_seqs": 8, "max_num_batched_tokens": 256})
     trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
     rollout.setup(trainer, policy, "fit")
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(["1+1=", "2+3="])]
@@ -209,6 +209,50 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
     return sample(loop)
 
 
+def test_run_seed_reaches_requests_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert with_run_seed(Sampling(), cpu).seed is None
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert [with_run_seed(Sampling(), device).seed for device in (cpu, gpu)] == [7, None]
+    assert with_run_seed(Sampling(seed=3), cpu).seed == 3
+
+
+@pytest.mark.processes
+def test_seeded_prompts_of_more_than_a_batch_are_sampled(loop: PlainLoop) -> None:
+    """A batch takes 256 tokens: two of these prompts and most of the third, which vLLM must not cut on a CPU."""
+    characters = [str(i % 10) for i in range(100)]
+    prompts = [
+        Prompt(i, text, loop.policy.tokenizer(text).input_ids, {})
+        for i in range(8)
+        for text in ["".join(characters[i:] + characters[:i])]
+    ]
+    assert {len(prompt.token_ids) for prompt in prompts} == {100}
+    groups = [loop.rollout.generate(prompts, 2, replace(loop.rollout.sampling, seed=seed)) for seed in (0, 0)]
+    assert all(len(group) == 2 for group in groups[0]) and len(groups[0]) == 8
+    assert loop.rollout.engine is not None and loop.rollout.engine.is_alive
+
+
+@pytest.mark.processes
+def test_validation_draws_from_other_streams_than_training(loop: PlainLoop) -> None:
+    trained = sample_anew(loop)
+    loop.rollout.on_validation_start(loop, loop.policy)
+    validated = [sample(loop), sample(loop)]  # as of two sets with the same prompts
+    loop.rollout.on_validation_end(loop, loop.policy)
+    assert trained != validated[0] != validated[1] != trained
+    assert sample(loop) == trained
+
+
+@pytest.mark.processes
+def test_requests_the_engine_would_cut_are_refused(loop: PlainLoop) -> None:
+    long = loop.prompts[0]._replace(token_ids=[1] * 249)
+    message = r"A prompt of 249 tokens \+ max_new_tokens=8 = 257, but the engine takes 256 .* Lower max_new_tokens by 1"
+    with pytest.raises(ConfigError, match=message):
+        loop.rollout.generate([long], 1, loop.rollout.sampling)
+    with pytest.raises(ConfigError, match=r"temperature=0 makes all 2 samples of a prompt alike"):
+        loop.rollout.generate(loop.prompts, 2, replace(loop.rollout.sampling, temperature=0))
+
+
 @pytest.mark.processes
 def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     first = sample_anew(loop)
@@ -222,7 +266,6 @@ def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     assert sample_anew(loop) == first
 
 
-@pytest.mark.processes
 def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_path: Path) -> None:
     start, called = time.monotonic(), tmp_path / "called"
     arrived: list[float] = []
@@ -244,7 +287,6 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
-@pytest.mark.processes
 def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
@@ -259,7 +301,6 @@ def test_weights_that_change_without_a_version_are_sent_and_verified(loop: Plain
     assert loop.policy.weight_version == version + 2
 
 
-@pytest.mark.processes
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
@@ -282,7 +323,6 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     assert sample(loop)  # sent in full, it passes
 
 
-@pytest.mark.processes
 def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
 
@@ -297,7 +337,6 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
     assert sample(loop)
 
 
-@pytest.mark.processes
 def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     change_weights(loop.policy)
     with monkeypatch.context() as patch:
@@ -327,6 +366,9 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": {"dtype": "float16"}}, r"rollout\.engine\.dtype cannot be set: use rollout\.dtype"),
         ({"temperature": 0}, r"rollout\.temperature=0 makes all samples of a prompt alike"),
         ({"max_new_tokens": 250}, r"250.*256"),
+        ({"engine": {"max_model_len": 23}}, r"max_model_len=23 must be from 33 \(what verifies the weights\)"),
+        ({"engine": {"quantization": "fp8"}}, r"rollout\.engine\.quantization cannot be set: all weights come from"),
+        ({"stop_token_ids": [14]}, r"rollout\.stop_token_ids=\[14\] must be below 14"),
         ({"hang_timeout": 1}, r"rollout\.hang_timeout=1 must be at least 5 s"),
     ],
 )
@@ -346,6 +388,13 @@ def test_longrope_beyond_its_original_length_is_refused(model_folder: str, tmp_p
     message = r"= 21 tokens, but the model's positions end at 20: beyond, its longrope frequencies are"
     with pytest.raises(ConfigError, match=message):
         trainer.fit(make_module(folder), make_data(tmp_path))
+
+
+def test_validation_temperature_vllm_alters_is_refused(model_folder: str, tmp_path: Path) -> None:
+    data = make_data(tmp_path, validation={"sums": ValidationSet(str(tmp_path / "sums.jsonl"), temperature=0.005)})
+    trainer = make_trainer(tmp_path, 1, make_rollout())
+    with pytest.raises(ConfigError, match=r"^Validation set 'sums': temperature=0\.005 must be 0"):
+        trainer.fit(make_module(model_folder), data)
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from prompt_files import make_tokenizer, write_rows
-from rank_processes import free_port
+from tiny import bare_trainer
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data import PromptDataModule, ValidationSet
@@ -84,21 +84,8 @@ class StopAfter(Callback):
 
 
 def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **{
-            "devices": 1,
-            "max_epochs": 3,
-            "enable_checkpointing": bool(callbacks),
-            "num_sanity_val_steps": 0,
-            **options,
-        },
-    )
+    usual = {"max_epochs": 3, "enable_checkpointing": bool(callbacks), "use_distributed_sampler": True}
+    return bare_trainer(folder, -1, *callbacks, **usual | options)
 
 
 @pytest.fixture
@@ -291,6 +278,11 @@ def test_a_validation_set_may_be_a_path_alone() -> None:
     assert PromptDataModule(validation="other.jsonl").validation_sets == [ValidationSet("other.jsonl").resolve("other")]
 
 
+def test_negative_seed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed=-1 must be at least 0"):
+        PromptDataModule(seed=-1)
+
+
 def test_validation_batches_of_nothing() -> None:
     with pytest.raises(ConfigError, match="validation_batch_size=0 must be at least 1"):
         PromptDataModule(validation_batch_size=0)
@@ -305,11 +297,10 @@ class Writer(Recorder):
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("own_port")
 def test_two_ranks_share_every_step_and_every_validation_batch(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
 ) -> None:
-    # The one that Lightning would choose may be taken by the time that its processes are up.
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     whole = Recorder(tokenizer, prompts_per_step=4)
     make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)

@@ -1,16 +1,8 @@
-"""A whole run of GRPO by a controller with one worker, which leaves no room on its GPU for another CUDA context.
-
-    python controller_full_device_run.py FOLDER (gpu | cpu) (idle | touching)
-
-From its second step on the worker holds all memory of its GPU but less than a context takes: a controller that makes
-one then fails, as a "touching" one does in the third step. What is seen goes to ``FOLDER/outcome.json``. On the CPU the
-same run fills nothing.
-"""
+"""A whole run of GRPO by a controller with one worker, which leaves no room on its GPU for another CUDA context."""
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +11,15 @@ from controller_run import RAY_OPTIONS, Record
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
+from tiny import GenerateInWorkers, bare_trainer, make_data, make_grpo
 
-from rlightning.algorithms import GRPO
 from rlightning.callbacks import CompletionsTable, ControllerMode, RunReport, SaveHF, Throughput
 from rlightning.distributed import FSDP, RayController
 from rlightning.hooks import RLCallback
-from rlightning.rewards import RewardFunction
 
 MAX_STEPS = 4
 LEFT_BYTES = 100 << 20
 """Of the GPU's memory; a CUDA context takes some hundred MiB."""
-
-
-class GenerateInWorkers(UseGenerator):
-    """Samples from the actor itself, so that no engine needs memory."""
-
-    runs_in = "workers"
 
 
 class FillDevice(RLCallback):
@@ -87,20 +71,14 @@ def processes_on_gpus() -> list[int]:
     return [int(line) for line in printed.split() if line.isdecimal()]
 
 
-def main() -> None:
-    """Run, and write what was seen."""
-    folder, accelerator, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    torch.set_num_threads(1)
+def run(folder: Path, accelerator: str, how: str) -> dict[str, Any]:
+    """GRPO by a controller with one worker, whose GPU has no room for another CUDA context from the second step on.
+
+    A controller that makes one then fails, as a "touching" one does in the third step. On the CPU the same run fills
+    nothing. No engine needs memory: completions are sampled from the actor.
+    """
     seed_everything(0)
-    module = GRPO(
-        str(folder / "model"),
-        rewards=[RewardFunction(share_of_ones)],
-        prompts_per_step=4,
-        samples_per_prompt=2,
-        lr=1e-2,
-        gradient_checkpointing=False,
-        compile=False,
-    )
+    module = make_grpo(folder / "model", lr=1e-2, gradient_checkpointing=False, compile=False)
     record, listed = Record(), ListProcesses()
     trainer = bare_trainer(
         folder / "run",
@@ -120,7 +98,7 @@ def main() -> None:
         check_val_every_n_epoch=None,
     )
     trainer.fit(module, make_data(folder, validation=str(folder / "sums.jsonl")))
-    outcome = {
+    return {
         "is_initialized": torch.cuda.is_initialized(),
         "pid": os.getpid(),
         "on_gpus": listed.pids,
@@ -129,8 +107,3 @@ def main() -> None:
         "num_validations": len(record.validations),
         "num_gpus": torch.cuda.device_count(),
     }
-    (folder / "outcome.json").write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main()

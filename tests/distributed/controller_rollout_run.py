@@ -1,23 +1,17 @@
-"""GRPO with real engines, under FSDP's ranks or a controller's workers; as ``controller_run.py``.
-
-    python controller_rollout_run.py FOLDER RUNS
-
-Each entry of ``RUNS`` has the arguments of :func:`train`.
-"""
+"""GRPO with real engines, under FSDP's ranks or a controller's workers; as ``controller_run.py``."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
-from controller_failures_run import is_alive
-from controller_run import RAY_OPTIONS, measured
+from controller_run import make_strategy, measured
 from engine_run import make_data, make_module, make_rollout, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_processes import each_run, is_alive
 from tiny import full_weights
 
 from rlightning.callbacks import (
@@ -27,7 +21,7 @@ from rlightning.callbacks import (
     OffloadDuringRollout,
     RemotizeOnHeadOnly,
 )
-from rlightning.distributed import FSDP, RayController, platform
+from rlightning.distributed import FSDP, platform
 from rlightning.distributed.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
 
@@ -191,26 +185,9 @@ def train(
     (folder / f"seen{trainer.global_rank}.json").write_text(json.dumps(found, default=str))
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
-    for name, arguments in runs.items():
-        os.environ.update(ranks)  # Lightning takes them away after each fit
-        num_ranks, own = arguments.pop("num_ranks", 2), FSDP(**arguments.pop("strategy", {}))
-        strategy: Any = own
-        if not ranks:
-            options = {**RAY_OPTIONS, "num_cpus": num_ranks + 2}
-            strategy = RayController(
-                worker_strategy=own,
-                num_workers=num_ranks,
-                accelerator="cpu",
-                ray_options=options,
-                max_restarts=int(arguments.get("dies", False)),
-            )
+def train_each(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Each entry of ``runs`` has the arguments of :func:`train`."""
+    for name, arguments in each_run(runs):
+        num_ranks, own = arguments.pop("num_ranks", 2), arguments.pop("strategy", {})
+        strategy = make_strategy(num_ranks, max_restarts=int(arguments.get("dies", False)), **own)
         train(folder / name, strategy, num_ranks, **arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,15 @@
-"""Runs SFT under one strategy, each run in turn: as ranks of FSDP, or as a controller with Ray workers.
-
-    python controller_run.py FOLDER RUNS
-
-``RUNS`` is JSON: by name, the arguments of :func:`train`. With a rank in the environment it is one of FSDP's. What a
-run logged goes to ``FOLDER/NAME/seen.json``, from rank 0 or the controller; its checkpoints and its Hugging Face
-folder lie beside.
-"""
+"""Runs SFT under one strategy, each run in turn: as ranks of FSDP, or as a controller with Ray workers."""
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from rank_processes import each_run
 from sft_run import CountSteps
 from tiny import bare_trainer
 
@@ -136,8 +128,8 @@ def measured(trainer: Any) -> dict[str, float]:
 
 def train(
     folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None, callbacks: Sequence[Any] = ()
-) -> None:
-    """Train up to ``max_steps`` with a checkpoint a step and a validation each second step."""
+) -> dict[str, Any]:
+    """Train up to ``max_steps`` with a checkpoint a step and a validation each second step; what was logged."""
     folder.mkdir(exist_ok=True)
     source = folder.parent
     module = LoggingSFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
@@ -166,37 +158,28 @@ def train(
         num_sanity_val_steps=1,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    if trainer.is_global_zero:
-        seen = {
-            "steps": record.steps,
-            "validations": record.validations,
-            "hooks": record.hooks,
-            "epochs": record.epochs,
-            "shown": record.shown,
-            "logged": record.logged,
-            "of_throughput": record.of_throughput,
-            "global_step": trainer.global_step,
-            "device_callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
-            "cuda": torch.cuda.is_initialized(),
-        }
-        (folder / "seen.json").write_text(json.dumps(seen))
+    callbacks = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return {**vars(record), "_trainer": None, "global_step": trainer.global_step, "device_callbacks": callbacks}
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
-    for name, arguments in runs.items():
-        os.environ.update(ranks)  # Lightning takes them away after each fit
-        own = arguments.pop("strategy", {})
-        strategy = (
-            FSDP(**own)
-            if ranks
-            else RayController(worker_strategy=FSDP(**own), num_workers=2, accelerator="cpu", ray_options=RAY_OPTIONS)
-        )
-        train(folder / name, strategy=strategy, **arguments)
+def make_strategy(num_workers: int = 2, max_restarts: int = 0, **own: Any) -> FSDP | RayController:
+    """FSDP with these arguments in a process that is a rank; in one that is none, a controller of workers under it."""
+    if "RANK" in os.environ:
+        return FSDP(**own)
+    return RayController(
+        worker_strategy=FSDP(**own),
+        num_workers=num_workers,
+        accelerator="cpu",
+        ray_options={**RAY_OPTIONS, "num_cpus": num_workers + 2},
+        max_restarts=max_restarts,
+    )
 
 
-if __name__ == "__main__":
-    main()
+def train_each(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By name, what each run logged; its checkpoints and its Hugging Face folder are in ``FOLDER/NAME``.
+
+    Args:
+        folder: has the model and the rows.
+        runs: the arguments of :func:`train`, by name.
+    """
+    return {name: train(folder / name, strategy=make_strategy(), **arguments) for name, arguments in each_run(runs)}

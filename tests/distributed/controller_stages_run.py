@@ -1,16 +1,11 @@
-"""Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice.
+"""Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice."""
 
-python controller_stages_run.py FOLDER
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from controller_run import RAY_OPTIONS
-from tiny import UseGenerator, bare_trainer, make_data, share_of_ones
+from tiny import GenerateInWorkers, bare_trainer, make_algorithm, make_data
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
@@ -20,7 +15,6 @@ from rlightning.distributed.tensor_store import tensor_store
 from rlightning.distributed.worker_trainer import settings_of
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
-from rlightning.rewards import RewardFunction
 
 MAX_STORE_BYTES = 1 << 24
 SETTINGS: dict[str, Any] = {
@@ -31,13 +25,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class InWorkers(UseGenerator):
+class InWorkers(GenerateInWorkers):
     """A callback of the user's that needs the actor and ends training.
 
     What a worker stores is capped there, and its Trainer has the settings of the controller's.
     """
-
-    runs_in = "workers"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -97,20 +89,11 @@ def send_twice(send: Any) -> Any:
     return call
 
 
-def main() -> None:
+def run(folder: Path) -> dict[str, Any]:
     """All stages."""
     WorkerGroup._call = send_twice(WorkerGroup._call)  # type: ignore[method-assign]
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
     data = make_data(folder, validation=str(folder / "sums.jsonl"), predict=str(folder / "sums.jsonl"))
-    module = Refilling(
-        str(folder / "model"),
-        rewards=[RewardFunction(share_of_ones)],
-        prompts_per_step=4,
-        samples_per_prompt=2,
-        lr=1e-1,
-        validate_first=False,
-    )
+    module = make_algorithm(Refilling, folder / "model", lr=1e-1, validate_first=False)
     taken = Taken()
     strategy = RayController(
         num_workers=2,
@@ -139,22 +122,14 @@ def main() -> None:
     [validated] = trainer.validate(module, data, verbose=False)
     trainer.predict(module, data, return_predictions=False)
     same = strategy.group is not None and pids == strategy.group.process_ids()
-    (folder / "stages.json").write_text(
-        json.dumps(
-            {
-                "fitted": fitted,
-                "num_steps": num_steps,
-                "tested": tested,
-                "validated": validated,
-                "taken": taken.indices,
-                "position": position,
-                "same": same,
-                "refused": list(taken.refused),
-                "versions": taken.versions,
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "fitted": fitted,
+        "num_steps": num_steps,
+        "tested": tested,
+        "validated": validated,
+        "taken": taken.indices,
+        "position": position,
+        "same": same,
+        "refused": list(taken.refused),
+        "versions": taken.versions,
+    }

@@ -1,15 +1,7 @@
-"""Trains the same model on the same completions under several strategies, each run in turn; run on every rank.
+"""Trains the same model on the same completions under several strategies, each run in turn; run on every rank."""
 
-    python equivalence_run.py FOLDER MODEL RUNS
-
-``RUNS`` is JSON: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP. Rank 0 writes the whole
-weights that each run came to, with what it logged, to ``FOLDER/NAME.pt``.
-"""
-
-import json
 import os
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
-from tiny import (
-    MAX_NEW_TOKENS,
-    UseGenerator,
-    full_weights,
-    make_completion,
-    make_data,
-    make_trainer,
-    share_of_ones,
-)
+from rank_processes import each_run, finish, start_calls
+from tiny import MAX_NEW_TOKENS, UseGenerator, full_weights, make_completion, make_data, make_grpo, make_trainer
 
-from rlightning.algorithms import GRPO
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.distributed.fsdp import FSDP
 from rlightning.hooks import fire
 from rlightning.module import RLModule
-from rlightning.rewards import RewardFunction
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -103,15 +86,7 @@ def train(
         "max_tokens_per_microbatch": WHOLE,
         "loss_aggregation": "token_mean",  # ranks have different numbers of tokens, and as many sequences
     }
-    module = GRPO(
-        model,
-        rewards=[RewardFunction(share_of_ones)],
-        prompts_per_step=4,
-        samples_per_prompt=4,
-        lr=LR,
-        validate_first=False,
-        **arguments | kwargs,
-    )
+    module = make_grpo(model, samples_per_prompt=4, lr=LR, validate_first=False, **arguments | kwargs)
     record = RecordUpdates()
     trainer = make_trainer(
         folder,
@@ -141,22 +116,27 @@ def distance(one: Any, other: Any) -> float:
     return float((other_end - end).norm() / (end - start).norm())
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    folder, model, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    torch.set_num_threads(1)
+def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> None:
+    """Rank 0 writes the whole weights that each run came to, with what it logged, to ``FOLDER/NAME.pt``.
+
+    Args:
+        folder: gets the results.
+        model: the model's folder.
+        runs: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP.
+    """
     OffloadDuringRollout.device_type = "cpu"
-    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    for name, arguments in runs.items():
-        os.environ.update(ranks)  # Lightning takes them away after each fit
+    for name, arguments in each_run(runs):
         (folder / name).mkdir(exist_ok=True)
         strategy = FSDP(**arguments.pop("strategy", {}))
         if arguments.get("offload"):
             arguments["offload"] = OffloadDuringRollout(**arguments["offload"])
-        result = train(folder / name, model, strategy, int(ranks["WORLD_SIZE"]), **arguments)
-        if ranks["RANK"] == "0":
+        rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        result = train(folder / name, model, strategy, num_ranks, **arguments)
+        if rank == 0:
             torch.save(result, folder / f"{name}.pt")
 
 
-if __name__ == "__main__":
-    main()
+def run_each(folder: Path, num_ranks: int, model: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By name, what each run came to on so many ranks."""
+    finish(start_calls(train_each, num_ranks, folder, model, runs))
+    return {name: torch.load(folder / f"{name}.pt") for name in runs}

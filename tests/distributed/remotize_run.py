@@ -1,15 +1,7 @@
-"""Runs that store something wherever they can, under FSDP with tensor parallelism, on every rank; or without any ranks.
-
-    python remotize_run.py FOLDER MODEL TENSOR_PARALLEL_SIZE CALLBACKS
-
-``CALLBACKS`` is "with" or "without". The last line of output is JSON: by occasion, whether something was stored there,
-how many entries were alive then, and how many when the handles were gone.
-"""
+"""Runs that store something wherever they can, under FSDP with tensor parallelism, on every rank; or without any."""
 
 import gc
-import json
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +9,7 @@ from typing import Any
 import torch
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback, LightningModule
-from tiny import UseGenerator, bare_trainer, make_data, make_trainer, share_of_ones, write_sums
+from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, make_trainer, write_sums
 from torch.utils.data import DataLoader
 
 from rlightning.algorithms import GRPO
@@ -26,7 +18,6 @@ from rlightning.distributed.fsdp import FSDP, MeshStrategy
 from rlightning.distributed.rtensor import remotize, remotize_own
 from rlightning.distributed.tensor_store import live_entries
 from rlightning.hooks import RLCallback
-from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
 
 Record = dict[str, tuple[bool, int, int]]
@@ -101,15 +92,23 @@ class Fails(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def main() -> None:
-    """Three runs: one that fails, one that trains, and what is stored around them."""
-    folder, model, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    torch.set_num_threads(1)
+def run(folder: Path, model: str, size: int, callback: str) -> Record:
+    """Two runs, one that fails and one that trains, and what is stored around them.
+
+    Args:
+        folder: of the runs.
+        model: the model's folder.
+        size: of a tensor-parallel group.
+        callback: "with" or "without" RemotizeOnHeadOnly.
+
+    Returns:
+        By occasion, whether something was stored there, the entries alive then, and when the handles were gone.
+    """
     ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
     num_ranks = int(ranks.get("WORLD_SIZE", 1))
     record: Record = {}
     observer = StoreEverywhere(record)
-    own: list[Callback] = [RemotizeOnHeadOnly()] if sys.argv[4] == "with" else []
+    own: list[Callback] = [RemotizeOnHeadOnly()] if callback == "with" else []
     folder = folder / f"rank{ranks.get('RANK')}"
     folder.mkdir()
 
@@ -123,15 +122,7 @@ def main() -> None:
     observer.store("after failure", torch.zeros(1))
 
     os.environ.update(ranks)  # Lightning takes them away after each fit
-    module = Picky(
-        model,
-        rewards=[RewardFunction(share_of_ones)],
-        prompts_per_step=4,
-        samples_per_prompt=2,
-        lr=1e-3,
-        kl_coef=0.0,
-        validate_first=False,
-    )
+    module = make_algorithm(Picky, model, kl_coef=0.0, validate_first=False)
     module.observer = observer
     callbacks: list[Callback] = [StoreEverywhere(record, "early "), *own, observer]
     trainer = make_trainer(
@@ -145,8 +136,4 @@ def main() -> None:
     )
     trainer.fit(module, make_data(folder, validation=write_sums(folder)))
     observer.store("after", torch.zeros(1))
-    sys.stdout.write(json.dumps(record))
-
-
-if __name__ == "__main__":
-    main()
+    return record

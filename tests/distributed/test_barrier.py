@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rank_processes import end_ranks, results, start_ranks
+from rank_processes import end_ranks, results, run_script, start_ranks
 from torch._C._distributed_c10d import HashStore
 
 from rlightning.distributed import barrier as barriers
 from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier, remove_barrier_hook
 from rlightning.distributed.cpu_group import Connection, NoteStore
 
+CLOSED = "a connection between the ranks closed"
 MEET = """\
 import json, os, signal, sys, time
 from pathlib import Path
@@ -119,12 +120,7 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "living.py"
     script.write_text(LIVING)
-    ranks = start_ranks(script, 3)
-    try:
-        told = results(ranks)
-    finally:
-        end_ranks(ranks)
-
+    told = run_script(script, 3)
     assert max(one["came"] for one in told) <= min(one["left"] for one in told)
     assert [one["hooks"] for one in told] == [50, 50, 50]
     assert [one["late missing"] for one in told] == [[1]] * 3
@@ -149,16 +145,8 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rank", "how", "message"),
     [
-        (
-            1,
-            "raise",
-            "Barrier 'save' broke: a connection between the ranks closed; rank 1 was last seen at barrier 'start'",
-        ),
-        (
-            2,
-            "kill",
-            "Barrier 'save' broke: a connection between the ranks closed; rank 2 was last seen at barrier 'start'",
-        ),
+        (1, "raise", f"Barrier 'save' broke: {CLOSED}; rank 1 was last seen at barrier 'start'"),
+        (2, "kill", f"Barrier 'save' broke: {CLOSED}; rank 2 was last seen at barrier 'start'"),
         (1, "stop", "Barrier 'save' was not reached by rank 1 within 10 s: rank 1 was last seen at barrier 'start'"),
         (0, "kill", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
         (0, "stop", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
@@ -195,7 +183,7 @@ class Failed(dist.Work):
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        (600.0, "Barrier 'save' broke: a connection between the ranks closed; rank 1 has reached no barrier yet."),
+        (600.0, f"Barrier 'save' broke: {CLOSED}; rank 1 has reached no barrier yet."),
         (0.0, "Barrier 'save' was not reached by rank 1 within 0 s: rank 1 has reached no barrier yet."),
     ],
 )

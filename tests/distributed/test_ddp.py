@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from rank_processes import free_port
 from tiny import bare_trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
@@ -22,11 +21,7 @@ from rlightning.distributed.ddp import DDP, replace_lightning_ddp
 from rlightning.distributed.failure import active_watch
 from rlightning.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that Lightning would choose may be taken by the time that its processes are up."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+pytestmark = pytest.mark.usefixtures("own_port")
 
 
 class AskStrategy(Callback):

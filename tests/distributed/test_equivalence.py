@@ -1,18 +1,14 @@
 """The same completions give the same weights, whatever the strategy and the number of ranks."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, train
-from rank_processes import end_ranks, start_ranks
+from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, run_each, train
 from tiny import save_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-SCRIPT = Path(__file__).parent / "equivalence_run.py"
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "data": {},
     "data-accumulated": {"max_tokens_per_microbatch": ACCUMULATED},
@@ -55,16 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "one": train(folder, model, "auto"),
         "one-accumulated": train(folder, model, "auto", max_tokens_per_microbatch=ACCUMULATED),
     }
-    for num_ranks, arms in ((2, TWO_RANKS), (4, FOUR_RANKS)):
-        ranks = start_ranks(SCRIPT, num_ranks, str(folder), model, json.dumps(arms))
-        try:
-            for process in ranks:
-                _, error = process.communicate(timeout=500)
-                assert process.returncode == 0, error
-        finally:
-            end_ranks(ranks)
-        found |= {name: torch.load(folder / f"{name}.pt") for name in arms}
-    return found
+    return found | run_each(folder, 2, model, TWO_RANKS) | run_each(folder, 4, model, FOUR_RANKS)
 
 
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])

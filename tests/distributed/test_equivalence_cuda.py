@@ -1,19 +1,13 @@
 """Two GPUs, over NCCL, take the steps that one takes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, train
-from rank_processes import end_ranks, start_ranks
+from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, run_each, train
 from tiny import save_model
 
-pytestmark = [
-    pytest.mark.multigpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.multigpu
 RUNS: dict[str, dict[str, Any]] = {
     "data": {"max_tokens_per_microbatch": ACCUMULATED},
     "hybrid": {"strategy": {"shard_size": 1}, "max_tokens_per_microbatch": ACCUMULATED},
@@ -31,15 +25,9 @@ def test_three_steps_on_two_gpus_lead_to_the_weights_of_one(tmp_path: Path) -> N
     model = save_model(tmp_path / "model", num_key_value_heads=2)
     one = train(tmp_path, model, "auto", accelerator="gpu")
     arms = {name: {"accelerator": "gpu", **arguments} for name, arguments in RUNS.items()}
-    ranks = start_ranks(Path(__file__).parent / "equivalence_run.py", 2, str(tmp_path), model, json.dumps(arms))
-    try:
-        for process in ranks:
-            _, error = process.communicate(timeout=350)
-            assert process.returncode == 0, error
-    finally:
-        end_ranks(ranks)
+    others = run_each(tmp_path, 2, model, arms)
     for name, arguments in RUNS.items():
-        other = torch.load(tmp_path / f"{name}.pt")
+        other = others[name]
         assert distance(one, other) <= BF16_DISTANCE, name
         if "precision" in arguments:
             continue

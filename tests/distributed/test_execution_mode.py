@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rlightning.distributed import execution_mode as module
 from rlightning.distributed.execution_mode import (
     ExecutionMode,
     Launch,
@@ -22,12 +21,7 @@ FOUR = Launch("torchrun", 4)
 ONE = Launch("torchrun", 1)
 
 
-@pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not resolved its mode, and was started without a launcher."""
-    monkeypatch.setattr(module, "_resolved", None)
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 # requested, declared by the strategy, accelerator, launch, controller -> mode
@@ -113,13 +107,6 @@ def test_a_worker_is_told_its_controller_by_the_strategy_or_by_name() -> None:
     strategy = SimpleNamespace(execution_mode=WORKER, controller="head:6379")
     assert resolve_execution_mode(strategy=strategy) is WORKER
     assert resolve_execution_mode("worker", controller="head:6379") is WORKER
-
-
-def test_controller_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="torchrun started 2"):
-        resolve_execution_mode("controller")
 
 
 def test_controller_under_the_strategys_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

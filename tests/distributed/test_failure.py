@@ -4,7 +4,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from fork_server import START_BY_EXEC
 from rank_processes import end_ranks, start_ranks
 
@@ -103,7 +102,6 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -> None:
     codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
-from rank_processes import end_ranks, results, start_ranks
+from rank_processes import run_script
 from tiny import bare_trainer
 
 from rlightning.distributed.fsdp import FSDP
@@ -83,8 +83,4 @@ print(json.dumps({"seconds": [backend.options._timeout.total_seconds() for backe
 def test_collectives_of_all_groups_end_with_the_barriers_timeout(tmp_path: Path) -> None:
     script = tmp_path / "timeouts.py"
     script.write_text(TIMEOUTS)
-    ranks = start_ranks(script, 2)
-    try:
-        assert results(ranks) == [{"seconds": [123.0] * 4}] * 2
-    finally:
-        end_ranks(ranks)
+    assert run_script(script, 2) == [{"seconds": [123.0] * 4}] * 2

@@ -177,7 +177,6 @@ def test_shards_of_four_ranks_are_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_shards_of_two_gpus_are_gathered(tmp_path: Path) -> None:
     run_ranks(gather_on_gpus, 2, tmp_path, device_type="cuda")
 

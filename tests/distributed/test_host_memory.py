@@ -169,7 +169,6 @@ def test_a_dtensor_is_moved_by_its_shard(process_group: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_gets_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "BLOCK_BYTES", 64 << 20)
     torch.cuda.empty_cache()  # of other tests

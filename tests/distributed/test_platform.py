@@ -1,6 +1,8 @@
 """The platform module on a machine without a device, in a controller, and on CUDA."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,6 @@ from rlightning.distributed.execution_mode import ExecutionMode
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def use_everything(device: torch.device | None) -> Any:
@@ -55,7 +56,6 @@ def test_device_of_every_kind_of_loop() -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_memory_on_a_device() -> None:
     torch.cuda.empty_cache()  # of other tests
     block = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
@@ -73,7 +73,6 @@ def test_memory_on_a_device() -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_synchronizing_a_stream_leaves_others_alone() -> None:
     other = torch.cuda.Stream()
     event = torch.cuda.Event()
@@ -86,35 +85,34 @@ def test_synchronizing_a_stream_leaves_others_alone() -> None:
     assert event.query()
 
 
-@pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8)])
-def test_few_threads_on_the_host_unless_the_user_says_how_many(
-    asked: str | None, before: int, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+@contextmanager
+def threads(count: int, asked: str | None) -> Iterator[None]:
+    """As in a process with so many threads, whose user has asked for a number of them or for none."""
     usual = torch.get_num_threads()
-    try:
-        torch.set_num_threads(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        if asked is not None:
+            patch.setenv("OMP_NUM_THREADS", asked)
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8)])
+def test_few_threads_on_the_host_unless_the_user_says_how_many(asked: str | None, before: int, after: int) -> None:
+    with threads(before, asked):
         platform.limit_host_threads()
         assert torch.get_num_threads() == after
-    finally:
-        torch.set_num_threads(usual)
 
 
 @pytest.mark.parametrize(("asked", "num_processes", "after"), [(None, 2, 4), (None, 3, 2), (None, 16, 1), ("8", 2, 5)])
 def test_the_processes_of_a_host_share_its_cores(
     asked: str | None, num_processes: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    usual = torch.get_num_threads()
-    try:
-        torch.set_num_threads(5)
+    with threads(5, asked):
         platform.share_host_threads(num_processes)
         assert torch.get_num_threads() == after
         assert os.environ.get("OMP_NUM_THREADS") == asked
-    finally:
-        torch.set_num_threads(usual)

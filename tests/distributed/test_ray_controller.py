@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from controller_process import finish, start_controller, start_ranks
+from controller_run import train_each
+from rank_processes import finish, start_calls, start_controller
 from safetensors.torch import load_file
 from sft_run import SIZES, write_rows
 from tiny import save_model
@@ -15,15 +16,16 @@ from rlightning.distributed.checkpoint_folder import read_whole
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = Path(__file__).parent / "controller_run.py"
 LATER = ("workers-after-step", "ranks-after-step", "workers-after-epoch", "ranks-after-epoch")
 """Runs that go on from a checkpoint of the other's."""
 
 
 def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, Any]) -> None:
     """Run the first under FSDP on two ranks, the second under a controller with two workers, at the same time."""
-    ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps(as_ranks))
-    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps(as_controller))])
+    calls = [*start_calls(train_each, 2, folder, as_ranks), start_controller(train_each, folder, as_controller)]
+    of_rank_0, _, of_controller = finish(calls)
+    for name, logged in (of_rank_0 | of_controller).items():
+        (folder / name / "seen.json").write_text(json.dumps(logged))
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from controller_full_device_run import LEFT_BYTES, MAX_STEPS
-from controller_process import finish, start_controller
+from controller_full_device_run import LEFT_BYTES, MAX_STEPS, run
+from rank_processes import finish, start_controller
 from tiny import save_model
 
-SCRIPT = Path(__file__).parent / "controller_full_device_run.py"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -34,8 +28,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_a_whole_run_needs_no_room_for_the_controller(folder: Path) -> None:
     """Training, validation, saving, logging, all of it after the first step beside a full GPU."""
-    finish([start_controller(SCRIPT, str(folder), "gpu", "idle")], timeout=280)
-    outcome, worker = read(folder / "outcome.json"), read(folder / "worker.json")
+    (outcome,) = finish([start_controller(run, folder, "gpu", "idle")], timeout=280)
+    worker = read(folder / "worker.json")
     assert worker["device"] == "cuda" and worker["free"] <= LEFT_BYTES
     assert outcome["num_gpus"] == 1 and outcome["is_initialized"] is False
     assert outcome["global_step"] == outcome["num_logged"] == MAX_STEPS
@@ -49,8 +43,8 @@ def test_a_whole_run_needs_no_room_for_the_controller(folder: Path) -> None:
 
 def test_there_was_no_room_for_a_context(folder: Path) -> None:
     """The same run fails as soon as its controller makes one."""
-    process = start_controller(SCRIPT, str(folder), "gpu", "touching")
+    call = start_controller(run, folder, "gpu", "touching")
     with pytest.raises(AssertionError, match=r'(?s)zeros\(1, device="cuda"\).*out of memory'):
-        finish([process], timeout=280)
+        finish([call], timeout=280)
     assert read(folder / "worker.json")["free"] <= LEFT_BYTES
-    assert not (folder / "outcome.json").exists()
+    assert not call.returned.exists()

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from controller_process import finish, start_controller, start_ranks
+from controller_rollout_run import train_each
 from engine_run import save_model
+from rank_processes import finish, start_calls, start_controller
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = Path(__file__).parent / "controller_rollout_run.py"
 FOUR = {
     "num_ranks": 4,
     "strategy": {"tensor_parallel_size": 2},
@@ -32,8 +32,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks and two workers, each with an engine."""
     folder = tmp_path_factory.mktemp("rollout")
     save_model(folder / "model")
-    ranks = start_ranks(SCRIPT, 2, str(folder), json.dumps({"ranks": {}}))
-    finish([*ranks, start_controller(SCRIPT, str(folder), json.dumps({"workers": {}}))])
+    ranks = start_calls(train_each, 2, folder, {"ranks": {}})
+    finish([*ranks, start_controller(train_each, folder, {"workers": {}})])
     return folder
 
 
@@ -94,8 +94,8 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
 def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
     save_model(tmp_path / "model", num_key_value_heads=2)
-    finish(start_ranks(SCRIPT, 4, str(tmp_path), json.dumps({"ranks": FOUR})))
-    finish([start_controller(SCRIPT, str(tmp_path), json.dumps({"workers": FOUR}))])
+    finish(start_calls(train_each, 4, tmp_path, {"ranks": FOUR}))
+    finish([start_controller(train_each, tmp_path, {"workers": FOUR})])
     expected, got = seen(tmp_path, "ranks"), seen(tmp_path, "workers")
     assert got["hooks"] == expected["hooks"]
     for one, other in zip(expected["steps"], got["steps"], strict=True):
@@ -115,8 +115,7 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
     elsewhere = {"placement": "standalone", "num_engines": 2}
     ahead = {"rollout": elsewhere | {"max_staleness": 1}, "max_steps": 3}
-    runs = json.dumps({"standalone": {"rollout": elsewhere}, "ahead": ahead})
-    finish([start_controller(SCRIPT, str(two), runs)])
+    finish([start_controller(train_each, two, {"standalone": {"rollout": elsewhere}, "ahead": ahead})])
     expected, got = seen(two, "workers"), seen(two, "standalone")
     assert got["sampled"] == expected["sampled"]
     assert got["validations"] == expected["validations"]
@@ -136,7 +135,7 @@ def test_a_restart_goes_on_with_engines(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     one = {"num_ranks": 1, "dies": True}
     runs = {"colocated": one, "standalone": one | {"rollout": {"placement": "standalone"}}}
-    finish([start_controller(SCRIPT, str(tmp_path), json.dumps(runs))])
+    finish([start_controller(train_each, tmp_path, runs)])
     for name in runs:
         found, engines = seen(tmp_path, name), json.loads((tmp_path / name / "engines.json").read_text())
         first, lost, again = found["sampled"]

@@ -8,28 +8,29 @@ from typing import Any
 import pytest
 import ray
 import tiny
-from cli_project import make_project, rlightning
-from controller_process import finish, start_controller
+from cli_project import fit, make_project
+from controller_stages_run import run
 from lightning.pytorch import Callback, LightningModule
+from rank_processes import finish, start_controller
 from ray.util.placement_group import placement_group_table
 from ray_nodes import start_nodes
 
-from rlightning.distributed import FSDP, RayController, execution_mode, ray_engines, ray_group
+from rlightning.distributed import FSDP, RayController, ray_engines, ray_group
 from rlightning.distributed.ray_cluster import join_cluster
+from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.ray_engines import EngineActor, RayEngines
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.rollout.engine_options import EngineOptions
 
-SCRIPT = Path(__file__).parent / "controller_stages_run.py"
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_workers_keep_the_weights_for_the_next_stage(tmp_path: Path) -> None:
     tiny.save_model(tmp_path / "model")
-    finish([start_controller(SCRIPT, str(tmp_path))])
-    found: dict[str, Any] = json.loads((tmp_path / "stages.json").read_text())
+    (found,) = finish([start_controller(run, tmp_path)])
     assert found["same"]
     # a worker's callback stops after two steps of four, which validates first, as it does without a controller
     assert found["num_steps"] == 2 and found["fitted"]
@@ -58,17 +59,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found_when_the_trainer_is_made(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(execution_mode, "_resolved", None)
+def test_a_mistake_is_found_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
     arguments, message = MISTAKES[name]
     with pytest.raises(ConfigError, match=message):
         tiny.bare_trainer(tmp_path, 1, strategy=RayController(**arguments))
 
 
 def test_a_controller_is_not_started_by_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_mode, "_resolved", None)
     for key, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match="torchrun started 2"):
@@ -99,10 +96,10 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
         monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
         asked = r"num_workers=2 x 1 CPUs, 0 GPUs with placement=STRICT_SPREAD"
         with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 1 nodes"):
-            WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD")
+            WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD", DriverContext.here([]))
         assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
         monkeypatch.setattr(ray_engines, "START_SECONDS", 1.0)
-        engines = RayEngines(4, 1, uses_gpus=False)
+        engines = RayEngines(4, 1, DriverContext.here([]), uses_gpus=False)
         with pytest.raises(ConfigError, match=r"num_engines=4: their actors have not started in 1 s"):
             engines.start(None, None, None, tmp_path)
         engines.close()
@@ -111,7 +108,7 @@ def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkey
 
 
 def test_an_engines_actor_starts_its_engine_once() -> None:
-    actor = EngineActor([])
+    actor = EngineActor(DriverContext.here([]))
     arguments: Any = (EngineOptions(gpu_memory_utilization=0.5), None, None, None, None, "token")
     with pytest.raises(AttributeError):  # of a module that is none, which the first call comes to
         actor.run(*arguments)
@@ -137,7 +134,6 @@ def test_auto_joins_the_cluster_that_the_environment_names(monkeypatch: pytest.M
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution_mode, "_resolved", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'rlightning\[ray\]'"):
         tiny.bare_trainer(tmp_path, 1, strategy=RayController())
@@ -167,7 +163,6 @@ class NormInWorkers(NormOfGradients):
 def test_hooks_that_the_controller_never_fires_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(execution_mode, "_resolved", None)
     monkeypatch.setattr(RayController, "count_workers", lambda self: 1)  # which would start a cluster
     strategy = RayController(num_workers=1, accelerator="cpu")
     trainer = tiny.bare_trainer(tmp_path, 1, NormOfGradients(), NormInWorkers(), strategy=strategy)
@@ -182,20 +177,19 @@ def test_hooks_that_the_controller_never_fires_are_named(
 @pytest.mark.processes
 def test_the_command_line_has_a_short_name_and_one_line_for_mistakes(tmp_path: Path) -> None:
     make_project(tmp_path)
-    fit = ["fit", "--config", "run.yaml", "--trainer.strategy", "ray"]
-    done = rlightning(tmp_path, *fit, "--trainer.devices", "2", "--trainer.default_root_dir", "two")
-    assert done.returncode == 0, done.stderr
+    under_ray = ("--trainer.strategy", "ray")
+    fit(tmp_path, *under_ray, "--trainer.devices", "2", "--trainer.default_root_dir", "two")
     last = tmp_path / "two" / "checkpoints" / "last.ckpt"
     assert (last / "meta.pt").is_file()
     assert {path.name for path in last.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}  # of two ranks
-    for options, message in {
-        (
-            "--trainer.strategy.num_workers",
-            "512",
-        ): "num_workers=512 x cpus_per_worker=1 is 512 CPUs, but the Ray cluster",
-        ("--trainer.strategy.address", "127.0.0.1:1"): "no Ray cluster answers at address=127.0.0.1:1",
+    for option, message in {
+        "num_workers=512": "num_workers=512 x cpus_per_worker=1 is 512 CPUs, but the Ray cluster",
+        "address=127.0.0.1:1": "no Ray cluster answers at address=127.0.0.1:1",
     }.items():
-        wrong = rlightning(tmp_path, *fit, *options, "--trainer.default_root_dir", "wrong")
-        assert wrong.returncode == 2
+        wrong = fit(
+            tmp_path,
+            *(*under_ray, f"--trainer.strategy.{option}", "--trainer.default_root_dir", "wrong"),
+            exit_code=2,
+        )
         [line] = [line for line in wrong.stderr.splitlines() if line.startswith("error:")]
         assert message in line

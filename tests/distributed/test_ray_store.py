@@ -21,6 +21,8 @@ from rlightning.distributed.ray_store import RayStore
 from rlightning.distributed.rtensor import RTensor, localize, remotize
 from rlightning.distributed.tensor_store import LocalStore, StoreFullError, TensorLostError
 
+pytestmark = pytest.mark.processes
+
 MB = 1 << 20
 
 
@@ -64,7 +66,6 @@ def ref_of(handle: RTensor) -> Any:
     return handle.block._ref
 
 
-@pytest.mark.processes
 def test_bits_between_processes(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_samples.remote())
     owner = stored["bfloat16"].owner
@@ -79,7 +80,6 @@ def test_bits_between_processes(workers: list[Any]) -> None:
         assert bits(back[name]) == bits(tensor)
 
 
-@pytest.mark.processes
 def test_a_rollout_batch_in_a_worker(workers: list[Any]) -> None:
     batch = make_batch()
     add_rewards(batch)
@@ -90,7 +90,6 @@ def test_a_rollout_batch_in_a_worker(workers: list[Any]) -> None:
     assert torch.equal(back.token_ids, batch.token_ids)
 
 
-@pytest.mark.processes
 def test_what_comes_back_can_be_written_to_and_outlives_what_is_stored(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_zeros.remote(8 * MB))
     first = localize(stored)
@@ -101,7 +100,6 @@ def test_what_comes_back_can_be_written_to_and_outlives_what_is_stored(workers: 
     assert first.sum() == 8 * MB
 
 
-@pytest.mark.processes
 def test_a_handle_is_small(workers: list[Any]) -> None:
     handle = ray.get(workers[0].store_zeros.remote(64 * MB))
     ref = ray.put({"handle": handle})
@@ -109,7 +107,6 @@ def test_a_handle_is_small(workers: list[Any]) -> None:
     assert 0 < location["object_size"] < 4096
 
 
-@pytest.mark.processes
 def test_the_last_handle_anywhere_frees_the_memory(workers: list[Any]) -> None:
     first, second = workers
     stored = ray.get(first.store_zeros.remote(2 * MB))
@@ -131,7 +128,6 @@ def used_megabytes() -> float:
     return float(line.split("usage ")[1].split()[0])
 
 
-@pytest.mark.processes
 def test_ray_has_the_memory_back(workers: list[Any]) -> None:
     stored = ray.get([worker.store_zeros.remote(20 * MB) for worker in workers])
     assert become(True, lambda: used_megabytes() >= 40) is True
@@ -139,13 +135,11 @@ def test_ray_has_the_memory_back(workers: list[Any]) -> None:
     assert become(True, lambda: used_megabytes() < 20) is True
 
 
-@pytest.mark.processes
 def test_a_worker_that_lets_go_of_its_own_results(workers: list[Any]) -> None:
     ray.get(workers[0].run.remote(lambda: remotize(torch.zeros(MB)) and None))
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
 
 
-@pytest.mark.processes
 def test_an_exception_in_a_worker_leaves_nothing_behind(workers: list[Any]) -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"out of luck with RTensor\(\[1000\], torch.uint8, stored by rank 0"):
@@ -153,7 +147,6 @@ def test_an_exception_in_a_worker_leaves_nothing_behind(workers: list[Any]) -> N
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
 
 
-@pytest.mark.processes
 def test_many_handles_are_one_request(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stored = ray.get([worker.store.remote([torch.ones(3), torch.ones(MB)]) for worker in workers])
     requests: list[int] = []
@@ -164,7 +157,6 @@ def test_many_handles_are_one_request(workers: list[Any], monkeypatch: pytest.Mo
     assert [[int(tensor.sum()) for tensor in tensors] for tensors in back] == [[3, MB]] * 2
 
 
-@pytest.mark.processes
 def test_a_handle_is_not_pickled_where_nobody_counts_it(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_zeros.remote(MB, "rollout"))
     for dumps in (pickle.dumps, ray.cloudpickle.dumps):
@@ -174,7 +166,6 @@ def test_a_handle_is_not_pickled_where_nobody_counts_it(workers: list[Any]) -> N
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
 
 
-@pytest.mark.processes
 def test_a_worker_that_is_gone_is_named(cluster: None) -> None:
     lost, lives = start_workers(2)
     tree = [ray.get(lives.store_zeros.remote(100)), ray.get(lost.store_zeros.remote(2 * MB, "values"))]
@@ -193,7 +184,6 @@ def set_patience(worker: Any, seconds: float) -> None:
     ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "patience", seconds)))
 
 
-@pytest.mark.processes
 def test_the_cap_names_the_holders_and_waits_for_those_who_let_go(cluster: None) -> None:
     (worker,) = start_workers(1, 3 * MB)
     kept = [ray.get(worker.store_zeros.remote(MB, label)) for label in ("rollout", "rollout", "values")]
@@ -213,7 +203,6 @@ def test_the_cap_names_the_holders_and_waits_for_those_who_let_go(cluster: None)
     ray.kill(worker)
 
 
-@pytest.mark.processes
 def test_this_process_can_store_too(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_store, "_store", LocalStore())
     local = remotize(torch.ones(2))

@@ -15,16 +15,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from rlightning.distributed import tensor_store
 from rlightning.distributed.rtensor import RTensor, localize, remotize
-from rlightning.distributed.tensor_store import LocalStore, live_entries
+from rlightning.distributed.tensor_store import live_entries
 
-
-@pytest.fixture(autouse=True)
-def fresh_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has stored nothing."""
-    monkeypatch.setattr(tensor_store, "_store", LocalStore())
-    monkeypatch.setattr(tensor_store, "_policy", None)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -69,7 +63,6 @@ def test_every_tensor_comes_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_tensor_on_a_device_comes_back_on_the_host() -> None:
     matrix = torch.arange(6, dtype=torch.bfloat16, device="cuda").reshape(2, 3)
     back = localize(remotize([matrix, matrix.T]))

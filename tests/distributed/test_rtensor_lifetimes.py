@@ -29,11 +29,7 @@ LARGE = SHARED_BELOW // 4
 """Elements of a float32 tensor that is stored alone."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has stored nothing."""
-    monkeypatch.setattr(tensor_store, "_store", LocalStore())
-    monkeypatch.setattr(tensor_store, "_policy", None)
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def test_small_tensors_share_an_object_and_large_ones_have_their_own() -> None:

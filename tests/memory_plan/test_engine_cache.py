@@ -1,14 +1,15 @@
 """What an engine is told to take for its KV cache, and that the plan says the same."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from planned import TWO_PROMPTS
 from tiny import save_model
 
-from rlightning.batch_plan import BatchPlan
 from rlightning.callbacks import VLLMRollout
 from rlightning.distributed.platform import MemoryUse
 from rlightning.errors import ConfigError
@@ -96,13 +97,7 @@ def test_the_plan_is_about_the_engines_that_fit_starts(
     folder: str, tmp_path: Path, device_of: Any, engine: dict[str, Any], number: int, oversample: float
 ) -> None:
     device_of(1 << 34)
-    batch = BatchPlan(
-        prompts_per_step=10,
-        samples_per_prompt=4,
-        updates_per_rollout=1,
-        epochs_per_rollout=1,
-        max_tokens_per_microbatch=4096,
-    )
+    batch = replace(TWO_PROMPTS, prompts_per_step=10, samples_per_prompt=4, max_tokens_per_microbatch=4096)
     config = load_config(folder)
     module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
     rollout = VLLMRollout(max_new_tokens=24, engine=engine, num_engines=number, oversample=oversample)

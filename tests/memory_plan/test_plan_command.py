@@ -1,8 +1,6 @@
 """``rlightning plan`` as a user types it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 from cli_project import environment
 from planned import QWEN3
+from programs import run_python
 
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.command import plan, split_device_memory
@@ -161,10 +160,7 @@ def test_the_command_needs_no_vllm_and_no_gpu(project: Path) -> None:
         "code = main(['plan', '--config', 'run.yaml', '--device-memory', 'H200'])\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'ray'}), code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=project, env=environment(), capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", probe, folder=project, environment=environment())
     assert done.stdout.splitlines()[-2:] == ["Everything fits.", "[] 0"]
-    wrong = [sys.executable, "-m", "rlightning", "plan", "--config", "run.yaml", "--device-memory", "much"]
-    failed = subprocess.run(wrong, cwd=project, env=environment(), capture_output=True, text=True, check=False)
-    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+    wrong = ("-m", "rlightning", "plan", "--config", "run.yaml", "--device-memory", "much")
+    assert run_python(*wrong, folder=project, environment=environment(), exit_code=2).stderr.count("\n") == 1

@@ -1,16 +1,8 @@
-"""Loads models in shards and compares them with whole ones; run on every rank.
+"""Loads models in shards and compares them with whole ones; run on every rank."""
 
-    python sharded_run.py CASES
-
-``CASES`` is JSON: a list of [folder, [replicate, shard, tensor_parallel], arguments]. Each rank's last line of output
-is JSON: by case either the error, or how far it is from the whole model.
-"""
-
-import json
 import logging
 import math
-import os
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,10 +114,11 @@ class RecordLog(logging.Handler):
         return self.messages
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def compare_all(folder: Path, cases: list[Any]) -> dict[str, Any]:
+    """Compare each of ``cases``: model folder, [replicate, shard, tensor_parallel], arguments; then clip gradients."""
     output_layer.CHUNK_BYTES = 10 * 41 * 4  # some chunks of ten tokens
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    results = [compare(folder, tuple(sizes), **kwargs) for folder, sizes, kwargs in json.loads(sys.argv[1])]
-    sys.stdout.write(json.dumps({"results": results, "clip": clip(dist.get_rank())}) + "\n")
+    dist.init_process_group("gloo")
+    results = [compare(model, tuple(sizes), **arguments) for model, sizes, arguments in cases]
+    clipped = clip(dist.get_rank())
     dist.destroy_process_group()
+    return {"results": results, "clip": clipped}

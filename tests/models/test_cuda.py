@@ -14,7 +14,7 @@ from rlightning.models.attention import packed_attention, varlen_obstacle
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers
 from rlightning.models.output_layer import chunked_logprobs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("head_size", [12, 64, 128, 256, 264])

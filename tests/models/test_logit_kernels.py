@@ -1,13 +1,12 @@
 """The Triton kernels without a GPU; test_cuda.py runs them on one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fork_server import START_BY_EXEC
+from programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -19,5 +18,4 @@ def test_kernels_agree_with_torch() -> None:
     root = Path(__file__).parents[2]
     script = Path(__file__).with_name("interpreted_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), START_BY_EXEC: "1"}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python(script, environment=environment)

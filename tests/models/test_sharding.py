@@ -1,14 +1,14 @@
 """Models in shards, on real processes, against the same models whole."""
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import finish, run_script, start_calls
 from safetensors.torch import load_file, save_file
+from sharded_run import compare_all
 from tiny_models import save_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,9 +17,6 @@ from rlightning.models import load_config
 from rlightning.models.architecture import check_architecture
 from rlightning.models.policy import remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, plan_styles
-
-sys.path.append(str(Path(__file__).parent.parent / "distributed"))
-from rank_processes import end_ranks, results, start_ranks
 
 FSDP, TENSOR = [1, 2, 1], [1, 1, 2]
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,7 +31,7 @@ its tied embedding gives, and caps logits."""
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> dict[str, Any]:
     """By case, what each of two ranks found."""
     folder = tmp_path_factory.mktemp("sharded")
     cases: dict[str, Any] = {}
@@ -53,11 +50,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         {},
     ]
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
-    ranks = start_ranks(Path(__file__).parent / "sharded_run.py", 2, json.dumps(list(cases.values())))
-    try:
-        by_rank: Any = results(ranks)
-    finally:
-        end_ranks(ranks)
+    by_rank = finish(start_calls(compare_all, 2, folder, list(cases.values())))
     found = {name: [rank["results"][i] for rank in by_rank] for i, name in enumerate(cases)}
     return found | {"clip": [rank["clip"] for rank in by_rank]}
 
@@ -81,7 +74,6 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None, **config:
     return str(folder)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"])
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
     for found in compared[name]:
@@ -91,25 +83,21 @@ def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None
         assert found["gradients"] < 1e-5
 
 
-@pytest.mark.processes
 def test_layers_in_shards_share_a_graph_with_gradient_and_one_without(compared: dict[str, Any]) -> None:
     assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
 
 
-@pytest.mark.processes
 def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
     """Uneven dimensions apart that is a half: of what tensor parallelism leaves whole there are norms alone."""
     for name in ("qwen3", "qwen3 tensor", "llama", "llama tensor", "converted", "in parts"):
         assert [found["share"] for found in compared[name]] == pytest.approx([0.5, 0.5], abs=0.01)
 
 
-@pytest.mark.processes
 def test_only_weights_that_need_converting_are_sent_by_rank_0(compared: dict[str, Any]) -> None:
     assert "rank 0 loads and sends them" in compared["converted"][0]["log"][0]
     assert [found["log"] for name in ("qwen3", "in parts") for found in compared[name]] == [[]] * 4
 
 
-@pytest.mark.processes
 def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]) -> None:
     for found in compared["missing"]:
         assert "lacks 1 of its weights, such as 'model.norm.weight'" in found["error"]
@@ -119,7 +107,6 @@ def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]
         assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
 
 
-@pytest.mark.processes
 def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, Any]) -> None:
     """12 x 1 and 4 x 1 and 2**2 on shards, 2 x 4**2 whole: the square root of 52, of which 1.3 is left."""
     for found in compared["clip"]:
@@ -131,7 +118,6 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, A
     assert second == [pytest.approx(values) for values in ([one] * 4, [one] * 2, [], [four] * 2)]
 
 
-@pytest.mark.processes
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_all(compared: dict[str, Any]) -> None:
     for found in compared["clip"]:
         assert not found["not finite"]["is_finite"]
@@ -141,11 +127,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_all(compared: d
 @pytest.mark.processes
 def test_loading_shards_takes_the_memory_of_the_shards(tmp_path: Path) -> None:
     """A model of 190 MB on two ranks; loading it whole is seen to take what it is by the same measure."""
-    ranks = start_ranks(Path(__file__).parents[2] / "benchmarks" / "sharded_loading.py", 2)
-    try:
-        megabytes: Any = results(ranks)[0]
-    finally:
-        end_ranks(ranks)
+    megabytes, _ = run_script(Path(__file__).parents[2] / "benchmarks" / "sharded_loading.py", 2)
     assert megabytes["whole_model"] > 180
     assert megabytes["shards"] == pytest.approx(megabytes["whole_model"] / 2, rel=0.01)
     assert megabytes["peak_of_loading_shards"] < 1.2 * megabytes["shards"]

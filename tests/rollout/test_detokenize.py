@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rlightning.rollout.detokenize import can_decode, decode_completions
+from rlightning.rollout.detokenize import decode_completions
 
 
 def byte_level() -> Any:
@@ -42,7 +42,6 @@ def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int], fin
 @pytest.mark.parametrize("make_tokenizer", [byte_level, sentence_piece])
 def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer()
-    assert can_decode(tokenizer)
     random = np.random.default_rng(0)
     words = ["a b", " a", "b é", " ", "ab\n", "🙂", "日本", "", "é"]
     prompt: list[int] = tokenizer("".join(random.choice(words, 60)) + "a", add_special_tokens=False).input_ids
@@ -54,7 +53,8 @@ def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None
         completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :] + [3])
     reasons = ["stop" if i % 2 else "length" for i in range(len(completions))]
     expected = [decode_by_token(tokenizer, prompt, *one) for one in zip(completions, reasons, strict=True)]
-    assert decode_completions(tokenizer, prompt, completions, reasons) == expected
+    ends = [3 if reason == "stop" else None for reason in reasons]
+    assert decode_completions(tokenizer, prompt, completions, ends) == expected
     assert len(set(expected)) > 100 and any(text.startswith(" ") for text in expected)
 
 
@@ -63,9 +63,9 @@ def test_a_character_that_the_end_has_cut_is_left_out() -> None:
     smile = tokenizer("a🙂", add_special_tokens=False).input_ids
     assert len(smile) == 5
     cut = [smile[:length] for length in range(1, 6)]
-    assert decode_completions(tokenizer, [], cut, ["length"] * 5) == ["a", "a", "a", "a", "a🙂"]
+    assert decode_completions(tokenizer, [], cut, [None] * 5) == ["a", "a", "a", "a", "a🙂"]
     # The very token after it ended the completion: the bytes before were never finished.
-    assert decode_completions(tokenizer, [], [[*smile[:3], 0]], ["stop"]) == ["a"]
+    assert decode_completions(tokenizer, [], [[*smile[:3], 0]], [0]) == ["a"]
 
 
 def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
@@ -73,9 +73,18 @@ def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
     euro = tokenizer("what? €", add_special_tokens=False).input_ids
     rest = tokenizer(" a", add_special_tokens=False).input_ids
     for cut in (1, 2):
-        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]], ["length"])
+        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]], [None])
         assert "what" not in text and text.endswith(" a")
 
 
-def test_a_tokenizer_of_another_kind_is_left_to_vllm() -> None:
-    assert not can_decode(object())
+def test_stop_string_and_what_follows_it_are_left_out() -> None:
+    tokenizer = byte_level()
+    token_ids = tokenizer("b a", add_special_tokens=False).input_ids  # the last token is " a"
+    assert decode_completions(tokenizer, [], [token_ids] * 3, [" ", "b", None]) == ["b", "", "b a"]
+
+
+def test_tokenizer_without_backend_decodes_by_itself() -> None:
+    tokenizer = ByT5Tokenizer()
+    assert not hasattr(tokenizer, "backend_tokenizer")
+    a, b, end = ord("a") + 3, ord("b") + 3, tokenizer.eos_token_id  # three special tokens come before the bytes
+    assert decode_completions(tokenizer, [b], [[a, b, end], [a, end, b]], [end, None]) == ["ab", "ab"]

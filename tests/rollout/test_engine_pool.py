@@ -31,7 +31,7 @@ def actor(folder: Path) -> Actor:
 
 
 @pytest.fixture(scope="module")
-def pool(actor: Actor, folder: Path) -> Iterator[EnginePool]:
+def pool(actor: Actor, folder: Path, starts_processes: None) -> Iterator[EnginePool]:
     """Two engines that hold the actor's weights."""
     configs = [engine_config(str(folder / "model"), folder / f"engine.{number}.log") for number in range(2)]
     pool = EnginePool(configs, lambda: None)
@@ -67,7 +67,6 @@ def loads(pool: EnginePool) -> list[int]:
     return [member.load for member in pool.members]
 
 
-@pytest.mark.processes
 def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool, actor: Actor) -> None:
     hold(*pool.members)
     first = pool.submit(make_prompt("1+1="), 0, 6, LONG, conversation="first")
@@ -101,7 +100,6 @@ def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool
     assert all(answer.result(60) for answer in both)
 
 
-@pytest.mark.processes
 def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool) -> None:
     """The last that needs the pool: no engine of it is left."""
     for member in pool.members:
@@ -154,7 +152,7 @@ class OnRelease:
 
 
 def test_an_engine_that_returns_while_it_is_asked_is_asked_once_it_has_weights(tmp_path: Path) -> None:
-    pool = EnginePool([engine_config("unused", tmp_path / "log")], lambda: None)
+    pool = EnginePool([engine_config(save_model(tmp_path / "model"), tmp_path / "log")], lambda: None)
     engine = pool.members[0].engine
     first, second = Link(), Link()
 

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import save_model
-from lightning.pytorch import Trainer
+from engine_models import engine_config, save_model
+from tiny import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlightning.algorithms import SFT
 from rlightning.callbacks import SaveHF
 from rlightning.data import PromptDataModule
-from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.processes
@@ -24,17 +23,7 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+2=", "completion": "3"}\n' * 8)
     module = SFT(source, prompts_per_step=4, lr=1e-2, warmup_steps=0)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        max_epochs=-1,
-        default_root_dir=tmp_path / "run",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[SaveHF()],
-    )
-    trainer.fit(module, PromptDataModule(str(rows), max_prompt_tokens=16))
+    bare_trainer(tmp_path / "run", 3, SaveHF()).fit(module, PromptDataModule(str(rows), max_prompt_tokens=16))
     saved = tmp_path / "run" / "hf"
 
     token_ids = AutoTokenizer.from_pretrained(saved)(TEXT).input_ids
@@ -42,22 +31,10 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     assert (expected - logprobs_of(Path(source), token_ids)).abs().max() > 0.01  # it was trained
     assert torch.allclose(module.score(token_ids), expected, atol=1e-5)
 
-    engine_args = {
-        "model": str(saved),  # with its own weights: nothing is sent
-        "dtype": "float32",
-        "max_model_len": 64,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 1 << 28,
-        "distributed_executor_backend": "uni",
-    }
-    engine = VLLMEngine(
-        VLLMConfig(
-            engine_args=engine_args,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            log_file=tmp_path / "engine.log",
-        )
-    )
+    config = engine_config(str(saved), tmp_path / "engine.log")
+    for name in ("load_format", "worker_extension_cls", "scheduler_cls"):
+        del config.engine_args[name]  # a plain engine with its own weights: nothing is sent
+    engine = VLLMEngine(config)
     engine.start()
     try:
         assert torch.allclose(torch.from_numpy(engine.score(token_ids)), expected, atol=1e-4)

@@ -1,5 +1,6 @@
 """What is in flight: the bound on the age of tokens holds whatever the order in which completions end."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlightning.rollout import Sampling
+from rlightning.rollout.engine import sampling_settings
 from rlightning.rollout.in_flight import PATIENCE, Group, InFlight, ages
 from rlightning.types import Completion, Prompt
 
@@ -221,6 +224,68 @@ def test_a_checkpoint_holds_what_is_in_flight() -> None:
     assert one.token_ids.dtype == np.int64 and one.logprobs.tolist() == [-0.5, -0.5]
     resumed.load_state_dict(flight.state_dict())
     assert (resumed.expire(2), resumed.num_expired) == ([], 1)  # what was finished grows old too
+
+
+SETTINGS = sampling_settings(2, Sampling(max_new_tokens=8, seed=0))
+
+
+def sampled_with(settings: dict[str, Any]) -> tuple[InFlight, list[Group]]:
+    """One prompt that waits, one under way, one complete and one chosen, all but the first begun with ``settings``."""
+    flight = InFlight(1)
+    groups = admit(flight, 0, 1, 2, 3)
+    for group in groups[1:]:
+        group.begun, group.settings = 0, settings
+    flight.finish(groups[3], [completion(0)])
+    assert choose(flight, 0, per_step=1) == [3]
+    flight.finish(groups[2], [completion(0)])
+    return flight, groups
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "changes", "told"),
+    [
+        (4, {}, "(model.samples_per_prompt: 2, now 4)"),
+        (2, {"temperature": 0.7}, "(rollout.temperature: 1.0, now 0.7)"),
+        (2, {"max_new_tokens": 4}, "(rollout.max_new_tokens: 8, now 4)"),
+        (2, {"top_p": 0.9, "top_k": 5}, "(rollout.top_p: 1.0, now 0.9; rollout.top_k: 0, now 5)"),
+        (2, {"min_p": 0.1}, "(rollout.min_p: 0.0, now 0.1)"),
+        (2, {"stop": ("=",)}, "(rollout.stop: [], now ['='])"),
+        (2, {"stop_token_ids": (3,)}, "(rollout.stop_token_ids: [], now [3])"),
+    ],
+)
+def test_groups_of_other_settings_begin_again_and_are_told_once(
+    num_samples: int, changes: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    flight, groups = sampled_with(SETTINGS)
+    changed = sampling_settings(num_samples, Sampling(**{"max_new_tokens": 8} | changes))
+    assert flight.requeue_changed(changed) == [groups[1]]  # the only one that somebody still works on
+    assert flight.waiting == groups and flight.num_finished == flight.num_chosen == flight.num_expired == 0
+    assert flight.requeue_changed(changed) == []
+    (line,) = caplog.messages
+    assert line.startswith("3 prompts in flight begin again") and told in line
+
+
+def test_groups_of_another_seed_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    flight, groups = sampled_with(SETTINGS)
+    assert flight.requeue_changed(sampling_settings(2, Sampling(max_new_tokens=8, seed=1))) == []
+    assert (flight.waiting, flight.running, flight.num_finished) == (groups[:1], groups[1:2], 2)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_checkpoint_holds_what_groups_were_sampled_with(is_known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    state = json.loads(json.dumps(sampled_with(SETTINGS)[0].state_dict()))
+    if not is_known:  # as earlier releases wrote it
+        for group in state["groups"]:
+            del group["settings"]
+    resumed = InFlight(1)
+    resumed.load_state_dict(state)
+    assert (indices(resumed.waiting), resumed.num_finished) == ([0, 1], 2)
+    assert resumed.requeue_changed(SETTINGS) == []
+    assert (len(caplog.messages), resumed.num_finished) == ((0, 2) if is_known else (1, 0))
 
 
 def test_an_unfinished_step_is_repeated_from_its_start() -> None:

@@ -144,7 +144,7 @@ class Running(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def started(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def started(policy: Policy, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Running]:
     with running_engine(policy.folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
         trainer = Trainer(engine, policy)
         refusal = trainer.generate(PROMPTS[0]).exception(timeout=120)
@@ -205,7 +205,6 @@ def test_versions_change_where_each_sample_was() -> None:
     assert versions.end("a", []) == []
 
 
-@pytest.mark.processes
 def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert isinstance(started.without_weights, EngineError)
     assert "not adopted any weights yet" in str(started.without_weights)
@@ -213,7 +212,6 @@ def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
 
 
-@pytest.mark.processes
 def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy: Policy) -> None:
     wrong = []
     for prompt, sample in sample_through_swaps(trainer, keeps_cache=False):
@@ -226,7 +224,6 @@ def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy:
     assert np.median(wrong) > 0.01
 
 
-@pytest.mark.processes
 def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer: Trainer, policy: Policy) -> None:
     differences = []
     for prompt, sample in sample_through_swaps(trainer, keeps_cache=True):
@@ -257,7 +254,6 @@ def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tm
             end_group(process.pid)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
@@ -277,7 +273,6 @@ def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, pol
     running.result(timeout=120)
 
 
-@pytest.mark.processes
 def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
     tokens = LONG_PROMPT.token_ids
     before = trainer.ask("score", tokens)
@@ -290,7 +285,6 @@ def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> 
     np.testing.assert_allclose(answer.result(), again, atol=1e-5)
 
 
-@pytest.mark.processes
 def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
     with stopped(trainer.core):
         answer = trainer.generate(PROMPTS[0], 8)
@@ -309,7 +303,6 @@ def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
             answer.result(timeout=120)
 
 
-@pytest.mark.processes
 def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
     with stopped(trainer.core):
         doomed = [trainer.generate(PROMPTS[0], num_samples) for num_samples in (16, 128)]
@@ -320,7 +313,6 @@ def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
     assert trainer.ask("adopt", 1, False)  # nothing is left
 
 
-@pytest.mark.processes
 def test_requests_can_be_cancelled_during_a_pause(trainer: Trainer) -> None:
     other, begun = trainer.pause_amid((PROMPTS[1], 2), (PROMPTS[0], 8))
     held = trainer.generate(PROMPTS[0], 8)

@@ -6,7 +6,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ import torch
 from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -40,7 +44,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, census: Path) -> Iterator[VLLMEngine]:
+def engine(folder: str, census: Path, starts_processes: None) -> Iterator[VLLMEngine]:
     counting = {"worker": "engine_census.Census", "CENSUS": str(census), "PYTHONPATH": str(Path(__file__).parent)}
     # A bucket that takes several chunks: the model has about 400 kB of weights, none larger than 33 kB.
     with running_engine(folder, census.with_name("engine.log"), bucket_bytes=50_000, **counting) as engine:
@@ -64,14 +68,12 @@ def texts(groups: list[list[Completion]]) -> list[list[str]]:
     return [[completion.text for completion in group] for group in groups]
 
 
-@pytest.mark.processes
 def test_weights_first(folder: str, engine: VLLMEngine) -> None:
     engine.weight_version = None
     with pytest.raises(EngineError, match="not been sent any weights yet"):
         engine.generate(PROMPTS, 1, GREEDY)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, temperature: float) -> None:
     num_samples = 16  # so many are not alike by chance
@@ -83,7 +85,6 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
             assert_sampled_from(actor, prompt, completion, temperature)
 
 
-@pytest.mark.processes
 def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     groups = engine.generate(PROMPTS, 16, Sampling(max_new_tokens=16))
     completions = [completion for group in groups for completion in group]
@@ -100,7 +101,6 @@ def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
-@pytest.mark.processes
 def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
     (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, stop=("1", "+2")))
     stopped = [completion for completion in group if completion.finish_reason == "stop"]
@@ -113,7 +113,6 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
         assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
 
 
-@pytest.mark.processes
 def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
     def sample(stop: tuple[str, ...]) -> list[list[str]]:
         return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
@@ -121,7 +120,6 @@ def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: V
     assert sample(()) == sample(("never",))
 
 
-@pytest.mark.processes
 def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
     (free,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32))
     sampled = Counter(int(token) for completion in free for token in completion.token_ids if token)
@@ -131,6 +129,47 @@ def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> Non
     for completion in group:
         assert not set(tokens) & set(completion.token_ids[:-1].tolist())
         assert completion.is_truncated == (completion.token_ids[-1] not in (0, *tokens))
+
+
+def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let the trainer have read something else of the model's files than the engine has."""
+    own = engine.config.files
+    assert own is not None and own.end_token_ids == (0,)
+    monkeypatch.setattr(engine, "config", replace(engine.config, files=replace(own, **changes)))
+
+
+@pytest.mark.processes
+def test_trainer_decides_what_ends_a_completion_and_what_it_says(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has read that token 0 ends one; the trainer has read that 3 does, and that "1" stands for token 2."""
+    vocabulary = {character: (3 - token if token in (1, 2) else token) for character, token in VOCABULARY.items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    change_files(engine, monkeypatch, end_token_ids=(3,), tokenizer=tokenizer)
+    (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, seed=1))
+    swapped = {token: character for character, token in vocabulary.items()}
+    assert any(0 in completion.token_ids[:-1] for completion in group)
+    for completion in group:
+        *before, last = completion.token_ids.tolist()
+        assert 3 not in before and (last == 3) == (completion.finish_reason == "stop")
+        kept = before if last == 3 else [*before, last]
+        assert completion.text == "".join(swapped[token] for token in kept if token)
+
+
+@pytest.mark.processes
+def test_neighbouring_seeds_sample_independently(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_files(engine, monkeypatch, end_token_ids=())  # short completions are alike by chance
+
+    def sample(seed: int) -> list[list[str]]:
+        return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=seed)))
+
+    runs = [sample(seed) for seed in (0, 1, 2)]
+    # Each with each, and each sample with those of all other prompts and numbers.
+    assert len({text for run in runs for group in run for text in group}) == 3 * len(PROMPTS) * 8
 
 
 @pytest.mark.processes
@@ -146,23 +185,21 @@ def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> No
     assert len({text for group in same for text in group}) > 12
 
 
-@pytest.mark.processes
 def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> None:
     # What is asked again after a restart comes out as it would have, whatever was done before.
     sampling = Sampling(max_new_tokens=16, seed=7)
     whole = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
     (rest,) = engine.ask([(PROMPTS[2], 10)], 4, sampling)
-    assert texts([make_completions(rest.result())]) == texts([make_completions(whole[2].result())])
+    again, first = (engine.read(PROMPTS[2], answer.result()) for answer in (rest, whole[2]))
+    assert texts([again]) == texts([first])
 
 
-@pytest.mark.processes
 def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, 1, GREEDY), strict=True):
         assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
         assert not np.isnan(completion.logprobs).any() and (completion.logprobs <= 0).all()
 
 
-@pytest.mark.processes
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEngine, actor: Actor) -> None:
     prompts = [*PROMPTS, LONG_PROMPT]
     before = engine.generate(prompts, 1, GREEDY)
@@ -180,7 +217,6 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEng
         before = after
 
 
-@pytest.mark.processes
 def test_keys_and_values_of_old_weights_are_forgotten(
     engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +237,6 @@ def test_keys_and_values_of_old_weights_are_forgotten(
     assert_sampled_from(actor, LONG_PROMPT, fresh, 1.0)
 
 
-@pytest.mark.processes
 def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) -> None:
     load(engine, actor.weights())
     assert engine.process is not None
@@ -215,7 +250,6 @@ def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) ->
     assert engine.generate(PROMPTS, 1, GREEDY)
 
 
-@pytest.mark.processes
 def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     prompt, completion = make_prompt("1"), "2+34=46"
     tokens = make_prompt("1" + completion).token_ids
@@ -225,7 +259,6 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
 
 
-@pytest.mark.processes
 def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
     fewer = [(name, weight) for name, weight in actor.weights() if "layers.1.self_attn" not in name]
     with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
@@ -233,7 +266,6 @@ def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) ->
     assert engine.weight_version is None
 
 
-@pytest.mark.processes
 def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     wrong = [(n, w[:, :100] if n == name else w) for n, w in actor.weights()]
@@ -241,21 +273,18 @@ def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, 
         send(engine, wrong, 4)
 
 
-@pytest.mark.processes
 def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor: Actor) -> None:
     with pytest.raises(EngineError, match=r"(?s)refused a request.*256"):
         engine.generate([make_prompt("1" * 300)], 1, GREEDY)
     assert engine.generate(PROMPTS, 1, GREEDY)  # and it goes on
 
 
-@pytest.mark.processes
 def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
     engine.sleep()
     assert engine.weight_version == 0
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
 
-@pytest.mark.processes
 def test_a_full_device_is_told_with_the_ways_out(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
 
@@ -331,7 +360,6 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-@pytest.mark.processes
 def test_its_process_holds_the_weights_once_and_nothing_that_trains(
     engine: VLLMEngine, actor: Actor, census: Path
 ) -> None:

@@ -112,7 +112,7 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def workers_on_cpu() -> Iterator[list[Worker]]:
+def workers_on_cpu(starts_processes: None) -> Iterator[list[Worker]]:
     """Those that outlive a test."""
     workers: list[Worker] = []
     yield workers
@@ -165,7 +165,6 @@ def send(end: SendingEnd, workers: list[Worker], weights: dict[str, Tensor]) -> 
     assert index > 0 and seen == list(weights)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_two_workers_get_all_of_every_sync(
     way: str, start_workers: Callable[[int], list[Worker]], tmp_path: Path
@@ -183,7 +182,6 @@ def test_two_workers_get_all_of_every_sync(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(3)
@@ -197,7 +195,6 @@ def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Ca
 
 
 @pytest.mark.long
-@pytest.mark.processes
 def test_a_worker_of_the_second_group_that_never_comes_ends_the_first_too(
     start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +251,6 @@ def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[
     end.close()
 
 
-@pytest.mark.processes
 def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Worker]]) -> None:
     killed, *others = start_workers(3)
     end = BroadcastBucket(shapes_of(LARGE), torch.bfloat16, CPU, 4000)
@@ -298,7 +294,6 @@ def test_a_worker_that_hangs(timeout: float, start_workers: Callable[[int], list
     end.close()
 
 
-@pytest.mark.processes
 def test_workers_learn_that_the_trainer_has_gone(start_workers: Callable[[int], list[Worker]]) -> None:
     (worker,) = start_workers(1)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=600.0)
@@ -402,12 +397,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[VLLMEngine]:
     with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
         yield engine
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("version", range(len(WAYS)))
 def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, folder: str, tmp_path: Path) -> None:
     actor = Actor(folder)
@@ -434,7 +428,6 @@ def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, fold
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_workers_on_one_other_gpu() -> None:
     sender, other = (torch.device("cuda", index) for index in range(2))
     weights = {name: weight.to(sender) for name, weight in LARGE.items()}
@@ -449,7 +442,6 @@ def test_two_workers_on_one_other_gpu() -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_workers_on_other_gpus() -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     sender, others = devices[0], devices[1:3]

@@ -1,0 +1,128 @@
+"""What Ray actors take over from the controller's process: its folder, its import paths, named variables.
+
+A cluster that was started from another folder, or by another user or service, runs its actors in that folder and with
+that environment. Relative paths of a configuration have to mean the same there as in the controller.
+"""
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlightning.errors import ConfigError
+
+SET_BY_RAY = re.compile(r"RAY_.*|CUDA_VISIBLE_DEVICES")
+OF_ONE_PROCESS = re.compile(
+    rf"{SET_BY_RAY.pattern}|(DBUS|PYTEST|SSH|XDG)_.*|(LESS|TERM|TMUX).*|_|COLORTERM|COLUMNS|DISPLAY|EDITOR|HOSTNAME|LINES"
+    "|LOGNAME|LS_COLORS|MAIL|OLDPWD|OMP_NUM_THREADS|PAGER|PL_GLOBAL_SEED|PS1|PWD|PYTHONPATH|PYTHONUNBUFFERED|SHELL|SHLVL"
+    "|STY|USER|WINDOWID"
+)
+"""Variables that differ between processes, or are passed to workers anyway."""
+LONGEST_LIST = 12
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """The controller's process, as far as actors have to be like it.
+
+    Attributes:
+        folder: that relative paths start from.
+        import_paths: where the user's classes are found, all of them absolute.
+        variables: to be set in the environment of each actor, before it imports anything.
+        digests: of the values of all variables that should not differ, by name; the values themselves stay here.
+    """
+
+    folder: str
+    import_paths: tuple[str, ...]
+    variables: Mapping[str, str]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def here(cls, names: Sequence[str], *, starts_cluster: bool = False) -> "DriverContext":
+        """Describe this process.
+
+        Args:
+            names: of variables that actors need.
+            starts_cluster: whether the cluster is this process's own, which has its environment by inheritance.
+        """
+        passed = [*names, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
+        return cls(
+            folder=os.getcwd(),
+            import_paths=tuple(absolute_paths(sys.path)),
+            variables={} if starts_cluster else {name: passed_value(name) for name in passed},
+            digests={} if starts_cluster else digest_variables(),
+        )
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """Options of a Ray actor that give it the variables."""
+        return {"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {}
+
+    def enter(self) -> None:
+        """Make this process, an actor's, like the controller's; it keeps its folder where the host has no such one."""
+        sys.path += [path for path in self.import_paths if path not in sys.path]
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+
+    def describe_differences(self) -> list[str]:
+        """Return a sentence for each way in which this process, an actor's, is still unlike the controller's."""
+        sentences, host = [], socket.gethostname()
+        if os.getcwd() != self.folder:
+            sentences.append(
+                f"{host} has no folder {self.folder}, where the controller runs: relative paths start there from "
+                f"{os.getcwd()}. Use absolute ones, on a disk that all hosts see."
+            )
+        own = digest_variables()
+        missing = [name for name in self.digests if name not in own]
+        other = [name for name, digest in self.digests.items() if own.get(name, digest) != digest]
+        parts = [f"without {list_names(missing)}"] if missing else []
+        parts += [f"with other values of {list_names(other)}"] if other else []
+        if parts:
+            sentences.append(
+                f"Workers on {host} run {', and '.join(parts)}: the Ray cluster was not started with this process's "
+                "environment. List in trainer.strategy.env the variables that rewards, environments or models need."
+            )
+        return sentences
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what cannot be passed to actors as a variable of the environment; no message shows a value."""
+    for name in names:
+        if "=" in name:
+            name, _, _ = name.partition("=")
+            raise ConfigError(f"trainer.strategy: env={name}=... is no name of a variable. Export it, and list {name}.")
+        if SET_BY_RAY.fullmatch(name):
+            raise ConfigError(f"trainer.strategy: env={name} is set by Ray, for each worker its own. Leave it out.")
+        if name not in os.environ:
+            raise ConfigError(f"trainer.strategy: env={name} is not set in this process. Export it, or leave it out.")
+
+
+def passed_value(name: str) -> str:
+    """Return a variable's value as actors get it: those of PYTHONPATH's paths that are relative start from here."""
+    value = os.environ[name]
+    return os.pathsep.join(absolute_paths(value.split(os.pathsep))) if name == "PYTHONPATH" else value
+
+
+def absolute_paths(paths: Iterable[str]) -> list[str]:
+    """Return paths of modules as they mean in any folder; what is no path, such as an import hook's name, stays."""
+    return [os.path.abspath(path) if not path or os.path.exists(path) else path for path in paths]
+
+
+def digest_variables() -> dict[str, str]:
+    """Return a digest of each value in the environment that processes of one run have in common, by its name."""
+    return {
+        name: hashlib.blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        for name, value in sorted(os.environ.items())
+        if not OF_ONE_PROCESS.fullmatch(name)
+    }
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return names in a line of bounded length."""
+    more = f" and {len(names) - LONGEST_LIST} more" if len(names) > LONGEST_LIST else ""
+    return ", ".join(names[:LONGEST_LIST]) + more
