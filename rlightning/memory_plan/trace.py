@@ -189,7 +189,7 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layers: list[int]) -
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
-            with ExpertProducts():  # type: ignore[no-untyped-call]
+            with ExpertProducts():
                 yield model.eval()  # no dropout, as in training
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
         # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit

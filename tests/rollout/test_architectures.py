@@ -66,6 +66,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hyperclovax": GROUPED,
     "ministral3": GROUPED | {"head_dim": 32},
     "flex_olmo": GROUPED,
+    "starcoder2": GROUPED,
+    "smollm3": GROUPED,
+    "seed_oss": GROUPED | {"head_dim": 32},
+    "helium": GROUPED | {"head_dim": 32},
+    "cwm": GROUPED | {"head_dim": 32},
+    "hunyuan_v1_dense": GROUPED | {"head_dim": 32},
+    "hunyuan_v1_moe": GROUPED | {"head_dim": 32},
+    "jais2": GROUPED,
+    "nanochat": GROUPED,
+    "bitnet": GROUPED,
+    "persimmon": {},
+    "ministral": GROUPED | {"head_dim": 32},
 }
 KINDS = [
     *(pytest.param(kind, config, id=kind) for kind, config in COMMON.items()),
