@@ -26,7 +26,8 @@ import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
 from rlightning.config_files import replace_files, use_strict_yaml
-from rlightning.config_keys import ConfigKeys, takes_text
+from rlightning.config_keys import ConfigKeys
+from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
