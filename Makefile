@@ -54,7 +54,7 @@ test: setup compiled
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: setup compiled
-	$(PYTEST) -m "not slow and not processes and not long" $(ARGS)
+	$(PYTEST) $(if $(HAS_GPU),,-n 2) -m "not slow and not processes and not long" $(ARGS)
 
 test-all: setup compiled
 	$(PYTEST) $(ARGS)

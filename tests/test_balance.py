@@ -1,5 +1,6 @@
 """Groups find their ranks; between real processes they do in test_module_ranks.py."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ def test_each_minibatch_is_balanced_for_itself_and_no_rank_stays_empty() -> None
     assert assign_groups([9, 1, 8, 2], [[0, 1], [2, 3]], 2) == [0, 1, 1, 0]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 8))
 def test_ranks_differ_by_one_group_at_most(tokens: list[int], num_ranks: int) -> None:

@@ -138,6 +138,7 @@ def test_misspelt_monitor_names_nearest_metric(kind: Any, rewards: Sequence[floa
         fit(tmp_path, Scripted(rewards), 8, callback, **EVERY_TWO)
 
 
+@pytest.mark.long
 def test_monitor_of_epoch_end_metric_is_awaited(tmp_path: Path) -> None:
     class LogsAtEpochEnd(Scripted):
         def on_train_epoch_end(self) -> None:

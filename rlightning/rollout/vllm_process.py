@@ -29,6 +29,8 @@ from rlightning.rollout.vllm_server import VLLMServer, start_engine
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 2.0
 """Between two looks whether the trainer is there."""
+CORE_SECONDS = 0.5
+"""Between two looks whether vLLM's core, a process of its own, is there."""
 
 
 class Mailbox:
@@ -128,11 +130,17 @@ async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
                 await server.ping()
                 mailbox.send(None, "alive", None)
 
+    async def core() -> None:
+        # A call other than generate() that its end finds waiting would wait for ever.
+        while not server.engine.errored:
+            await asyncio.sleep(CORE_SECONDS)
+        raise server.engine.dead_error
+
     async def requests() -> None:
         while True:
             calls.begin(*await inbox.get())
 
-    await asyncio.gather(heartbeat(), requests(), calls.failure)
+    await asyncio.gather(heartbeat(), core(), requests(), calls.failure)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ def test_microbatches_are_balanced(lengths: list[int]) -> None:
     assert max(sums) - min(sums) <= max(lengths)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(1, 300))
 def test_microbatches_by_cost_keep_to_the_tokens(lengths: list[int], max_tokens: int) -> None:
@@ -43,6 +44,7 @@ def test_microbatches_by_cost_keep_to_the_tokens(lengths: list[int], max_tokens:
         assert 2 * sum(lengths) > (len(parts) - 1) * max_tokens
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS.filter(bool), st.integers(2, 5))
 def test_microbatches_of_equal_cost(lengths: list[int], number: int) -> None:

@@ -34,6 +34,7 @@ def test_a_step_takes_moments_out_a_portion_at_a_time() -> None:
     assert TrainerMemory(replace(FSDP_ALONE, parallelism=on_host), small().trainer).moments_at_a_time() == 8 * EMBEDDING
 
 
+@pytest.mark.long
 def test_they_are_suggested_before_further_devices() -> None:
     """1.7 billion parameters take 25.6, 19.2 or 16.1 GiB, by 16, 12 or 10 bytes each, and an update some 8 GiB more."""
     cases: list[tuple[str, OptimizerStates]] = [("30GB", "bfloat16"), ("26GB", "8bit")]

@@ -78,6 +78,7 @@ def trainer(**settings: Any) -> TrainerMemory:
     return TrainerMemory(replace(FSDP_ALONE, parallelism=Parallelism(**settings)), small().trainer)
 
 
+@pytest.mark.long
 def test_what_each_strategy_keeps() -> None:
     size = 596_049_920
     single = trainer()
@@ -160,6 +161,7 @@ def test_the_suggested_share_holds_all_sequences_or_all_that_fits() -> None:
     assert total(suggested.generate()) <= tight.device_memory
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
     awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
     asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
@@ -236,6 +238,7 @@ def test_an_update_under_fsdp_is_within_15_percent() -> None:
     assert allocated(planned.update(16384)) == pytest.approx(30.3, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["35GB", "45GB", "60GB"])
 def test_automatic_checkpointing_takes_as_few_layers_as_leave_a_tenth(device: str) -> None:
     planned = plan_of(replace(COLOCATED, gradient_checkpointing="auto"), read_device_memory(device))

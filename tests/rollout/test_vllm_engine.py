@@ -1,6 +1,9 @@
 """The engine against the actor: what it samples, with what probability, from which weights."""
 
 import json
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ from tiny import VOCABULARY
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
 from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
 from rlightning.types import Completion, Prompt
@@ -279,6 +282,20 @@ def test_tied_weights_travel_once(tmp_path: Path) -> None:
                 for completion in group:
                     assert_sampled_from(actor, prompt, completion, 1.0)
             actor.perturb(version)
+
+
+@pytest.mark.processes
+def test_a_killed_core_ends_a_waiting_call(folder: str, tmp_path: Path) -> None:
+    """At once, not after the 120 s in which an engine may be silent; vLLM itself would let it wait for ever."""
+    with running_engine(folder, tmp_path / "engine.log") as engine:
+        assert engine.process is not None
+        core = find_core(engine.process.pid)
+        os.kill(core, signal.SIGSTOP)
+        answer = engine.submit("ping")
+        time.sleep(1)  # until vLLM has handed it to the core, which does not say so
+        os.kill(core, signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match="The engine died"):
+            answer.result(100)
 
 
 def test_what_is_compiled_outlives_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

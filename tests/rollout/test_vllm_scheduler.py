@@ -185,6 +185,7 @@ def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, m
         assert len(own.reasons) >= 28 and (num_preempted > 5) == (num_blocks < 200)  # two are aborted
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("num_blocks", "max_batched_tokens"), SIZES)
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_logprobs_come_in_order_and_seldom(

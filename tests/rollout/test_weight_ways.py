@@ -298,6 +298,7 @@ def test_a_worker_that_hangs(timeout: float, start_workers: Callable[[int], list
     end.close()
 
 
+@pytest.mark.processes
 def test_workers_learn_that_the_trainer_has_gone(start_workers: Callable[[int], list[Worker]]) -> None:
     (worker,) = start_workers(1)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=600.0)
