@@ -10,6 +10,7 @@ from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.references import AnswerCheck, find_answer_check
+from rlightning.secret_arguments import resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
@@ -33,7 +34,7 @@ class RewardFunction:
     function: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float = 10.0
 
@@ -141,7 +142,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         timeout=reward.timeout,
         is_async=is_async,
         pickled=None if is_async else _pickle(function),
-        arguments=dict(reward.arguments),
+        arguments=resolve_secrets(reward.arguments, f"Reward '{name}'"),
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,
