@@ -17,6 +17,7 @@ from rlightning.console import is_live_terminal
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.loop_ranks import rank_in
+from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
 from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
 
@@ -147,7 +148,7 @@ class CompletionsTable(RunCallback):
 
     def _log(self, loggers: Any, rows: list[dict[str, Any]], step: int) -> None:
         columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]
-        cells = [[row[name] for name in columns] for row in rows]
+        cells = [[visible(cell) if isinstance(cell := row[name], str) else cell for name in columns] for row in rows]
         for log in loggers if rows else ():
             if isinstance(log, WandbLogger):
                 log.log_table("completions", columns=columns, data=cells, step=step)
@@ -240,7 +241,7 @@ def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     """The text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
-    line = " ".join(text.split())
+    line = visible_on_one_line(text)
     if len(line) <= limit:
         return line
     if keep_end:
@@ -251,8 +252,7 @@ def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
 
 def _markdown_table(columns: list[str], cells: list[list[Any]]) -> str:
     def escape(cell: Any) -> str:
-        text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-        return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+        return markdown_cell(f"{cell:.3f}" if isinstance(cell, float) else str(cell))
 
     head = [" | ".join(columns), " | ".join("---" for _ in columns)]
     return "\n".join(f"| {line} |" for line in [*head, *(" | ".join(map(escape, row)) for row in cells)])

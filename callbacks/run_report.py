@@ -184,7 +184,9 @@ class RunReport(PhaseTimer):
         if not self.history.series or rank_in(trainer):
             return
         path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
-        self.write(path, module=module, status=status, config=config.read_text() if config.exists() else None)
+        self.write(
+            path, module=module, status=status, config=config.read_text(encoding="utf-8") if config.exists() else None
+        )
         if status != "running":
             logger.info("report of the run: %s", path)
 

@@ -26,7 +26,7 @@ from lightning.pytorch import Callback
 from rlightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlightning.types import Prompt, RolloutBatch
+    from rlightning.types import Completion, Prompt, RolloutBatch
 
 
 class RLCallback(Callback):
@@ -69,6 +69,14 @@ class RLCallback(Callback):
 
     def on_engine_sleep(self, trainer: Any, module: Any) -> None:
         """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
+
+    def on_predict_prompt_end(
+        self, trainer: Any, module: Any, prompt: "Prompt", completions: "list[Completion]"
+    ) -> None:
+        """Called in a prediction when all completions of a prompt are there, and others of its batch are not.
+
+        Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
+        """
 
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Called when the engine has the weights and, where it was due, has been verified."""

@@ -585,7 +585,8 @@ class RLModule(PolicyModule):
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
         """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
-        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
+        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
+        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, completions, strict=True))
 
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:

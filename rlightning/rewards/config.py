@@ -11,6 +11,7 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.lookup import check_kind, import_function, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
+from rlightning.secret_arguments import resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
@@ -34,7 +35,7 @@ class RewardFunction:
     function: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float = 10.0
 
@@ -138,7 +139,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         timeout=reward.timeout,
         is_async=is_async,
         pickled=pickled,
-        arguments=dict(reward.arguments),
+        arguments=resolve_secrets(reward.arguments, f"Reward '{name}'"),
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,

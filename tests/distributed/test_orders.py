@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from tiny import bare_trainer
 
+from rlightning.distributed.controller_relay import Relay
 from rlightning.distributed.orders import (
     Answered,
     Call,
@@ -16,6 +17,7 @@ from rlightning.distributed.orders import (
     Evaluate,
     EvaluateBatch,
     Failed,
+    Fired,
     Inbox,
     Load,
     Order,
@@ -212,3 +214,20 @@ def test_a_worker_starts_as_it_is_told_and_tells_of_a_stop_at_once(tmp_path: Pat
     assert module.num_batches == [2, 3]
     answers = [inbox.collect(number, 0) for number in range(6)]
     assert answers == [[Answered(None)]] * 4 + [[StopWanted(), Answered(None)]] * 2
+
+
+def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
+    fired: list[tuple[str, list[Any]]] = []
+    relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, list(arguments))))
+    for rank, hook, argument in [
+        (1, "on_predict_prompt_end", ["b"]),
+        (0, "on_rollout_start", ["a"]),
+        (1, "on_predict_prompt_end", ["c"]),
+        (1, "on_rollout_start", ["d"]),
+    ]:
+        relay.add(rank, Fired(hook, (argument,), 0, 0))
+    assert fired == [
+        ("on_predict_prompt_end", [["b"]]),
+        ("on_predict_prompt_end", [["c"]]),
+        ("on_rollout_start", [["a", "d"]]),
+    ]
