@@ -74,7 +74,7 @@ def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) 
     assert logged_steps(project / "listed/metrics/version_1") == [4]
 
 
-def test_configs_and_overrides_merge_in_their_order_and_run_as_printed(project: Path) -> None:
+def test_configs_and_overrides_merge_and_run_as_printed(project: Path) -> None:
     (project / "more.yaml").write_text("trainer: {max_steps: 7}\ndata: {shuffle: false}\nrollout: {top_p: 0.9}\n")
     shown = rlightning(
         project,

@@ -125,15 +125,13 @@ def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.Capt
 
 
 @pytest.mark.long
-def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_raised_during_construction_is_not_wrapped(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, errors = fit_here(capsys, "--config", "run.yaml", "--model", "own_classes.Quick", "--model.pace", "-1")
     assert (code, errors.splitlines()[-1]) == (2, "error: pace=-1.0 must not be negative. Use 0 or more.")
 
 
 @pytest.mark.long
-def test_an_options_class_is_that_of_the_last_one_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_keys_belong_to_last_named_class(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = fit_here(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
     assert code == 0
     code, errors = fit_here(capsys, "--config", "run.yaml", "--model.clip_high", "0.3")

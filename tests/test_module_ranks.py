@@ -87,7 +87,7 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
         torch.testing.assert_close(first[name], weight, atol=1e-6, rtol=0.0)
 
 
-def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
+def test_refill_needed_by_one_rank_includes_both(tmp_path: Path) -> None:
     train(Picky, tmp_path, {}, **two_ranks())
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}

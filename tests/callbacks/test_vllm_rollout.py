@@ -287,7 +287,7 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
-def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
+def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
     version, syncs = loop.policy.weight_version, loop.rollout._num_syncs

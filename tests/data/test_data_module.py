@@ -120,7 +120,7 @@ def test_overfit_batches_repeat_first_steps_in_order(
     assert module.steps == [[0, 1, 2], [3, 4, 5]][:num_steps] * 3
 
 
-def test_run_seed_decides_prompt_order_unless_data_has_its_own(
+def test_run_seed_orders_prompts_unless_data_seed_set(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(run_seed: int, own: int | None) -> list[list[int]]:

@@ -119,7 +119,7 @@ def test_state_takes_what_it_says(states: OptimizerStates) -> None:
 
 @pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("states", SMALLER)
-def test_how_many_parameters_are_taken_out_at_a_time_changes_nothing(states: OptimizerStates, is_on_host: bool) -> None:
+def test_step_portion_size_changes_neither_parameters_nor_state(states: OptimizerStates, is_on_host: bool) -> None:
     whole = StoredMomentsAdamW(make_groups(make_parameters()), states=states, lr=LR)
     halves = HalfAtATime(make_groups(make_parameters()), states=states, is_state_on_host=is_on_host, lr=LR)
     for parameter, other in zip(take_steps(halves, range(3)), take_steps(whole, range(3)), strict=True):

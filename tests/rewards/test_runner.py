@@ -118,7 +118,7 @@ def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:
 
 
 @pytest.mark.processes
-def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: MakeRunner) -> None:
+def test_unstarted_runner_can_be_pickled(make_runner: MakeRunner) -> None:
     runner = pickle.loads(pickle.dumps(make_runner(sample_rewards.length)))
     try:
         assert runner.score(*make_samples(["abc"])).rewards.tolist() == [3.0]
@@ -127,7 +127,7 @@ def test_a_runner_travels_to_another_process_before_it_has_begun(make_runner: Ma
 
 
 @pytest.mark.processes
-def test_none_does_not_count_and_only_nones_are_no_reward(make_runner: MakeRunner) -> None:
+def test_none_reward_is_skipped_all_none_fails_sample(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.maybe", RewardFunction(lambda other: other, weight=3.0, name="other"))
     scores = score(runner, ["", "", ""], value=[1.0, None, None], other=[2.0, 2.0, None])
     assert values(scores.rewards) == [7.0, 6.0, None]
@@ -182,7 +182,7 @@ def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tm
 
 @pytest.mark.long
 @pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn", "block"])
-def test_a_failure_of_an_async_function_costs_its_sample_only(
+def test_async_reward_failure_fails_only_its_sample(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
 ) -> None:
     sample_rewards.released.clear()
@@ -249,7 +249,7 @@ def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_an_answer_that_came_while_this_process_got_no_time_counts(
+def test_reward_arriving_during_trainer_stall_still_counts(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     misses = itertools.cycle([True, False])
@@ -314,7 +314,7 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_module_that_fails_in_the_worker_only_is_a_failure_of_its_samples(
+def test_reward_import_error_in_worker_fails_its_samples(
     make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fleeting_rewards.py").write_text(
@@ -401,7 +401,7 @@ def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
 
 
 @pytest.mark.processes
-def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner: MakeRunner) -> None:
+def test_failures_of_started_calls_raise_when_scored(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=3600.0), max_failed_share=0.25)
     prompts, completions = make_samples(["raise", "raise", *["sleep"] * 6])
     runner.begin(prompts[:3], completions[:3])  # one of the two workers stays awake
@@ -411,9 +411,7 @@ def test_failures_of_begun_calls_end_the_run_when_they_are_asked_for(make_runner
 
 
 @pytest.mark.processes
-def test_a_worker_that_cannot_start_is_told_when_scores_are_asked_for(
-    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_start_failure_raises_when_scored(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner("sample_rewards.length")
     prompts, completions = make_samples(["a"])
     with monkeypatch.context() as patch:

@@ -55,7 +55,7 @@ def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None
     assert len(set(expected)) > 100 and any(text.startswith(" ") for text in expected)
 
 
-def test_a_character_that_the_end_has_cut_is_left_out() -> None:
+def test_character_cut_by_completion_end_is_omitted() -> None:
     tokenizer = byte_level()
     smile = tokenizer("a🙂", add_special_tokens=False).input_ids
     assert len(smile) == 5
@@ -63,7 +63,7 @@ def test_a_character_that_the_end_has_cut_is_left_out() -> None:
     assert decode_completions(tokenizer, [], cut) == ["a", "a", "a", "a", "a🙂"]
 
 
-def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
+def test_prompt_ending_within_character_is_excluded_from_text() -> None:
     tokenizer = byte_level()
     euro = tokenizer("what? €", add_special_tokens=False).input_ids
     rest = tokenizer(" a", add_special_tokens=False).input_ids

@@ -111,7 +111,7 @@ def test_what_vllm_computes_otherwise_on_a_cpu_is_refused(kind: str, tmp_path: P
     ("placement", "sleep", "can_sleep"),
     [("colocated", True, True), ("colocated", False, False), ("standalone", True, False)],
 )
-def test_engines_that_share_no_device_with_an_actor_do_not_sleep(
+def test_engines_not_sharing_actor_device_never_sleep(
     placement: Any, sleep: bool, can_sleep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

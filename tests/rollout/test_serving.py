@@ -208,7 +208,7 @@ def test_the_address_that_engines_reach_the_trainer_at() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a second user")
 @pytest.mark.parametrize("user", [0, 65534])
-def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
+def test_without_token_only_same_user_is_authenticated(user: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.seteuid(user)
         try:
@@ -232,7 +232,7 @@ def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
     [(True, "it does not answer"), (False, ".*refused")],
     ids=["a port that answers nothing", "nobody listens"],
 )
-def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_listening: bool, reason: str) -> None:
+def test_unreachable_engine_raises_clear_error_in_time(project: Path, is_listening: bool, reason: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if not is_listening:
@@ -244,7 +244,9 @@ def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_
 
 
 @pytest.mark.long
-def test_what_an_engine_has_said_counts_when_it_is_silent_later(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_refusal_is_reported_when_engine_stops_responding(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problems = chain([NotNowError("it serves another trainer")], repeat(BlockingIOError()))
 
     def fail(*_: Any) -> None:
@@ -310,7 +312,7 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert folder is None or list(folder.iterdir()) == []
 
 
-def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, server: Server) -> None:
+def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Server) -> None:
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0, end_token_ids=())
     with connected(config) as first:
@@ -399,7 +401,7 @@ def test_engine_of_a_changed_copy_is_refused(
 
 
 @pytest.mark.processes
-def test_nothing_is_unpickled_from_who_does_not_know_the_token(
+def test_unauthenticated_data_is_never_unpickled(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(project, token="the secret") as server:
@@ -460,7 +462,7 @@ def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Pat
             fit(project, tmp_path, [url], start_timeout=5.0)
 
 
-def test_a_run_goes_on_when_one_of_two_servers_is_killed(
+def test_run_continues_after_one_server_is_killed(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(project) as other:
@@ -484,7 +486,7 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
-def test_a_served_engine_that_dies_is_started_again_by_its_server(
+def test_dead_served_engine_is_restarted_by_server(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed = []
@@ -500,7 +502,7 @@ def test_a_served_engine_that_dies_is_started_again_by_its_server(
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_noticed_and_may_come_back(
+def test_hung_server_is_detected_and_may_reconnect(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go_on() -> None:

@@ -113,7 +113,7 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
         assert not any(stop in whole[:-1] for stop in ("1", "+2"))
 
 
-def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
+def test_decoded_text_matches_vllm_with_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
     def sample(stop: tuple[str, ...]) -> list[list[str]]:
         return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
 
@@ -201,7 +201,7 @@ def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> 
         assert not np.isnan(completion.logprobs).any() and (completion.logprobs <= 0).all()
 
 
-def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEngine, actor: Actor) -> None:
+def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor: Actor) -> None:
     prompts = [*PROMPTS, LONG_PROMPT]
     before = engine.generate(prompts, 1, GREEDY)
     for version in (1, 2, 3):
@@ -350,7 +350,7 @@ def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("device", "asked", "threads"), [("cuda", None, "1"), ("cuda", "3", "3"), ("cpu", None, "own")]
 )
-def test_an_engine_has_few_threads_unless_the_user_says_how_many(
+def test_engine_threads_are_limited_unless_user_sets_them(
     device: str, asked: str | None, threads: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -361,7 +361,7 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-def test_its_process_holds_the_weights_once_and_nothing_that_trains(
+def test_engine_process_holds_weights_once_without_trainer_state(
     engine: VLLMEngine, actor: Actor, census: Path
 ) -> None:
     """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""
