@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlightning.config_files import load_yaml, merge_mappings, read_yaml, replace_files
+from rlightning.config_files import load_yaml, merge_mappings, read_config, replace_files
 from rlightning.errors import ConfigError
 
 
@@ -35,7 +35,13 @@ def test_a_key_twice_in_a_file_names_both_lines(tmp_path: Path, text: str, line:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.yaml, line {line}: .*the key '{key}' is in line {first} already"):
-        read_yaml(str(path))
+        read_config(str(path))
+
+
+def test_a_key_twice_in_a_json_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"a": {"b": 1, "c": 2, "b": 3}}')
+    with pytest.raises(ConfigError, match=r"run\.json: the key 'b' is there twice"):
+        read_config(str(tmp_path / "run.json"))
 
 
 def test_merge_mappings_nests_but_not_into_other_classes() -> None:
