@@ -20,18 +20,18 @@ def numeric_answer(completion: str, answer: object) -> float:
     The completion's answer is its last ``\\boxed{...}``, ``<answer>`` or GSM8K's ``#### 18``, or else what follows the
     last "answer is" or "Answer:", or else its last formula or number. It and the reference are read as a whole:
     numbers (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
-    intervals, sets, equations, inequalities, matrices, ratios, numbers with a base, and words.
+    intervals, sets, equations, inequalities, congruences, matrices, ratios, numbers with a base, and words.
 
     - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
     - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals in theirs.
     - Equations are equal up to a factor. ``x = 5`` is the answer 5.
-    - ``50%`` is 0.5, and 50 too. Units count where both have one that is known.
+    - ``50%`` is 0.5, and 50 too. Units count where both have one that is known, and are not converted.
     - What math-verify's parser cannot read is compared as it is written.
 
     Args:
         completion: what the model wrote.
-        answer: the column ``answer``: an answer with or without dollars or a box, a list of answers, or a solution
-            that ends with a box or ``#### 18``.
+        answer: the column ``answer``: an answer with or without dollars or a box, a list of answers, a sentence
+            with "answer is", or a solution that ends with a box or ``#### 18``.
 
     Raises:
         ValueError: the reference holds no answer, or is prose.

@@ -249,7 +249,7 @@ def _based_equal(reference: Answer, given: Answer) -> bool:
     if not isinstance(reference, Based):
         return False
     if isinstance(given, Number):
-        return not given.last_place and str(given.value) == reference.digits
+        return not given.last_place and not given.unit and str(given.value) == reference.digits
     return isinstance(given, Based) and int(reference.digits, reference.base) == int(given.digits, given.base)
 
 

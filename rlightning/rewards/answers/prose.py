@@ -18,16 +18,16 @@ _CONNECTOR = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*")
 # A formula in plain text: operands with signs between them. Words may follow a number as its unit if a sign follows.
 _CURRENCY = r"(?:\\?[$€£¥₹]\s?)"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?%?"
-_SIGN = r"\s*(?:[-+*/^=<>]|(?<=\d):(?=\d)|\\(?:times|cdot|div|le|ge|ne|approx|in|cup|pm)(?![a-zA-Z]))\s*"
+_OPERATOR = r"\s*(?:[-+*/^=<>]|(?<=\d):(?=\d)|\\(?:times|cdot|div|le|ge|ne|approx|in|cup|pm)(?![a-zA-Z]))\s*"
 _BRACKETS = r"(?:\((?:\\[a-zA-Z]+|(?![a-zA-Z]{2})[^()\n]|\([^()\n]*\))*\)|\{(?:[^{}\n]|\{[^{}\n]*\})*\}|\[[^\[\]\n]*\])"
 _LETTER = r"(?<![a-zA-Z'])(?![aAI]\s[a-zA-Z]{2})[a-zA-Z](?![a-zA-Z']|\.[a-zA-Z])(?:_\w)?"
 _NAME = rf"(?:\\[a-zA-Z]+|(?<![a-zA-Z])(?:sqrt|sin|cos|tan|log|ln)(?=\())(?:{_BRACKETS})*"
 _OPERAND = rf"(?:{_CURRENCY}?{_DIGITS}(?:[a-zA-Z](?![a-zA-Z]))?|{_NAME}|{_BRACKETS}|{_LETTER})!*"
-_UNIT_BEFORE_SIGN = rf"(?:\s?[a-zA-Z]{{2,}}){{1,3}}(?!\s[-+]\d)(?={_SIGN}[-+]?(?:{_CURRENCY}|[\d.(]))"
+_UNIT_BEFORE_SIGN = rf"(?:\s?[a-zA-Z]{{2,}}){{1,3}}(?!\s[-+]\d)(?={_OPERATOR}[-+]?(?:{_CURRENCY}|[\d.(]))"
 _TERM = (
     rf"[-+]?{_OPERAND}(?:(?:\s?(?=\\)|(?=[({{])|(?<=\d)\s(?=\d+/\d)|(?<![\d)]\s)){_OPERAND})*(?:{_UNIT_BEFORE_SIGN})?"
 )
-_RUN = re.compile(rf"(?<![\w.]){_TERM}(?:{_SIGN}{_TERM})*")
+_RUN = re.compile(rf"(?<![\w.]){_TERM}(?:{_OPERATOR}{_TERM})*")
 _GOES_ON = re.compile(r"[\w^_*+=<>\\-]|\s*(?:,|or\b|and\b)\s*-?\d")
 _POINT = re.compile(r"[(\[][^()\[\]a-zA-Z]*,(?!\d{3})[^()\[\]a-zA-Z]*[)\]]")
 _EQUALS = re.compile(r"\s*=\s*")
