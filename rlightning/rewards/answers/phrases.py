@@ -36,13 +36,16 @@ _EMPHASIS = re.compile(
     r"(?<![\w)\]}*])(\*{1,2}|_)(?=[^\s*_])([^\n*_]{,200}?)(?<=[^\s*_])\1(?![\w*])|(?<!`)`([^`\n]*)`(?!`)"
 )
 _NO_VALUE = re.compile(
-    r"\W*(?:(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than|no\s+(?:more|less|fewer)|at\s+(?:most|least)"
-    r"|between|from|up\s+to|over|under|above|below)\b",
+    r"\W*(?:(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than|no\s+(?:more|less|fewer)"
+    r"|at\s+(?:most|least)|between|from|up\s+to|over|under|above|below|hardly|barely|nearly|almost"
+    r"|twice|half|double|triple|an?\s+(?:multiple|divisor|factor|power|root)\s+of)\b",
     re.IGNORECASE,
 )
-_RANGE = re.compile(
-    r"\s*(?:(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so|an?\s)\b|to\s+\W*\d|(?:squared|cubed)\b)"
+_GOES_ON = re.compile(
+    r"\W*[\d.,/]*\d\s*(?:(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so|an?\s)|to\s+(?:the\b|\W*\d)"
+    r"|(?:squared|cubed|factorial|if|unless)\b|(?:times|plus|minus|over|divided\s+by)\s+\W*\d)"
 )
+_NEGATION = re.compile(r"(?:\b(?:not|never|cannot|doubt|wrong)|n['’]t)\b[^.,;:!?\n]*$")
 _LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
     re.IGNORECASE,
@@ -50,11 +53,12 @@ _LEAD_IN = re.compile(
 _CHOICE = re.compile(r"\(?([A-J])(?:\)?[.:)]?\s*$|[).:](?=\s)|(?=\s*[,;(-]|\s+(?:is|\$?\d)))")
 _LETTER = r"(?:\*\*|\\text\s*\{)?\(?([A-J])\)?\}?(?:\*\*)?"
 _STATED_CHOICE = re.compile(
-    rf"(?:^|,|\b(?i:option|choice|letter|answer|choose|select|pick|therefore|thus|hence|so|be|is)\b)[\s,:]*{_LETTER}"
+    r"(?:^|,|\b(?i:option|choice|letter|answer|choose|select|pick|go with|therefore|thus|hence|so|be|is|it['’]s)\b)"
+    rf"[\s,:]*{_LETTER}"
     r"(?:\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|answer)\b.*)?[\s.!]*$"
 )
 _TRUTH = re.compile(
-    r"\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b(?:[^\d]*|\W.*\b(?:because|since|as)\b.*)|[^\d]*\bis\s+(true|false)\W*",
+    r"\W*(?:(?:so|thus|therefore|hence)\W+)?(yes|no)\b(?!\s+(?:and|or)\b)(?:[^\d]*|\W.*\b(?:because|since|as)\b.*)|[^\d]*\bis\s+(true|false)\W*",
     re.IGNORECASE,
 )
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "log", "ln", "sqrt", "and", "or", "pi"})
@@ -68,10 +72,11 @@ def find_unmarked(text: str) -> Answer | None:
     text = _clean(text[-MAX_END:])
     phrases = list(PHRASE.finditer(text))
     for phrase in reversed(phrases):
-        answer = _read_phrase(text[phrase.end() :])
+        answer = None if _NEGATION.search(text, 0, phrase.start()) else _read_phrase(text[phrase.end() :])
         if answer is not None:
             return answer
-    if phrases and _is_denied(text[phrases[-1].end() :]):
+    last = phrases[-1] if phrases else None
+    if last and (_NEGATION.search(text, 0, last.start()) or _is_denied(text[last.end() :])):
         return None
     whole = None if "\n" in text.strip() else read_answer(text)
     truth = _stated_truth(text)
@@ -99,8 +104,7 @@ def _first_line(text: str) -> str:
 
 def _is_denied(text: str) -> bool:
     line = _first_line(text)
-    value = leading_value(normalize(line))
-    return DENIED in line or bool(_NO_VALUE.match(line) or (value and _RANGE.match(normalize(line), len(value))))
+    return DENIED in line or bool(_NO_VALUE.match(line) or _GOES_ON.match(line))
 
 
 def _read_phrase(text: str) -> Answer | None:
