@@ -100,6 +100,8 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\(?:lbrack)(?![a-zA-Z])", "["),
         (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\\(?:pi|theta|alpha|beta|phi)(?![a-zA-Z]))\s*(?=[\d{a-z])", r"\\frac{\1}"),
+        (r"(?<=\\frac)(\{[^{}]*\})\s*(\\(?:pi|theta|alpha|beta|phi)(?![a-zA-Z])|\d)", r"\1{\2}"),
         (r"\\d?tbinom(?![a-zA-Z])|\\dbinom(?![a-zA-Z])", r"\\binom"),
         (r"(?<=\d)\s*\{,\}\s*(?=\d{3})", ","),
         (r"(?<=\d)(?:,\\!|\\,|\\!)\s*(?=\d{3}(?!\d))", ","),

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from rlightning.rewards.answers.kinds import Answer, Formula, Group, Listing, Relation, Union
 from rlightning.rewards.answers.numbers import Number
@@ -31,12 +32,23 @@ def to_region(answer: Answer) -> Region | None:
         names = {region.name for region in regions if region is not None}
         if None in regions or len(names) > 1:
             return None
+        if all(isinstance(item, Relation) and item.signs == ("!=",) for item in items):
+            return _without([region.parts[0].items[1] for region in regions if region], names.pop())  # type: ignore[union-attr]
         return Region(_merge(tuple(part for region in regions if region for part in region.parts)), names.pop())
     if isinstance(answer, Group):
         return Region((answer,)) if answer.opening == r"\{" or len(answer.items) == 2 else None
     if isinstance(answer, Formula):
         return Region(_REALS) if answer.latex in (r"\mathbb{R}", r"\R", r"\Reals") else None
     return _solve(answer) if isinstance(answer, Relation) else None
+
+
+def _without(points: list[Answer], name: str) -> Region | None:
+    """The line without some numbers."""
+    if not all(isinstance(point, Number) for point in points):
+        return None
+    ordered = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)
+    pairs = pairwise([_MINUS_INFINITY, *ordered, _INFINITY])
+    return Region(tuple(Group("(", pair, ")") for pair in pairs), name)
 
 
 def _solve(relation: Relation) -> Region | None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from rlightning.rewards.answers.kinds import Answer, Formula, Group, Listing, Matrix, Relation, Union
 from rlightning.rewards.answers.notation import bracketed, normalize, split_top_level
-from rlightning.rewards.answers.numbers import Number
+from rlightning.rewards.answers.numbers import Number, read_number
 
 Read = Callable[[str], Answer | None]
 
@@ -50,7 +50,25 @@ def read_listing(text: str, read: Read) -> Answer | None:
     numbers = [answer.value for answer in answers if isinstance(answer, Number)]
     if len(numbers) == len(answers) == text.count(" or ") + 1 and len(set(numbers)) == 1:
         return answers[0]  # 2/8 or 1/4
-    return join([answer for answer in answers if answer is not None])
+    both = _between(answers) if not re.search(r"\bor\b", text) else None
+    return both or join([answer for answer in answers if answer is not None])
+
+
+def _between(answers: list[Answer | None]) -> Relation | None:
+    """``x > 1 and x < 3`` as ``1 < x < 3``; bounds that leave nothing between them are meant as a union."""
+    bounds: dict[str, tuple[str, str, Number]] = {}
+    for answer in answers:
+        if not isinstance(answer, Relation) or len(answer.sides) != 2 or answer.signs[0] not in ("<", "<=", ">", ">="):
+            return None
+        number = read_number(answer.sides[1])
+        if number is None or not answer.sides[0].isalpha():
+            return None
+        bounds[answer.signs[0][0]] = (answer.signs[0], answer.sides[0], number)
+    if len(answers) != 2 or len(bounds) != 2 or bounds["<"][1] != bounds[">"][1]:
+        return None
+    (upper, name, high), (lower, _, low) = bounds["<"], bounds[">"]
+    sides = (str(low.value), name, str(high.value))
+    return Relation((lower.replace(">", "<"), upper), sides) if low.value < high.value else None
 
 
 def _is_domain(answer: Answer | None) -> bool:
