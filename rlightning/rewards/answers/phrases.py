@@ -45,7 +45,11 @@ _GOES_ON = re.compile(
     r"\W*[\d.,/]*\d\s*(?:(?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|up|so|an?\s)|to\s+(?:the\b|\W*\d)"
     r"|(?:squared|cubed|factorial|if|unless)\b|(?:times|plus|minus|over|divided\s+by)\s+\W*\d)"
 )
-_NEGATION = re.compile(r"(?:\b(?:not|never|cannot|doubt|wrong)|n['’]t)\b[^.,;:!?\n]*$")
+_NEGATION = re.compile(
+    r"(?:(?:\b(?:not|never|cannot)|n['’]t)\s+(?:think|believe|say|claim|mean|true|correct|certain|sure|the\s+case)"
+    r"|\b(?:doubt|wrong|false|untrue)\s+(?:that|whether|if|to))\b(?:(?!\b(?:so|thus|hence|therefore|but)\b)[^.,;:!?\n])*$"
+)
+"""Before "the answer is", in one clause with it."""
 _LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
     re.IGNORECASE,

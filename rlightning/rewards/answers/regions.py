@@ -47,8 +47,8 @@ def _without(points: list[Answer], name: str) -> Region | None:
     if not all(isinstance(point, Number) for point in points):
         return None
     ordered = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)
-    pairs = pairwise([_MINUS_INFINITY, *ordered, _INFINITY])
-    return Region(tuple(Group("(", pair, ")") for pair in pairs), name)
+    ends: list[Answer] = [_MINUS_INFINITY, *ordered, _INFINITY]
+    return Region(tuple(Group("(", pair, ")") for pair in pairwise(ends)), name)
 
 
 def _solve(relation: Relation) -> Region | None:
