@@ -21,9 +21,9 @@ _SUBJECT = (
     r"(?:(?:final\s+)?(?:answers?|ans)|(?:correct|right|best|my|final) (?:choice|option)"
     r"|(?:solutions|roots|values)(?=[^\n.]*\bare\b))"
 )
-_VERB = rf"(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：=]|(?={DENIED}))"
+_VERB = rf"(?:\b(?:is|are|be|was)\b(?!\s+not\b)\s*:?|[:：]|(?={DENIED}))"
 PHRASE = re.compile(
-    rf"(?:\b{_SUBJECT}\b(?:(?!\banswer)[^\n.:=$\\{DENIED}]){{0,60}}?{_VERB}"
+    rf"(?:\b{_SUBJECT}\b(?:(?!\banswer)[^\n.:=$\\{DENIED}]){{0,60}}?{_VERB}|\b{_SUBJECT}\s*="
     r"|(?:答案|答)\s*(?:是|为|选|[:：])|选(?=\s*\(?[A-J])|^\W*(?:final\s+)?answer\W*\n)[ \t]*(?:\*\*|__)?[ \t]*",
     re.IGNORECASE | re.MULTILINE,
 )

@@ -117,4 +117,5 @@ def _has_variables(sides: list[str], following: str) -> bool:
     *_, result = sides
     unit = re.search(r"\d([a-zA-Z])$", result) or re.match(r"\s*([a-zA-Z])[a-zA-Z]", following)
     text = re.sub(rf"(?<=\d){unit[1]}(?![a-zA-Z])", "", "=".join(sides)) if unit else "=".join(sides)
+    text = re.sub(r"([a-zA-Z])(\s*/\s*[\d.]+)\1(?![a-zA-Z])", r"\2", text)  # 400g / 200g
     return re.search(r"(?<![a-zA-Z'\\])[a-zA-Z](?![a-zA-Z'])|\\(?!times|cdot|div|frac|sqrt|pi)[a-z]", text) is not None
