@@ -35,17 +35,27 @@ def load_yaml(text: str) -> Any:
 
 
 def read_yaml(path: str) -> Any:
-    """Return the content of a YAML file."""
+    """Return the content of a YAML file.
+
+    Raises:
+        ConfigError: whatever keeps the file from being read as YAML.
+    """
     file = Path(path).expanduser()
+    if file.is_dir():
+        raise ConfigError(f"--config {path} is a folder. Name a YAML file.")
     if not file.is_file():
         near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
         raise ConfigError(f"--config {path}: there is no such file.{hint}")
     try:
-        return load_yaml(file.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line}: not valid YAML ({error.problem}).") from error
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    try:
+        return load_yaml(content.decode())
+    except (ValueError, yaml.YAMLError) as error:
+        line, reason = _locate(error, content)
+        raise ConfigError(f"{path}, line {line}: not valid YAML ({reason}).") from error
 
 
 def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,6 +85,18 @@ def replace_files(options: list[str], contents: list[Any]) -> list[str]:
             text = yaml.safe_dump(content, sort_keys=False)
             replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
     return replaced
+
+
+def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
+    """The line in which a file's content is not YAML, counted from 1, and why it is not."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        return error.problem_mark.line + 1 if error.problem_mark else "?", str(error.problem)
+    if isinstance(error, UnicodeDecodeError):
+        return content[: error.start].count(b"\n") + 1, f"byte 0x{content[error.start]:02X} is not UTF-8"
+    if isinstance(error, yaml.reader.ReaderError):
+        line = content[: error.position].count(b"\n") + 1
+        return line, f"U+{error.character:04X} is a control character: write it as an escape in double quotes"
+    return "?", str(error)
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Iterator[Any]:

@@ -38,6 +38,35 @@ def test_a_key_twice_in_a_file_names_both_lines(tmp_path: Path, text: str, line:
         read_yaml(str(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: 1\nb: caf\xe9\n", r"line 2: not valid YAML \(byte 0xE9 is not UTF-8\)"),
+        ("a: 1\nb: é\n".encode("utf-16"), r"line 1: not valid YAML \(byte 0xFF is not UTF-8\)"),
+        (b"a: 1\nb: 2\nc: x\x07y\n", r"line 3: not valid YAML \(U\+0007 is a control character"),
+        (b"a: 1\nb: x\x00\n", r"line 2: not valid YAML \(U\+0000 is a control character"),
+        (b"a: 1\nb: [1\n", r"line 3: not valid YAML \("),
+        (b"a: 1\nb: *x\n", r"line 2: not valid YAML \("),
+        (b"a: !own x\n", r"line 1: not valid YAML \("),
+    ],
+)
+def test_file_that_is_no_yaml_is_refused_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"run\.yaml, {message}"):
+        read_yaml(str(path))
+
+
+def test_folder_in_place_of_a_file_is_refused_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^--config {tmp_path} is a folder\. Name a YAML file\.$"):
+        read_yaml(str(tmp_path))
+
+
+def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_yaml(str(tmp_path / "run.yaml")) == {"a": 1}
+
+
 def test_merge_mappings_nests_but_not_into_other_classes() -> None:
     earlier = {"a": {"x": 1, "y": 2}, "b": 1, "c": {"class_path": "A", "init_args": {"x": 1}}}
     later = {"a": {"y": 3}, "c": {"class_path": "B"}, "d": 4}
