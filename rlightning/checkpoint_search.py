@@ -1,16 +1,15 @@
 """Which checkpoints a run's folder holds, and which of them ``--ckpt_path last`` is."""
 
-import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.atomic_save import find_saved
+from rlightning.config_files import read_yaml
 from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints
 from rlightning.errors import ConfigError
 
@@ -41,16 +40,12 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
         root: the run's folder.
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments.
     """
-    listed = [callbacks]
-    for file in sorted(root.glob("config*.yaml")):
-        with contextlib.suppress(yaml.YAMLError, OSError, AttributeError):  # a file of the user's with such a name
-            listed.append(yaml.safe_load(file.read_text(encoding="utf-8"))["trainer"]["callbacks"])
     depths: dict[Path, int] = {root / FOLDER: FOLDER_DEPTH}
-    for arguments in (found for entries in listed for found in _checkpoint_arguments(entries)):
-        folder = Path(arguments.get("dirpath") or root / FOLDER).expanduser()
-        if "://" not in str(arguments.get("dirpath")):
-            depth = str(arguments.get("filename") or "").count("/")
-            depths[folder] = max(depth, depths.get(folder, 0))
+    for arguments in (found for entries in [callbacks, *_saved_callbacks(root)] for found in _find_arguments(entries)):
+        dirpath, filename = arguments.get("dirpath") or root / FOLDER, arguments.get("filename")
+        if isinstance(dirpath, str | Path) and "://" not in str(dirpath):
+            folder = Path(dirpath).expanduser()
+            depths[folder] = max(str(filename or "").count("/"), depths.get(folder, 0))
     return [Place(folder, depth) for folder, depth in depths.items()]
 
 
@@ -105,15 +100,25 @@ def _list(places: Iterable[Place]) -> list[Path]:
     return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
 
 
-def _checkpoint_arguments(callbacks: Any) -> list[Mapping[str, Any]]:
+def _saved_callbacks(root: Path) -> Iterator[Any]:
+    """``trainer.callbacks`` of each configuration that the run's folder keeps."""
+    for file in sorted(root.glob("config*.yaml")):
+        try:
+            content = read_yaml(str(file))
+        except ConfigError:  # a file of the user's with such a name, as are those without the keys
+            continue
+        trainer = content.get("trainer") if isinstance(content, Mapping) else None
+        yield trainer.get("callbacks") if isinstance(trainer, Mapping) else None
+
+
+def _find_arguments(callbacks: Any) -> Iterator[Mapping[str, Any]]:
     """The ``init_args`` of each ``ModelCheckpoint`` among configured callbacks."""
-    found: list[Mapping[str, Any]] = []
     for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
-        path = entry.get("class_path") if hasattr(entry, "get") else entry
+        has_keys = hasattr(entry, "get")
+        path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):
-            arguments = entry.get("init_args") if hasattr(entry, "get") else None
-            found.append(dict(arguments or {}))
-    return found
+            arguments = entry.get("init_args") if has_keys else None
+            yield arguments if hasattr(arguments, "get") else {}
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -122,6 +127,7 @@ def _is_checkpoint(path: str) -> bool:
         return name == ModelCheckpoint.__name__
     try:
         kind = getattr(import_module(module), name)
-    except (ImportError, AttributeError):  # of an earlier run, whose class is not there any more
+    except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
+        log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
         return False
     return isinstance(kind, type) and issubclass(kind, ModelCheckpoint)
