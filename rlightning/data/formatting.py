@@ -4,6 +4,8 @@ import logging
 import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date, time, timedelta
+from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
@@ -277,12 +279,22 @@ def _template_columns(template: str) -> list[str]:
     return columns
 
 
+class _TemplateFormatter(string.Formatter):
+    """Fills templates with texts, numbers and times; anything else would show as Python writes it, such as ``None``."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not isinstance(value, str | Number | date | time | timedelta) or value != value:
+            raise TypeError(f"it would write {_shorten(value)} into the prompt, where texts and numbers can stand")
+        return str(super().format_field(value, format_spec))
+
+
 def _fill_template(template: str, row: Row, where: str) -> str:
     try:
-        return template.format_map(row)
+        return _TemplateFormatter().vformat(template, (), row)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ConfigError(
-            f"{where}: prompt_template={template!r} cannot be filled: {error!r}. Correct the row."
+            f"{where}: prompt_template={template!r} cannot be filled: {reason}. Correct or remove the row."
         ) from error
 
 

@@ -37,6 +37,14 @@ def test_plain_text_template_and_system_prompt(tokenizer: PreTrainedTokenizerFas
     assert build(path, tokenizer, system="Be.") == [("Be.\n\nabc", 8)]
 
 
+def test_template_takes_texts_numbers_and_parts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    row = {"a": "x", "b": 7, "c": 0.5, "d": True, "e": ["u", {"f": "v"}]}
+    path = write_rows(tmp_path / "train.jsonl", [row])
+    assert build(path, tokenizer, template="{a}{b:03d} {c:.2f} {d} {e[0]}{e[1][f]}{{}}") == [
+        ("x007 0.50 True uv{}", 19)
+    ]
+
+
 def test_the_row_is_kept_as_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     row = {"prompt": "abc", "answer": 2}
     (prompt,) = build_prompts(read_rows(write_rows(tmp_path / "train.jsonl", [row])), tokenizer, PromptFormat())
@@ -67,6 +75,12 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> No
         ([{"prompt": "x"}], {"template": "Q: {}"}, "must name columns in its braces"),
         ([{"prompt": "x"}], {"template": "no column"}, "must name columns in its braces"),
         ([{"prompt": "x"}], {"template": "{prompt:d}"}, r"line 1: prompt_template='\{prompt:d\}' cannot be filled"),
+        ([{"q": "x"}, {"q": None}], {"template": "Q {q}"}, r"line 2: prompt_template='Q \{q\}' .* write None into the"),
+        ([{"q": ["a"]}], {"template": "Q {q}"}, r"line 1: .* it would write \['a'\] into the prompt, where texts and"),
+        ([{"q": {"a": 1}}], {"template": "Q {q}"}, r"line 1: .* would write \{'a': 1\} into .*Correct or remove the"),
+        ([{"q": {"a": None}}], {"template": "Q {q[a]:>4}"}, r"line 1: .* it would write None into the prompt"),
+        ([{"q": float("nan")}], {"template": "Q {q}"}, r"line 1: .* it would write nan into the prompt"),
+        ([{"q": [1]}], {"template": "Q {q[1]}"}, r"line 1: .* cannot be filled: IndexError: list index out of range"),
         ([{"prompt": "x"}, {"prompt": None}], {}, r"line 2: column 'prompt' holds None\. Write a text, or a list"),
         ([{"prompt": [{"content": "x"}]}], {}, r"line 1: column 'prompt' holds \[\{'content': 'x'\}\]"),
         ([{"prompt": MESSAGES}], {}, "line 1 holds chat messages, but no chat template is applied"),
