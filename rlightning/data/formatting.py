@@ -212,6 +212,11 @@ class PromptEncoder:
     def _finish(self, text: str, note: Note, tokens: Tokens, table: RowTable, place: int) -> dict[str, Any]:
         prompt = tokens.prompt
         where = table.where(place)
+        if not prompt and text:
+            raise ConfigError(
+                f"{where}: the prompt {_shorten(text)} ends within the completion's first token, and nothing before it "
+                "could predict that. Remove the row or lengthen its prompt."
+            )
         if not prompt:
             raise ConfigError(f"{where}: the prompt is empty. Remove the row or give it a text.")
         note |= Note.DROPPED_BOS if tokens.has_dropped_bos else Note(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from prompt_files import make_byte_tokenizer, make_metaspace_tokenizer, make_tokenizer, write_rows
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data.formatting import PromptFormat, build_prompts
@@ -218,3 +219,21 @@ def test_a_token_beyond_the_embedding_says_where(tmp_path: Path, column: str) ->
         build_prompts(
             read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), vocab_size=34
         )
+
+
+def test_completion_without_a_prompt_needs_a_bos(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "A", "completion": "T"}, {"prompt": "", "completion": "T"}])
+    learns = PromptFormat(completion_column="completion")
+    with pytest.raises(ConfigError, match=r"line 2: the prompt is empty\. Remove the row or give it a text\."):
+        build_prompts(read_rows(path), make_byte_tokenizer(), learns)
+    prompts = build_prompts(read_rows(path), make_metaspace_tokenizer(), learns)
+    # <s> ▁A T </s>, and <s> ▁T </s>
+    assert [(prompt.token_ids, prompt.completion_ids) for prompt in prompts] == [([0, 6], [5, 1]), ([0], [7, 1])]
+
+
+def test_prompt_that_ends_within_the_completions_first_token_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": " ", "completion": "T"}])
+    tokenizer = make_metaspace_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    with pytest.raises(ConfigError, match=r"line 1: the prompt ' ' ends within the completion's first token"):
+        build_prompts(read_rows(path), tokenizer, PromptFormat(completion_column="completion"))
