@@ -1,6 +1,7 @@
 """Which checkpoints a run's folder holds, and which of them ``--ckpt_path last`` is."""
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -40,13 +41,18 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
         root: the run's folder.
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments.
     """
-    depths: dict[Path, int] = {root / FOLDER: FOLDER_DEPTH}
-    for arguments in (found for entries in [callbacks, *_saved_callbacks(root)] for found in _find_arguments(entries)):
-        dirpath, filename = arguments.get("dirpath") or root / FOLDER, arguments.get("filename")
-        if isinstance(dirpath, str | Path) and "://" not in str(dirpath):
-            folder = Path(dirpath).expanduser()
-            depths[folder] = max(str(filename or "").count("/"), depths.get(folder, 0))
-    return [Place(folder, depth) for folder, depth in depths.items()]
+    places = {root / FOLDER: FOLDER_DEPTH}
+    moved = set()
+    for former_root, entries in [*_saved_callbacks(root), (None, callbacks)]:
+        for written, depth in _find_folders(entries):
+            folder = written or root / FOLDER
+            if written and former_root:
+                folder = _locate(written, former_root, root)
+                moved |= {written} if folder.is_dir() and folder.resolve() != written.resolve() else set()
+            elif written in moved:
+                continue  # it names the folder of the run that this one is a copy of
+            places[folder] = max(depth, places.get(folder, 0))
+    return [Place(folder, depth) for folder, depth in places.items()]
 
 
 def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
@@ -100,25 +106,48 @@ def _list(places: Iterable[Place]) -> list[Path]:
     return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
 
 
-def _saved_callbacks(root: Path) -> Iterator[Any]:
-    """``trainer.callbacks`` of each configuration that the run's folder keeps."""
+def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
+    """Of each configuration that the run's folder keeps: the folder that it names for the run, and the callbacks."""
     for file in sorted(root.glob("config*.yaml")):
         try:
             content = read_yaml(str(file))
         except ConfigError:  # a file of the user's with such a name, as are those without the keys
             continue
         trainer = content.get("trainer") if isinstance(content, Mapping) else None
-        yield trainer.get("callbacks") if isinstance(trainer, Mapping) else None
+        if isinstance(trainer, Mapping):
+            former_root = trainer.get("default_root_dir")
+            yield Path(former_root if isinstance(former_root, str) else root).expanduser(), trainer.get("callbacks")
 
 
-def _find_arguments(callbacks: Any) -> Iterator[Mapping[str, Any]]:
-    """The ``init_args`` of each ``ModelCheckpoint`` among configured callbacks."""
+def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
+    """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
     for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
         has_keys = hasattr(entry, "get")
         path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):
             arguments = entry.get("init_args") if has_keys else None
-            yield arguments if hasattr(arguments, "get") else {}
+            given = [arguments.get(name) if hasattr(arguments, "get") else None for name in ("dirpath", "filename")]
+            dirpath, depth = given[0] or None, str(given[1] or "").count("/")
+            if dirpath is None:
+                yield None, depth
+            elif isinstance(dirpath, str | Path) and "://" not in str(dirpath):
+                yield Path(dirpath).expanduser(), depth
+
+
+def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
+    """Where a run's ``dirpath`` is now.
+
+    Args:
+        dirpath: as the run has written it down; a relative one counts from the folder that it was started in.
+        former_root: the run's folder then.
+        root: the run's folder now: another one if it has been copied, or is named from another folder.
+    """
+    inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
+    if inside.is_relative_to(former):
+        return root / inside.relative_to(former)
+    # A run's folder is most often below the folder that it was started in.
+    folders = [above / dirpath for above in (root.resolve(), *root.resolve().parents)]
+    return next((folder for folder in folders if folder.is_dir()), dirpath)
 
 
 def _is_checkpoint(path: str) -> bool:

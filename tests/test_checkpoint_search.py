@@ -92,6 +92,52 @@ def test_other_files_named_like_configurations_are_skipped(
     assert find_last("fit", find_places(tmp_path, None)).path == saved
 
 
+def write_config(root: Path, dirpath: object, former_root: object) -> None:
+    arguments = {"dirpath": str(dirpath), "filename": "{step}"}
+    callbacks = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}]
+    content = {"trainer": {"default_root_dir": str(former_root), "callbacks": callbacks}}
+    (root / "config.yaml").write_text(yaml.safe_dump(content))
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_last_of_a_copied_run_is_its_own(is_absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    former = tmp_path / "a" if is_absolute else Path("a")
+    save(former / "ck/step=6.ckpt", 6)
+    write_config(former, former / "ck", former)
+    shutil.copytree("a", "b")
+    save(former / "ck/last.ckpt", 9)  # the other run has gone on
+    for given in (None, [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(former / "ck")}}]):
+        assert find_last("fit", find_places(Path("b"), given)).path == Path("b/ck/step=6.ckpt")
+        assert find_last("fit", find_places(Path("a"), given)).path.resolve() == tmp_path / "a/ck/last.ckpt"
+
+
+def test_new_run_with_a_copied_configuration_is_refused_the_other_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path("a/ck/step=6.ckpt"), 6)
+    Path("b").mkdir()
+    write_config(Path("b"), "a/ck", "a")
+    given = [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "a/ck"}}]
+    with pytest.raises(ConfigError, match=r"dirpath of ModelCheckpoint=a/ck holds a run's checkpoints already"):
+        run_of(Path("b"), callbacks=given)
+
+
+@pytest.mark.parametrize("dirpath", ["runs/first/ck", "kept/first"])
+def test_last_with_a_relative_dirpath_is_found_from_other_folders(
+    dirpath: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "runs/first"
+    last = save(tmp_path / dirpath / "step=6.ckpt", 6)
+    root.mkdir(parents=True, exist_ok=True)
+    write_config(root, dirpath, "runs/first")
+    (tmp_path / "elsewhere").mkdir()
+    for folder, seen in (("elsewhere", root), ("runs", Path("first")), (".", Path("runs/first"))):
+        monkeypatch.chdir(tmp_path / folder)
+        assert find_last("fit", find_places(seen, None)).path.resolve() == last
+
+
 def test_last_prefers_a_link_to_what_it_leads_to(tmp_path: Path) -> None:
     save(tmp_path / "epoch=0-step=2.ckpt", 2)
     (tmp_path / "last.ckpt").symlink_to("epoch=0-step=2.ckpt")
