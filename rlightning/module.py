@@ -23,7 +23,7 @@ from rlightning.evaluation import log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
-from rlightning.monitoring import adapt_monitoring
+from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
@@ -188,6 +188,8 @@ class RLModule(PolicyModule):
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
+        if stage == "fit":
+            check_monitors(self.trainer, self)
         return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
 
     def setup(self, stage: str) -> None:
