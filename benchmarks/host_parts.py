@@ -18,7 +18,8 @@ from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
-from rlightning.rollout.vllm_engine import make_completion
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.vllm_engine import make_completions as read_completions
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 SAMPLES_PER_PROMPT = 8
@@ -102,7 +103,8 @@ def make_outputs(size: Size) -> list[Any]:
         for one in group:
             starts = np.arange(len(one.token_ids)).tolist()
             flat = SimpleNamespace(logprobs=one.logprobs.astype(float).tolist(), start_indices=starts)
-            outputs.append(SimpleNamespace(**one._asdict() | {"token_ids": one.token_ids.tolist(), "logprobs": flat}))
+            arrays = {"token_ids": one.token_ids.tolist(), "logprobs": flat}
+            outputs.append(SimpleNamespace(**one._asdict() | arrays, stop_reason=None))
         requests.append(SimpleNamespace(outputs=outputs))
     return requests
 
@@ -114,12 +116,9 @@ def engine_messages(size: Size) -> Work:
     """In the engine's process: vLLM's outputs to pickled messages."""
     from rlightning.rollout.vllm_server import VLLMServer  # imports vLLM, which no other part needs
 
-    requests, tokenizer = make_outputs(size), make_tokenizer()
+    requests = make_outputs(size)
 
     class Engine:
-        def get_tokenizer(self) -> Any:
-            return tokenizer
-
         async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
             return Collector(requests[int(request_id) % len(requests)])
 
@@ -141,17 +140,17 @@ def engine_messages(size: Size) -> Work:
 
 
 def trainer_messages(size: Size) -> Work:
-    """In the trainer's process: messages to completions."""
-    messages = []
+    """In the trainer's process: messages to completions, with their texts."""
+    messages, files = [], ModelFiles(make_tokenizer(), (), {})
     some = Size(min(size.num_completions, NUM_REQUESTS * SAMPLES_PER_PROMPT), size.num_tokens)
     for group in make_completions(some, texts=True):
-        fields = ("text", "token_ids", "logprobs", "weight_versions", "finish_reason")
-        outputs = [{name: getattr(one, name) for name in fields} for one in group]
+        fields = ("token_ids", "logprobs", "weight_versions")
+        outputs = [{name: getattr(one, name) for name in fields} | {"end": None} for one in group]
         messages.append(pickle.dumps((1, "ok", outputs), pickle.HIGHEST_PROTOCOL))
 
     def read() -> list[list[Completion]]:
         read = (pickle.loads(messages[i % len(messages)]) for i in range(size.num_prompts))
-        return [[make_completion(output) for output in outputs] for _, _, outputs in read]
+        return [read_completions(files, [1], outputs) for _, _, outputs in read]
 
     return Work(read, sum(size.lengths))
 

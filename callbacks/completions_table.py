@@ -15,23 +15,26 @@ from torch import Tensor
 from rlightning.atomic_save import written_aside
 from rlightning.console import is_live_terminal
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RunCallback
+from rlightning.loop_ranks import rank_in
+from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
 from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
 
 logger = logging.getLogger("rlightning")
 
 
-class CompletionsTable(RLCallback):
+class CompletionsTable(RunCallback):
     """Shows prompts, completions and rewards: some on the console, more in the loggers, all in Parquet files.
 
     The files are ``<run>/completions/step_000012.parquet``, a row a completion (:func:`completion_rows` has the
     columns). A process of higher rank writes its share beside it, as ``step_000012.rank1.parquet``; reading the
-    folder reads them all. W&B gets a table, TensorBoard a text, CSV nothing.
+    folder reads them all. Micro-batches of one step are in one file. W&B gets a table, TensorBoard a text, CSV nothing.
 
     From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch.
     The loop's object may have ``default_root_dir`` (or give ``path``), ``global_step`` (finished steps; otherwise
-    batches are counted here), ``global_rank`` and ``loggers``.
+    batches are counted here), ``global_rank`` (otherwise that of torch.distributed) and ``loggers``. A loop with
+    micro-batches has ``global_step``, and fires ``on_update_end`` after each.
 
     Args:
         every_n_steps: show and write each n-th rollout step, and the first.
@@ -57,6 +60,8 @@ class CompletionsTable(RLCallback):
         self.path = path
         self._num_steps = 0
         self._pending: tuple[int, RolloutBatch] | None = None
+        self._written: tuple[int, list[dict[str, Any]]] = (0, [])  # the newest step's, which may get more
+        self._is_updating = False
 
     def state_dict(self) -> dict[str, Any]:
         """The count of steps, for loops that do not count them."""
@@ -64,13 +69,28 @@ class CompletionsTable(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
+        super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a folder that cannot be written to before anything is generated."""
+        super().setup(trainer, pl_module, stage)
         folder = self._folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, completions go to a folder. Name another one.")
+
+    def begin_run(self) -> None:
+        """Count from the run's first step."""
+        self._num_steps = 0
+
+    def drop_step(self) -> None:
+        """Show nothing of a step that is begun again, and write its file anew."""
+        self._pending, self._written, self._is_updating = None, (0, []), False
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        """Begin a step again whose update was cut short."""
+        if self._is_updating:
+            self.drop_step()
 
     def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are there; a refill of the same step takes its place."""
@@ -91,6 +111,11 @@ class CompletionsTable(RLCallback):
             return
         self._pending = (step, batch)
         self._flush(trainer)
+        self._is_updating = True
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Called when the batch has been trained on."""
+        self._is_updating = False
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Show a batch that no update followed, because all its groups were without signal."""
@@ -109,11 +134,13 @@ class CompletionsTable(RLCallback):
         if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
             return
         rows = completion_rows(batch, step)
-        rank = getattr(trainer, "global_rank", 0)
+        all_rows = merge_rows(self._written[1], rows) if step == self._written[0] else rows
+        self._written = (step, all_rows)
+        rank = rank_in(trainer)
         suffix = f".rank{rank}" if rank else ""
-        write_parquet(rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
+        write_parquet(all_rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
         if rank == 0 and rows:
-            self._log(getattr(trainer, "loggers", ()), spread_by_reward(rows, self.num_logged), step)
+            self._log(getattr(trainer, "loggers", ()), spread_by_reward(all_rows, self.num_logged), step)
             self._show(spread_by_reward(rows, self.num_console), step)
 
     def _folder(self, trainer: Any) -> Path:
@@ -121,7 +148,7 @@ class CompletionsTable(RLCallback):
 
     def _log(self, loggers: Any, rows: list[dict[str, Any]], step: int) -> None:
         columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]
-        cells = [[row[name] for name in columns] for row in rows]
+        cells = [[visible(cell) if isinstance(cell := row[name], str) else cell for name in columns] for row in rows]
         for log in loggers if rows else ():
             if isinstance(log, WandbLogger):
                 log.log_table("completions", columns=columns, data=cells, step=step)
@@ -175,6 +202,12 @@ def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
     return rows
 
 
+def merge_rows(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of two micro-batches, their groups numbered through."""
+    first = 1 + max((row["group"] for row in earlier), default=-1)
+    return earlier + [row | {"group": row["group"] + first} for row in rows]
+
+
 def _first_advantages(batch: RolloutBatch) -> list[float]:
     """Of the token after each prompt, which is another sequence's where a completion is empty."""
     assert batch.advantages is not None
@@ -208,7 +241,7 @@ def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     """The text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
-    line = " ".join(text.split())
+    line = visible_on_one_line(text)
     if len(line) <= limit:
         return line
     if keep_end:
@@ -219,8 +252,7 @@ def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
 
 def _markdown_table(columns: list[str], cells: list[list[Any]]) -> str:
     def escape(cell: Any) -> str:
-        text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-        return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+        return markdown_cell(f"{cell:.3f}" if isinstance(cell, float) else str(cell))
 
     head = [" | ".join(columns), " | ".join("---" for _ in columns)]
     return "\n".join(f"| {line} |" for line in [*head, *(" | ".join(map(escape, row)) for row in cells)])

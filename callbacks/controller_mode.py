@@ -11,7 +11,7 @@ from rlightning.distributed.execution_mode import (
     resolve_execution_mode,
 )
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RLCallback, check_repeated
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class ControllerMode(RLCallback):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Resolve the mode; refuse contradictions."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         resolved = resolve_execution_mode(
             self.mode, strategy=getattr(trainer, "strategy", None), controller=self.controller
         )

@@ -6,12 +6,12 @@ from typing import Any
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed import platform
 from rlightning.errors import check_rules
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RunCallback
 
 _GIB = 2**30
 
 
-class EmptyCacheAfterUpdate(RLCallback):
+class EmptyCacheAfterUpdate(RunCallback):
     """Returns the caching allocator's unused blocks to the device after an update, and before an engine wakes there.
 
     What an update has freed stays reserved by the process: an engine on the same device finds it taken when it wakes,
@@ -70,7 +70,12 @@ class EmptyCacheAfterUpdate(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
+        super().load_state_dict(state_dict)
         self._num_updates = state_dict["num_updates"]
+
+    def begin_run(self) -> None:
+        """Count from the run's first update."""
+        self.last, self._num_updates = {}, 0
 
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
         """Empty it after each n-th update."""

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.host_memory import HostMemory
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RunCallback
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
 
 
-class OffloadDuringRollout(RLCallback):
+class OffloadDuringRollout(RunCallback):
     """Moves optimizer state, gradients or parameters to page-locked host memory during rollouts, and back.
 
     Optimizer state and gradients leave when a rollout starts or weights are about to be sent, parameters once the
@@ -58,6 +58,15 @@ class OffloadDuringRollout(RLCallback):
         self.optimizer, self.gradients, self.parameters = optimizer, gradients, parameters
         self.last: dict[str, float] = {}
         self._state, self._weights = HostMemory(), HostMemory()
+        self._is_engine_awake = False
+        self._offload_seconds = 0.0
+
+    def begin_run(self) -> None:
+        """Forget what was moved in the run before."""
+        self.last = {}
+
+    def drop_step(self) -> None:
+        """The engine of a step that was cut short has not said that it sleeps, and never will."""
         self._is_engine_awake = False
         self._offload_seconds = 0.0
 
@@ -115,6 +124,7 @@ class OffloadDuringRollout(RLCallback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Have everything there for whoever looks at it now."""
+        super().on_exception(trainer, module, exception)
         try:
             self.teardown(trainer, module, "fit")
         except torch.OutOfMemoryError:
@@ -122,6 +132,7 @@ class OffloadDuringRollout(RLCallback):
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Take everything back; end of the host memory."""
+        super().teardown(trainer, module, stage)
         self._weights.close()
         self._state.close()
 

@@ -1,12 +1,16 @@
 """Predictions as a file, a line a prompt."""
 
-import json
 import logging
+import re
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RLCallback, check_repeated
+from rlightning.loop_ranks import num_ranks_in, rank_in
+from rlightning.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt
 
@@ -17,12 +21,17 @@ class JSONLPredictions(RLCallback):
     """Writes what ``predict_step`` returns to a JSONL file, an object a prompt.
 
     An object has ``index`` (the prompt's row), ``prompt``, ``completions`` and ``finish_reasons`` (lists of equal
-    length), and ``columns`` (the row as it was read). While it grows the file is called ``<name>.partial``, so a
-    file of the final name is whole. With several processes each writes its share, as ``<name>.rank1.jsonl`` and so on.
+    length), and ``columns`` (the row as it was read; NaN and infinities, which JSON does not have, are null). While it
+    grows the file is called ``<name>.partial``, so a file of the final name is whole, and in the prompts' order. A
+    prompt is written as soon as all of its completions are there. With several ranks each writes its share, as
+    ``<name>.rank1.jsonl`` and so on.
+
+    A run that finds a partial file goes on with it: prompts that it holds are not completed again. It must have been
+    begun with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
 
     From a loop that is not Lightning's it needs ``on_predict_start``, ``on_predict_batch_end`` with a ``list[(Prompt,
     list[Completion])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
-    ``path`` is given.
+    ``path`` is given. :meth:`is_done` tells the loop which prompts it can leave out.
 
     Args:
         path: the file; by default ``predictions.jsonl`` in the run's folder. It must not be there yet.
@@ -31,22 +40,50 @@ class JSONLPredictions(RLCallback):
     def __init__(self, path: str | None = None) -> None:
         super().__init__()
         self.path = path
-        self._file: TextIO | None = None
-        self._final = Path()
-        self._num_prompts = 0
-        self._num_completions = 0
+        self._file: PredictionFile | None = None
+        self._earlier: dict[int, int] = {}  # the hash of each prompt's text by the prompt's index
+        self._written: Counter[int] = Counter()  # indices of prompts of this batch that are in the file already
+
+    @property
+    def state_key(self) -> str:
+        """Two of them write two files."""
+        return self._generate_state_key(path=self.path)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse to overwrite before anything is generated."""
+        """Refuse to overwrite before anything is generated, and leave out what an earlier run has done."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         if stage == "predict":
-            self._final = self._locate(trainer)
+            self._prepare(trainer, pl_module)
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         """Open the file."""
-        self._final = self._locate(trainer)
-        self._final.parent.mkdir(parents=True, exist_ok=True)
-        self._num_prompts = self._num_completions = 0
-        self._file = self._partial.open("w", encoding="utf-8")
+        file = self._file
+        if file is None or file.is_open:  # none, or of a loop that was cut short, without on_exception
+            file = self._prepare(trainer, module)
+        if self._earlier:
+            logger.info("%s has %d prompts' completions: the others come next", file.partial, len(self._earlier))
+        file.open()
+
+    def is_done(self, prompt: Prompt) -> bool:
+        """Return whether an earlier run has completed a prompt.
+
+        Raises:
+            ConfigError: it has completed another prompt of this index.
+        """
+        if prompt.index not in self._earlier:
+            return False
+        if self._earlier[prompt.index] != hash(prompt.text):
+            raise ConfigError(
+                f"'{self._open_file.partial}' holds another prompt of row {prompt.index}. It is not overwritten: "
+                "move it away, or name another output."
+            )
+        return True
+
+    def on_predict_prompt_end(self, trainer: Any, module: Any, prompt: Prompt, completions: list[Completion]) -> None:
+        """Write a prompt before the others of its batch are complete."""
+        if not self.is_done(prompt):
+            self._open_file.write(prompt, completions)
+        self._written[prompt.index] += 1
 
     def on_predict_batch_end(
         self,
@@ -57,52 +94,83 @@ class JSONLPredictions(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write the batch's lines."""
-        assert self._file is not None
+        """Write what has not been written yet."""
         for prompt, completions in outputs:
-            self._file.write(json.dumps(prediction(prompt, completions), ensure_ascii=False, default=str) + "\n")
-            self._num_prompts += 1
-            self._num_completions += len(completions)
-        self._file.flush()
+            if self._written[prompt.index]:
+                self._written[prompt.index] -= 1
+            elif not self.is_done(prompt):
+                self._open_file.write(prompt, completions)
+        self._written.clear()
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
         """Give the file its name."""
-        self._close()
-        self._partial.replace(self._final)
-        logger.info("%d completions of %d prompts in %s", self._num_completions, self._num_prompts, self._final)
+        file, self._file, self._earlier = self._open_file, None, {}
+        file.finish()
+        logger.info("%d completions of %d prompts in %s", file.num_completions, file.num_prompts, file.path)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the file its name where nothing was left to predict, so that Lightning has begun nothing."""
+        if stage == "predict" and self._file is not None:
+            self.on_predict_end(trainer, pl_module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Keep what is there, under the name that says it is not whole."""
-        if self._file is not None:
-            self._close()
-            logger.info("the first %d prompts' completions are in %s", self._num_prompts, self._partial)
+        file, self._file, self._earlier = self._file, None, {}
+        if file is not None and file.partial.exists():
+            file.close()
+            rest = "the same command goes on from there"
+            logger.info("%d prompts' completions are in %s; %s", file.num_prompts, file.partial, rest)
 
-    def _locate(self, trainer: Any) -> Path:
-        path = Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
-        if getattr(trainer, "world_size", 1) > 1:
-            path = path.with_suffix(f".rank{trainer.global_rank}{path.suffix}")
-        if path.exists():
+    def _prepare(self, trainer: Any, module: Any) -> PredictionFile:
+        """Read what earlier runs have left, of all ranks, and have the data module leave it out."""
+        paths = self._rank_paths(trainer)
+        own = paths[rank_in(trainer)]
+        if own.exists():
             raise ConfigError(
-                f"path='{path}' is there already and is not overwritten. Name another file, or move it away."
+                f"path='{own}' is there already and is not overwritten. Name another file, or move it away."
             )
-        return path
+        data: Any = getattr(trainer, "datamodule", None)
+        files = [PredictionFile(path, sampling_settings(trainer, module, data)) for path in paths]
+        self._earlier = {}
+        for file in files:
+            self._earlier |= file.read()
+        if hasattr(data, "leave_out"):
+            data.leave_out(self.is_done if self._earlier else None)
+        self._written.clear()
+        self._file = files[paths.index(own)]
+        return self._file
+
+    def _rank_paths(self, trainer: Any) -> list[Path]:
+        """The final names of all ranks' files; refuses those of another number of ranks."""
+        path = Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
+        num_ranks = num_ranks_in(trainer)
+        paths = [path]
+        if num_ranks > 1:
+            paths = [path.with_suffix(f".rank{rank}{path.suffix}") for rank in range(num_ranks)]
+        names = {f"{known.name}.partial" for known in paths}
+        partial = re.compile(rf"{re.escape(path.stem)}(\.rank\d+)?{re.escape(path.suffix)}\.partial")
+        for other in path.parent.iterdir() if path.parent.is_dir() else ():
+            if partial.fullmatch(other.name) and other.name not in names:
+                raise ConfigError(
+                    f"'{other}' was begun with another number of ranks than {num_ranks}. Use as many as then, or "
+                    "move it away."
+                )
+        return paths
 
     @property
-    def _partial(self) -> Path:
-        return self._final.with_name(f"{self._final.name}.partial")
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _open_file(self) -> PredictionFile:
+        assert self._file is not None, "on_predict_start() opens the file"
+        return self._file
 
 
-def prediction(prompt: Prompt, completions: list[Completion]) -> dict[str, Any]:
-    """The object of one prompt."""
+def sampling_settings(trainer: Any, module: Any, data: Any) -> dict[str, Any]:
+    """Return what completions depend on, by configuration key, as far as the loop's objects tell."""
+    sampling = getattr(module, "sampling", None)
+    prompts = getattr(data, "predict_prompts", None)
     return {
-        "index": prompt.index,
-        "prompt": prompt.text,
-        "completions": [c.text for c in completions],
-        "finish_reasons": [c.finish_reason for c in completions],
-        "columns": prompt.columns,
+        "model.model": getattr(module, "model_path", None),
+        "model.samples_per_prompt": getattr(module, "samples_per_prompt", None),
+        "ckpt_path": getattr(trainer, "ckpt_path", None),
+        "the number of prompts": None if prompts is None else len(prompts),
+        **({f"rollout.{name}": value for name, value in asdict(sampling).items()} if sampling is not None else {}),
     }

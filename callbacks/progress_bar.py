@@ -52,10 +52,26 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find out who is watching."""
-        super().setup(trainer, pl_module, stage)
+        PhaseTimer.setup(self, trainer, pl_module, stage)
+        RichProgressBar.setup(self, trainer, pl_module, stage)
         self._is_live = is_live_terminal()
         if self._enabled:
             show_log_lines()
+
+    def begin_run(self) -> None:
+        """Forget the last step of the run before."""
+        super().begin_run()
+        self._status = ""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the console, and drop the step that was cut short."""
+        PhaseTimer.on_exception(self, trainer, pl_module, exception)
+        RichProgressBar.on_exception(self, trainer, pl_module, exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the console."""
+        PhaseTimer.teardown(self, trainer, pl_module, stage)
+        RichProgressBar.teardown(self, trainer, pl_module, stage)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Draw the bar of the whole run, once: an epoch is nothing to look at."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlightning.distributed.tensor_store import set_storing_policy
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RLCallback, check_repeated
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class RemotizeOnHeadOnly(RLCallback):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Find this rank's place in its group; from now on only heads store."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
             log.info("results of this rank are not stored: the first rank of its group stores the same")

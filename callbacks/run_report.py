@@ -15,6 +15,7 @@ from rlightning.callbacks.completions_table import completion_rows, spread_by_re
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.distributed.execution_mode import is_controller
 from rlightning.errors import ConfigError
+from rlightning.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
 from rlightning.run_dir import run_dir
@@ -39,8 +40,8 @@ class RunReport(PhaseTimer):
     story. It measures times and tokens itself, so it does not need ``Throughput`` beside it.
 
     From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after
-    each step, and :meth:`write` at the end. The folder is ``default_root_dir`` of the loop's object, unless ``path``
-    is given.
+    each step, and :meth:`write` at the end, on each rank if there are several: that of rank 0 is written. The folder
+    is ``default_root_dir`` of the loop's object, unless ``path`` is given.
 
     Args:
         path: the file; by default ``report.html`` in the run's folder. A report that is there is replaced.
@@ -63,7 +64,7 @@ class RunReport(PhaseTimer):
         self._samples: dict[Literal["early", "late"], list[dict[str, Any]]] = {}
         self._step = 0
         self._earlier_seconds = 0.0
-        self._started = perf_counter()
+        self._started: float | None = perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """The run so far."""
@@ -76,6 +77,7 @@ class RunReport(PhaseTimer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the story."""
+        super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
         self._samples = dict(state_dict["samples"])
         self._step = state_dict["step"]
@@ -83,16 +85,28 @@ class RunReport(PhaseTimer):
         self._started = perf_counter()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a path that cannot be written to before the run."""
+        """Refuse a path that cannot be written to before the run; the time counts from here."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._file(trainer).is_dir():
             raise ConfigError(f"path='{self._file(trainer)}' is a folder. Name a file in it, such as report.html.")
+        if stage == "fit":
+            self._started = perf_counter()
+
+    def begin_run(self) -> None:
+        """Begin another story."""
+        super().begin_run()
+        self.history = History()
+        self._samples = {}
+        self._step = 0
+        self._earlier_seconds = 0.0
 
     def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Keep a few completions of the first step, and of the newest."""
         super().on_reward_end(trainer, module, batch)
         rows = spread_by_reward(completion_rows(batch, self._step + 1), self.num_samples)
         if rows:
-            self._samples.setdefault("early", rows)
+            if self._step == 0 or "early" not in self._samples:  # until it is over, the first step may begin again
+                self._samples["early"] = rows
             self._samples["late"] = rows
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -112,12 +126,15 @@ class RunReport(PhaseTimer):
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         """Write the report."""
         self._write(trainer, module, "finished")
+        self._stop_clock()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Write the report of a run that was cut short."""
+        super().on_exception(trainer, module, exception)
         reason = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else f"stopped by {reason}"
         self._write(trainer, module, status)
+        self._stop_clock()
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
@@ -137,7 +154,7 @@ class RunReport(PhaseTimer):
         self.history.add(step, own | given if is_controller() else given | own)
 
     def write(self, path: Path, *, module: Any = None, status: str = "finished", config: str | None = None) -> None:
-        """Write the report to ``path``.
+        """Write the report to ``path``, on rank 0 alone.
 
         Args:
             path: the file.
@@ -145,6 +162,8 @@ class RunReport(PhaseTimer):
             status: how the run ended.
             config: what to show as the configuration.
         """
+        if rank_in(None):
+            return
         run = Run(
             name=path.absolute().parent.name,
             status=status,
@@ -162,19 +181,25 @@ class RunReport(PhaseTimer):
             aside.write_text(render(run), encoding="utf-8")
 
     def _write(self, trainer: Any, module: Any, status: str) -> None:
-        if not self.history.series or not trainer.is_global_zero:
+        if not self.history.series or rank_in(trainer):
             return
         path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
-        self.write(path, module=module, status=status, config=config.read_text() if config.exists() else None)
+        self.write(
+            path, module=module, status=status, config=config.read_text(encoding="utf-8") if config.exists() else None
+        )
         if status != "running":
             logger.info("report of the run: %s", path)
 
     def _file(self, trainer: Any) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "report.html"
 
+    def _stop_clock(self) -> None:
+        """Until the run goes on."""
+        self._earlier_seconds, self._started = self._seconds, None
+
     @property
     def _seconds(self) -> float:
-        return self._earlier_seconds + perf_counter() - self._started
+        return self._earlier_seconds + (0.0 if self._started is None else perf_counter() - self._started)
 
 
 def settings_of(module: Any) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RunCallback
+from rlightning.loop_ranks import rank_in
 from rlightning.run_dir import run_dir
 
 logger = logging.getLogger("rlightning")
 
 
-class SaveHF(RLCallback):
+class SaveHF(RunCallback):
     """Saves the policy in Hugging Face's format at the end of a run, and on the way if asked to.
 
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
@@ -34,10 +35,20 @@ class SaveHF(RLCallback):
         super().__init__()
         self.path = path
         self.every_n_steps = every_n_steps
-        self._saved_step = -1
+        self._seen_step = -1
+
+    @property
+    def state_key(self) -> str:
+        """Two of them save to two folders."""
+        return self._generate_state_key(path=self.path)
+
+    def begin_run(self) -> None:
+        """Save its steps too, though they have the numbers of those before."""
+        self._seen_step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what could not be saved, or not there, before the run."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         if not hasattr(pl_module, "save_hf"):
@@ -58,19 +69,28 @@ class SaveHF(RLCallback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Save the last state."""
+        self._seen_step = -1
         self._save(trainer, module, self._folder(trainer))
 
     def _save_on_the_way(self, trainer: Any, module: Any) -> None:
-        step = trainer.global_step
-        if self.every_n_steps is None or step == 0 or step % self.every_n_steps or step == self._saved_step:
+        if self.every_n_steps is None:
             return
-        self._saved_step = step
+        step = getattr(trainer, "global_step", None)
+        if step is None:
+            raise ConfigError(
+                f"every_n_steps={self.every_n_steps} needs the number of finished steps, and "
+                f"{type(trainer).__name__} has no global_step. Set it, or leave every_n_steps out."
+            )
+        # Each step comes twice at least: with its update, with its batch, and with each of its micro-batches.
+        is_new, self._seen_step = step != self._seen_step, step
+        if step == 0 or step % self.every_n_steps or not is_new:
+            return
         folder = self._folder(trainer)
         self._save(trainer, module, folder.with_name(f"{folder.name}_step_{step:06d}"))
 
     def _save(self, trainer: Any, module: Any, folder: Path) -> None:
         module.save_hf(folder)
-        if getattr(trainer, "is_global_zero", True):
+        if rank_in(trainer) == 0:
             logger.info("saved the model to %s", folder)
 
     def _folder(self, trainer: Any) -> Path:

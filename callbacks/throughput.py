@@ -50,10 +50,20 @@ class Throughput(PhaseTimer):
         self._update_flops = 0.0
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        """Count what the update takes, and begin it."""
+        """Begin the update, and count what it takes."""
+        super().on_update_start(trainer, module, batch)
         if device_peak(platform.device_of(trainer, module)) is not None:
             self._update_flops += update_flops(module, batch)
-        super().on_update_start(trainer, module, batch)
+
+    def begin_run(self) -> None:
+        """Forget the last step of the run before."""
+        super().begin_run()
+        self.last = {}
+
+    def drop_step(self) -> None:
+        """Measure nothing of the step under way."""
+        super().drop_step()
+        self._update_flops = 0.0
 
     def on_step_timed(self, trainer: Any, module: Any) -> None:
         """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
@@ -65,7 +75,7 @@ class Throughput(PhaseTimer):
         peak = device_peak(platform.device_of(trainer, module))
         if self._update_flops and peak is not None:
             self.last["throughput/update_mfu"] = self._update_flops / (self.phase_seconds["update"] * peak)
-            self._update_flops = 0.0
+        self._update_flops = 0.0
         self.last |= memory_gib()
         log_metrics(module, absent | self.last)
 

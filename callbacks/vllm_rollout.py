@@ -1,8 +1,8 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +11,19 @@ import torch
 from numpy.typing import NDArray
 
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.collectives import any_rank, gather_objects, global_rank, world_size
+from rlightning.distributed.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import ConfigError, EngineError
-from rlightning.hooks import RLCallback, fire
-from rlightning.models import describe_length_limit
+from rlightning.evaluation import validation_sampling
+from rlightning.hooks import RLCallback, check_repeated, fire
+from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
@@ -153,12 +156,13 @@ class VLLMRollout(RLCallback, Generator):
         self._module: Any = None
         self._num_syncs = 0
         self._weight_print, self._seen_version = WeightPrint(), -1
-        self._num_drawn: Counter[int] = Counter()  # how often each prompt was completed in this step
+        self._streams = RandomStreams()
 
     # The engine's life
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Check the configuration and start the engine; returns before it is up."""
+        check_repeated(getattr(trainer, "callbacks", ()))
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
             return
@@ -168,8 +172,11 @@ class VLLMRollout(RLCallback, Generator):
         max_prompt_tokens = self._check(trainer, module, stage)
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        module.generator, module.sampling = self, self.sampling
-        configs = self.options.configure(module, device, self.sampling, max_prompt_tokens, run_dir(trainer))
+        sampling = with_run_seed(self.sampling, device)
+        module.generator, module.sampling = self, sampling
+        files = replace(ModelFiles.read(module.model_path), tokenizer=module.tokenizer)
+        configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
+        configs = [replace(config, files=files) for config in configs]
         if self.options.placement == "standalone":
             self._engines = StandaloneEngines(
                 configs, self.in_flight, engines_key=self.engines_key, keeps_cache=self.keeps_cache
@@ -223,25 +230,33 @@ class VLLMRollout(RLCallback, Generator):
             self._update_engines()
         self._begin_step()
 
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        """Draw from other random streams than training; a prompt may come again in another set of this validation."""
+        self._streams.begin("evaluation")
+
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Leave the device to the actor."""
+        self._streams.begin("training")
         self._rest()
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Forgive one death a batch."""
-        self._begin_step()
+        if self._engines is not None:
+            self._engines.forgive()
 
+    on_test_start: Any = on_validation_start
     on_test_end: Any = on_validation_end
     on_test_batch_start: Any = on_validation_batch_start
+    on_predict_start: Any = on_validation_start
     on_predict_end: Any = on_validation_end
     on_predict_batch_start: Any = on_validation_batch_start
 
     def _begin_step(self) -> None:
         if self._engines is not None:
             self._engines.forgive()
-        self._num_drawn.clear()
+        self._streams.begin("training")
 
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, so that a resumed run loses no prompt and repeats none."""
@@ -281,9 +296,14 @@ class VLLMRollout(RLCallback, Generator):
         Raises:
             EngineError: if the engine died for the second time in a step, or refused a request.
         """
+        check_requests(prompts, num_samples, sampling, self._running_engines.config.engine_args["max_model_len"])
         self._count_change()
-        requests = self._requests(prompts, sampling)
-        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        try:
+            requests = self._streams.assign(prompts, sampling, self._module.weight_version)
+            return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        except BaseException:
+            self._begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            raise
 
     def exchange(
         self,
@@ -314,10 +334,12 @@ class VLLMRollout(RLCallback, Generator):
         ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
         if not ahead and not in_flight:
             return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        check_requests(prompts, num_samples, sampling, self._running_engines.config.engine_args["max_model_len"])
         self._count_change()
-        requests = self._requests(prompts, sampling)
+        requests = self._streams.assign(prompts, sampling, self._module.weight_version)
         if take_prompts is not None and ahead > in_flight:
-            requests += self._requests(take_prompts(-(-(ahead - in_flight) // world_size())), sampling)
+            further = take_prompts(-(-(ahead - in_flight) // world_size()))
+            requests += self._streams.assign(further, sampling, self._module.weight_version)
         consumed = self._running_engines.consume(
             requests,
             num_samples,
@@ -332,25 +354,6 @@ class VLLMRollout(RLCallback, Generator):
         self.last = consumed.metrics
         log_metrics(self._module, consumed.metrics)
         return consumed.prompts, consumed.completions
-
-    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Prompt, int]]:
-        # Without a seed nobody asks for random streams.
-        streams = [0] * len(prompts) if sampling.seed is None else self._random_streams(prompts)
-        return list(zip(prompts, streams, strict=True))
-
-    def _random_streams(self, prompts: Sequence[Prompt]) -> list[int]:
-        """A number a prompt that no other has, in this step or under other weights; the same in a resumed run.
-
-        A prompt that comes again in a step, on another rank or in a refill, gets the next number.
-        """
-        drawn_by_rank = gather_objects([prompt.index for prompt in prompts], name="prompts to complete")
-        seen = self._num_drawn + Counter(index for drawn in drawn_by_rank[: global_rank()] for index in drawn)
-        self._num_drawn.update(index for drawn in drawn_by_rank for index in drawn)
-        streams = []
-        for prompt in prompts:
-            streams.append(((self._module.weight_version << 24) + prompt.index << 4) + seen[prompt.index])
-            seen[prompt.index] += 1
-        return streams
 
     @property
     def _running_engines(self) -> EngineGroup | StandaloneEngines:
@@ -440,7 +443,14 @@ class VLLMRollout(RLCallback, Generator):
                 "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
                 "the gap between them will not be 0. Consider model.rollout_correction."
             )
-        max_prompt_tokens: int | None = getattr(getattr(trainer, "datamodule", None), "max_prompt_tokens", None)
+        datamodule = getattr(trainer, "datamodule", None)
+        for chosen in getattr(datamodule, "validation_sets", ()):
+            try:
+                validation_sampling(sampling, chosen)
+            except ConfigError as error:
+                raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
+        check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
+        max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(
                 max_prompt_tokens,

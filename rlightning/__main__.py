@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean, find_mistake
+from rlightning.plain_text import visible_on_one_line
 
 COMMANDS = {
     "fit": "train a model",
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         mistake = find_mistake(error)
         if mistake is not None:
-            return end(error, f"error: {' '.join(str(mistake).split())}", 2)
+            return end(error, f"error: {visible_on_one_line(str(mistake))}", 2)
         if active_watch() is None:
             yield_to_rank_0()
         raise

@@ -1,18 +1,24 @@
 """Saving a file or a folder so that a crash at any moment leaves a whole one, and that one is found.
 
-``.name.partial`` is written first. A file then takes the place of the old one in one step. No call of Python's replaces
-a folder, so there the old one becomes ``name.previous``, the new one takes its name, and ``name.previous`` is removed:
-at each moment ``name`` or ``name.previous`` is whole, and :func:`find_saved` says which.
+``.name.partial`` is written first, with the process in its name where no other takes part. A file then takes the place
+of the old one in one step. No call of Python's replaces a folder, so there the old one becomes ``name.previous``, the
+new one takes its name, and ``name.previous`` is removed: at each moment ``name`` or ``name.previous`` is whole, and
+:func:`find_saved` says which.
 """
 
+import glob
 import os
 import shutil
+import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
 PREVIOUS = ".previous"
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+"""Process ids are of one host, and a folder may be of several."""
 
 
 @contextmanager
@@ -20,9 +26,12 @@ def written_aside(path: Path) -> Iterator[Path]:
     """Give a name to write a file or a folder to; it becomes ``path`` when the block ends well.
 
     Who reads ``path`` meanwhile sees what was there, never half of what will be. A block that raises leaves nothing;
-    what a kill leaves is removed the next time.
+    what a kill leaves is removed the next time. The name is this process's own: of several that write the same
+    ``path``, the last one counts.
     """
-    partial = prepare_partial(path)
+    partial = own_partial_of(path)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    remove_dead_partials(path)
     try:
         yield partial
         swap_in(partial, path)
@@ -33,6 +42,20 @@ def written_aside(path: Path) -> Iterator[Path]:
 def partial_of(path: Path) -> Path:
     """Where what will be ``path`` is written first: beside it, and hidden from who reads the whole folder."""
     return path.with_name(f".{path.name}{PARTIAL}")
+
+
+def own_partial_of(path: Path, process: int | None = None) -> Path:
+    """Where this process alone, or another of this host, writes what will be ``path``."""
+    return partial_of(path.with_name(f"{path.name}.{_HOST}-{process or os.getpid()}"))
+
+
+def remove_dead_partials(path: Path) -> None:
+    """Remove what killed processes of this host, or this one, have left of ``path``."""
+    remove(partial_of(path))
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{_HOST}-*{PARTIAL}"):
+        process = left.name.removesuffix(PARTIAL).rpartition("-")[2]
+        if process.isdecimal() and (int(process) == os.getpid() or not _is_running(int(process))):
+            remove(left)
 
 
 def prepare_partial(path: Path) -> Path:
@@ -83,6 +106,16 @@ def remove_leftovers(folder: Path, suffix: str) -> None:
     for path in folder.glob(f"*{suffix}{PREVIOUS}"):
         if path.with_name(path.name.removesuffix(PREVIOUS)).exists():
             remove(path)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def _is_folder(path: Path) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlightning.data.packing import split_minibatches
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
 
 
@@ -74,6 +75,11 @@ def deal_groups(num_groups: int, num_minibatches: int, seed: int, num_epochs: in
     """
     order = torch.Generator().manual_seed(seed)
     return [split_minibatches(num_groups, num_minibatches, order) for _ in range(num_epochs)]
+
+
+def deal_seed(weight_version: int) -> int:
+    """Return the seed of :func:`deal_groups` in the step that updates these weights, the same on all ranks."""
+    return mix_seed(run_seed() or 0, "mini-batches", weight_version)
 
 
 def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.atomic_save import find_saved
-from rlightning.config_files import read_yaml
+from rlightning.config_files import read_keys
 from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints
 from rlightning.errors import ConfigError
 
@@ -110,10 +110,9 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
     """Of each configuration that the run's folder keeps: the folder that it names for the run, and the callbacks."""
     for file in sorted(root.glob("config*.yaml")):
         try:
-            content = read_yaml(str(file))
+            trainer = read_keys(str(file)).get("trainer")
         except ConfigError:  # a file of the user's with such a name, as are those without the keys
             continue
-        trainer = content.get("trainer") if isinstance(content, Mapping) else None
         if isinstance(trainer, Mapping):
             former_root = trainer.get("default_root_dir")
             yield Path(former_root if isinstance(former_root, str) else root).expanduser(), trainer.get("callbacks")

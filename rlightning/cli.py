@@ -25,16 +25,20 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
-from rlightning.config_files import replace_files, use_strict_yaml
-from rlightning.config_keys import ConfigKeys, takes_text
+from rlightning.config_files import load_yaml, replace_files, use_strict_yaml
+from rlightning.config_keys import ConfigKeys
+from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.errors import ConfigError
+from rlightning.hooks import check_repeated
 from rlightning.module import RLModule
+from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.policy_module import PolicyModule
 from rlightning.run_settings import flatten
+from rlightning.secret_arguments import mask_secrets
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
 from rlightning.trainer_options import check_callbacks, check_precision, check_step_options, check_unused_options
 
@@ -77,7 +81,7 @@ class RLArgumentParser(LightningArgumentParser):
         cause: BaseException | None = ex
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
-        gist = " ".join(str(cause).split()) if cause else summarise(message, RLArgumentParser.keys)
+        gist = visible_on_one_line(str(cause)) if cause else visible(summarise(message, RLArgumentParser.keys))
         self.exit(2, f"error: {gist}\n")
         raise AssertionError("exit returned")
 
@@ -91,12 +95,15 @@ class SaveRunConfig(SaveConfigCallback):
             return
         self.already_saved = True
         text = self.parser.dump(self.config, skip_none=False)
+        content = load_yaml(text)
+        masked = mask_secrets(content)
+        text = text if masked == content else yaml.safe_dump(masked, sort_keys=False)
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = len(list(folder.glob("config*.yaml")))
         (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
         for logger in trainer.loggers:
-            logger.log_hyperparams(yaml.safe_load(text))
+            logger.log_hyperparams(masked)
 
 
 class RLCLI(LightningCLI):
@@ -202,13 +209,14 @@ class RLCLI(LightningCLI):
         super().instantiate_classes()
         if isinstance(self.model, PolicyModule):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
-            self.model.configuration = flatten(yaml.safe_load(text))
+            self.model.configuration = flatten(mask_secrets(yaml.safe_load(text)))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = config["callbacks"] or []
         config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
+        check_repeated(config["callbacks"])
         if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
             config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
         config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])

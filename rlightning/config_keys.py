@@ -7,27 +7,32 @@ held against the parameters of the classes that they name, in the order in which
 
 import difflib
 import inspect
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser
 
-from rlightning.config_files import load_yaml, merge_mappings, read_yaml
+from rlightning.config_files import load_yaml, merge_mappings, read_config, read_keys
+from rlightning.config_types import (
+    flatten_union,
+    is_configurable,
+    is_mapping,
+    is_sequence,
+    is_text,
+    item_hints,
+    takes_text,
+)
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
 from rlightning.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """A mapping that has one of these names a class, after jsonargparse's convention."""
-
-PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "pathlib", "typing")
-"""Where the types come from that a value is converted to, rather than built from arguments."""
 
 
 class ConfigKeys:
@@ -63,9 +68,7 @@ class ConfigKeys:
 
     def check_file(self, path: str) -> None:
         """Check one YAML file."""
-        content = spell_out(read_yaml(path))
-        if not isinstance(content, dict):
-            raise ConfigError(f"--config {path}: the file holds no keys. It needs lines such as 'model: ...'.")
+        content = spell_out(read_keys(path))
         written = deepcopy(content)
         self._is_in_file = True
         self._leaves = set()
@@ -100,7 +103,7 @@ class ConfigKeys:
             hint = parameters[name]
             if isinstance(hint, dict):
                 if isinstance(value, str) and Path(value).is_file():
-                    value = read_yaml(value)
+                    value = read_keys(value, key)
                 if isinstance(value, dict):
                     self.check_mapping(value, hint, key)
             else:
@@ -113,15 +116,15 @@ class ConfigKeys:
         if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
             self._merge(value, key.replace(".init_args.", "."))
         bases = [option for option in options if is_configurable(option)]
-        items = [i for option in options if is_sequence(option) for i in get_args(option) if i is not Ellipsis]
-        item_bases = [option for item in items for option in flatten_union(item) if is_configurable(option)]
-        literals = [option for option in options if get_origin(option) is Literal]
-        words = {"null", "", *(word for literal in literals for word in get_args(literal))}
-        if isinstance(value, str) and str not in options and (bases or item_bases) and value not in words:
-            if Path(value).is_file():
-                self.check_value(read_yaml(value), hint, key)
-            else:
-                self.classes[key] = find_class(value, bases or item_bases, key)
+        items = [item for option in options if is_sequence(option) for item in item_hints(option)]
+        alternatives = options if bases else [option for item in items for option in flatten_union(item)]
+        classes = [option for option in alternatives if is_configurable(option)]
+        words = {"null", "", *(w for option in options if get_origin(option) is Literal for w in get_args(option))}
+        if isinstance(value, str) and classes and value not in words:
+            if not takes_text(hint) and Path(value).is_file():
+                self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
+            elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
+                self.classes[key] = find_class(value, classes, key)
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 for item_hint in items[:1]:
@@ -129,7 +132,7 @@ class ConfigKeys:
                 self.classes.update({key: self.classes[f"{key}[{i}]"]} if f"{key}[{i}]" in self.classes else {})
         elif isinstance(value, dict):
             if SPEC_KEYS & value.keys() or key in self.classes or len(bases) == 1:
-                self.check_spec(value, bases or item_bases, key)
+                self.check_spec(value, classes, key)
             for option in options:
                 if is_mapping(option) and not bases and len(get_args(option)) == 2:
                     for written, item in value.items():
@@ -229,42 +232,6 @@ def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
     return tree
 
 
-def flatten_union(hint: Any) -> Iterator[Any]:
-    """The alternatives of a type hint."""
-    if get_origin(hint) in (Union, types.UnionType):
-        for option in get_args(hint):
-            yield from flatten_union(option)
-    else:
-        yield hint
-
-
-def is_configurable(hint: Any) -> bool:
-    """Whether a type hint is a class whose arguments a configuration can give."""
-    if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
-        return False
-    return hint.__module__.partition(".")[0] not in PLAIN_MODULES
-
-
-def takes_text(hint: Any) -> bool:
-    """Whether a type hint accepts a string as it is, alone or as an item of a container."""
-    options = list(flatten_union(hint))
-    values = [item for option in options if is_mapping(option) for item in get_args(option)[1:]]
-    values += [item for option in options if is_sequence(option) for item in get_args(option)]
-    return str in options or any(str in flatten_union(value) for value in values)
-
-
-def is_sequence(hint: Any) -> bool:
-    """Whether a type hint is that of several items."""
-    origin = get_origin(hint)
-    return inspect.isclass(origin) and issubclass(origin, Iterable) and not issubclass(origin, Mapping)
-
-
-def is_mapping(hint: Any) -> bool:
-    """Whether a type hint is that of named items."""
-    origin = get_origin(hint)
-    return inspect.isclass(origin) and issubclass(origin, Mapping)
-
-
 def subclasses(base: type) -> Iterator[type]:
     """``base`` and every imported subclass of it."""
     yield base
@@ -292,10 +259,11 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{key}: importing '{module_name}' failed: {error}. Install it, or remove the key."
+                f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."
             ) from error
         parent = error.name.rpartition(".")[0]
-        choices = [m.name for m in iter_modules(import_module(parent).__path__, f"{parent}.")] if parent else []
+        folders = getattr(import_module(parent), "__path__", []) if parent else []
+        choices = [m.name for m in iter_modules(folders, f"{parent}.")] if parent else []
         choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
         raise ConfigError(f"{key}: there is no module '{error.name}'. {suggest(error.name, choices)}") from error
     found = getattr(module, name, None)

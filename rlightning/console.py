@@ -7,11 +7,21 @@ from typing import TextIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich import get_console
 
+from rlightning.plain_text import visible
+
 
 def is_live_terminal() -> bool:
     """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook."""
     console = get_console()
     return console.is_jupyter or (sys.stdout.isatty() and not console.is_dumb_terminal)
+
+
+class _VisibleFormatter(logging.Formatter):
+    """Shows control characters, which a message may have from a model or a file, in place of sending them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of ``record``."""
+        return visible(super().format(record))
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -22,7 +32,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setFormatter(_VisibleFormatter("%(message)s"))
         self.addFilter(lambda record: record.levelno > logging.INFO or getattr(rank_zero_only, "rank", 0) == 0)
 
     @property

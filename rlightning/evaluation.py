@@ -1,13 +1,17 @@
 """Validation through the engine: rewards and pass@k of prompt sets, at an interval and before the first step."""
 
+import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
 
+from rlightning.distributed.collectives import all_reduce
 from rlightning.metrics import pass_at_k
+from rlightning.rewards import FailureCount
 from rlightning.rollout import Sampling
 from rlightning.types import Prompt, RolloutBatch
 
@@ -77,13 +81,39 @@ def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, pref
         prefix: "val" or "test".
     """
     chosen: ValidationSet = module.trainer.datamodule.validation_sets[dataloader_idx]
-    metrics = score_validation_prompts(module, prompts, chosen)
+    failures = module.validation_failures.setdefault(dataloader_idx, _count_failures(module, dataloader_idx))
+    with module.rewarder.counting(failures):
+        metrics = score_validation_prompts(module, prompts, chosen)
     module.log_dict(
         {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()},
         batch_size=len(prompts),
         add_dataloader_idx=False,
         sync_dist=True,
     )
+
+
+def _count_failures(module: Any, dataloader_idx: int) -> FailureCount:
+    """The failures of a validation set, of which there are none yet."""
+    data = module.trainer.datamodule
+    chosen: ValidationSet = data.validation_sets[dataloader_idx]
+    sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
+    num_prompts = len(sets[dataloader_idx]) if sets else sys.maxsize
+    share = module.rewarder.max_failed_share
+    return FailureCount(num_prompts * chosen.samples_per_prompt, share, f" of the validation set '{chosen.name}'")
+
+
+def check_failed_share(counts: Mapping[int, FailureCount]) -> None:
+    """Raise a RewardError if the rewards of too large a share of a validation set failed; all ranks take part.
+
+    Args:
+        counts: of this rank, by the set's number.
+    """
+    if not counts:
+        return
+    own = [[count.num_failed, count.num_scored] for count in counts.values()]
+    totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
+    for count, (num_failed, num_scored) in zip(counts.values(), totals, strict=True):
+        count.check(num_failed, num_scored)
 
 
 def validate_in_fit(trainer: Trainer) -> list[Any]:

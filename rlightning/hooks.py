@@ -18,12 +18,15 @@ A step without a completion to learn from has no update, and the hooks of the la
 Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
 
+from rlightning.errors import ConfigError
+
 if TYPE_CHECKING:
-    from rlightning.types import Prompt, RolloutBatch
+    from rlightning.types import Completion, Prompt, RolloutBatch
 
 
 class RLCallback(Callback):
@@ -67,8 +70,71 @@ class RLCallback(Callback):
     def on_engine_sleep(self, trainer: Any, module: Any) -> None:
         """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
 
+    def on_predict_prompt_end(
+        self, trainer: Any, module: Any, prompt: "Prompt", completions: "list[Completion]"
+    ) -> None:
+        """Called in a prediction when all completions of a prompt are there, and others of its batch are not.
+
+        Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
+        """
+
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Called when the engine has the weights and, where it was due, has been verified."""
+
+
+class RunCallback(RLCallback):
+    """Base of callbacks that keep something from step to step, so that one object serves several runs.
+
+    A run begins with ``setup``, unless ``trainer.global_step`` says that the loop goes on, or a state has been loaded.
+    """
+
+    _is_loaded = False
+
+    def begin_run(self) -> None:
+        """Called before a run's first step: drop what is left of the run before."""
+
+    def drop_step(self) -> None:
+        """Called when the step under way, if there is one, will not be finished: it is begun again, or was the last."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a callback that is listed twice; begin anew."""
+        check_repeated(getattr(trainer, "callbacks", ()))
+        self.drop_step()
+        if stage == "fit" and not self._is_loaded and not getattr(trainer, "global_step", 0):
+            self.begin_run()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run that has saved the state."""
+        self._is_loaded = True
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Drop the step that was cut short. A loop that is not Lightning's fires this hook where it goes on after."""
+        self._is_loaded = False
+        self.drop_step()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called when the run is over."""
+        self._is_loaded = False
+
+
+def check_repeated(callbacks: Iterable[Any]) -> None:
+    """Refuse two callbacks of which each would do the other's work: of this package, or with state.
+
+    Args:
+        callbacks: of a run; they are told apart by their ``state_key``, as Lightning does where they have a state.
+
+    Raises:
+        ConfigError: for two of one key.
+    """
+    seen: set[str] = set()
+    for callback in callbacks:
+        kind = type(callback)
+        is_own = kind.__module__.startswith("rlightning.")
+        if not isinstance(callback, Callback) or not (is_own or kind.state_dict is not Callback.state_dict):
+            continue
+        if callback.state_key in seen:
+            raise ConfigError(f"trainer.callbacks lists {kind.__name__} twice, to do the same work. Keep one of them.")
+        seen.add(callback.state_key)
 
 
 def fire(trainer: Any, module: Any, hook: str, *args: Any) -> None:

@@ -14,12 +14,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.balance import balance, deal_groups
+from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
-from rlightning.evaluation import log_validation, validate_in_fit
+from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
@@ -29,8 +29,10 @@ from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optimization import clip_gradients
+from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, step_schedules
 from rlightning.policy_module import PolicyModule
-from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.prompt_batches import EpochStep
+from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
@@ -75,7 +77,8 @@ class RLModule(PolicyModule):
             of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
-        max_failed_share: a step in which a larger share of rewards fails ends the run.
+        max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
+            ranks included, or of a validation set's.
         max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
             skip their updates, with a warning.
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
@@ -139,6 +142,7 @@ class RLModule(PolicyModule):
         self.proximal_policy = proximal_policy
         self.validate_first = validate_first
         self.max_steps_without_signal, self.num_steps_without_signal = max_steps_without_signal, 0
+        self.validation_failures: dict[int, FailureCount] = {}  # of the validation that runs, by the set's number
         self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
         self.reference: Reference | None = None
@@ -172,6 +176,12 @@ class RLModule(PolicyModule):
         if self.generates and self._has_own_rewards:
             self.rewarder.check_answers(prompts, where)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As of any policy, and the digest of the reward functions' source."""
+        digest = self.rewarder.sources.digest
+        return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
+
     # Set-up
 
     def configure_callbacks(self) -> list[Callback]:
@@ -190,7 +200,8 @@ class RLModule(PolicyModule):
         adapt_monitoring(callbacks)
         if stage == "fit":
             check_monitors(self.trainer, self)
-        return [] if any(isinstance(callback, EndOnSigterm) for callback in callbacks) else [EndOnSigterm()]
+        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
+        return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
@@ -281,18 +292,24 @@ class RLModule(PolicyModule):
         Raises:
             ConfigError: ``max_steps_without_signal`` steps in a row have none.
         """
-        sampled = [self.reward(self.rollout(prompts))]
-        kept = [self._keep(sampled[0])]
-        for _ in range(self.max_refills):
-            missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-            # Every rank has to take as many prompts as the others, whoever it is that misses some.
-            share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
-            if share <= 0:
-                break
-            sampled.append(self.reward(self.rollout(self.take_prompts(share))))
-            kept.append(self._keep(sampled[-1]))
-        counts = torch.tensor([sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)])
-        num_sampled, num_kept = all_reduce(counts, name="rewards are there").tolist()
+        num_samples = self.prompts_per_step * self.samples_per_prompt
+        failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
+        with self.rewarder.counting(failures):
+            sampled = [self.reward(self.rollout(prompts))]
+            kept = [self._keep(sampled[0])]
+            for _ in range(self.max_refills):
+                missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
+                # Every rank has to take as many prompts as the others, whoever it is that misses some.
+                share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
+                if share <= 0:
+                    break
+                failures.num_samples += share * world_size() * self.samples_per_prompt
+                sampled.append(self.reward(self.rollout(self.take_prompts(share))))
+                kept.append(self._keep(sampled[-1]))
+        counts = [sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)]
+        reduced = all_reduce(torch.tensor([*counts, failures.num_failed]), name="rewards are there")
+        num_sampled, num_kept, num_failed = reduced.tolist()
+        failures.check(num_failed, num_sampled)
         if self.generates:
             self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
         self.num_steps_without_signal = 0 if num_kept else self.num_steps_without_signal + 1
@@ -330,7 +347,7 @@ class RLModule(PolicyModule):
             batch,
             self.costs,
             num_minibatches=self.plan.updates_per_rollout,
-            seed=self.weight_version,
+            seed=deal_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
@@ -387,21 +404,18 @@ class RLModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizer: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
+        optimizers = listed(self.optimizers())
         means = RunningMeans()
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
             self._update_progress = (number - 1) / len(minibatches)
             self.accumulate_gradients(batch.select(minibatch), means)
-            norm, is_finite = clip_gradients(self.loaded_actor.parameters(), self.max_grad_norm)
+            norm, is_finite = clip_gradients(self.parameters(), self.max_grad_norm)
             means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
-            # Lightning counts the steps of its own wrapper: one a rollout, so that max_steps counts rollouts.
-            (optimizer if number == len(minibatches) else optimizer.optimizer).step()
-            optimizer.zero_grad()
-        lr = optimizer.param_groups[0]["lr"]
-        schedule.step()
-        return means.compute(self.all_sum, self.all_max) | {"optim/lr": lr}
+            step_optimizers(optimizers, is_last=number == len(minibatches))
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return means.compute(self.all_sum, self.all_max) | rates
 
     def skip_update(self) -> dict[str, float]:
         """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
@@ -421,8 +435,8 @@ class RLModule(PolicyModule):
         """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        plan = self.plan
-        epochs = deal_groups(num_groups, plan.updates_per_rollout, self.weight_version, plan.epochs_per_rollout)
+        plan, seed = self.plan, deal_seed(self.weight_version)
+        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
         return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
@@ -554,8 +568,17 @@ class RLModule(PolicyModule):
         """As :meth:`validation_step`."""
         log_validation(self, prompts, dataloader_idx, "test")
 
+    def on_validation_epoch_start(self) -> None:
+        """Count failed rewards anew."""
+        self.validation_failures = {}
+
+    def on_test_epoch_start(self) -> None:
+        """As :meth:`on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
+
     def on_validation_epoch_end(self) -> None:
-        """Tell the loggers their x-axis, once for all sets: rollout steps."""
+        """Tell the loggers their x-axis, once for all sets: rollout steps. End the run if too many rewards failed."""
+        check_failed_share(self.validation_failures)
         self.log("step", float(self.trainer.global_step))
 
     def on_test_epoch_end(self) -> None:
@@ -564,7 +587,8 @@ class RLModule(PolicyModule):
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
         """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
-        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling)
+        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
+        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, completions, strict=True))
 
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:

@@ -47,8 +47,33 @@ def check_optimizer(
         raise ConfigError(f"optimizer_states='{optimizer_states}' is unknown. {did_you_mean(optimizer_states, known)}")
 
 
+def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay is for a parameter, by its role: not for biases, gains of norms, and other vectors.
+
+    The number of dimensions does not tell: experts' biases have a row an expert, a norm of queries a row a head.
+
+    Args:
+        module: that has the parameter itself.
+        name: of the parameter within ``module``.
+        parameter: whole or sharded.
+    """
+    is_norm = "norm" in type(module).__name__.lower() or "norm" in name
+    is_excluded = getattr(parameter, "_no_weight_decay", False)  # set by transformers' state space models
+    return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
+
+
+def split_by_decay(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``."""
+    decays: dict[nn.Parameter, bool] = {}
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                decays.setdefault(parameter, does_decay(module, name, parameter))
+    return [p for p, does in decays.items() if does], [p for p, does in decays.items() if not does]
+
+
 def make_optimizer(
-    parameters: Iterable[nn.Parameter],
+    network: nn.Module,
     *,
     lr: float,
     weight_decay: float,
@@ -56,22 +81,19 @@ def make_optimizer(
     states: OptimizerStates = "float32",
     is_state_on_host: bool = False,
 ) -> AdamW:
-    """AdamW, fused where parameters are on a GPU or sharded; one-dimensional ones (norms, biases) do not decay.
+    """AdamW, fused where parameters are on a GPU or sharded.
 
     Args:
-        parameters: plain or sharded; those that need no gradient are left out.
+        network: its parameters are plain or sharded; those that need no gradient are left out.
         lr: the peak of the learning rate.
-        weight_decay: of matrices.
+        weight_decay: of the parameters that decay (:func:`does_decay`).
         betas: AdamW's.
         states: how its moments are kept between steps.
         is_state_on_host: keep its state in the host's memory between steps.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in trained)
+    decayed, others = split_by_decay(network)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in decayed + others)
     optimizer: AdamW
     if states != "float32" or is_state_on_host:
         optimizer = StoredMomentsAdamW(
@@ -102,6 +124,14 @@ def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 class ConfiguredLR(LambdaLR):
     """A schedule of which a checkpoint keeps the position alone: what it does from there on is configured."""
 
+    def add_groups(self) -> None:
+        """Schedule the groups that the optimizer has been given since, from their own peaks, as the first one."""
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
+            self.lr_lambdas.append(self.lr_lambdas[0])
+            group["lr"] = group["initial_lr"] * self.lr_lambdas[0](self.last_epoch)
+            self._last_lr.append(group["lr"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position of ``state_dict``, with the learning rate that this run's schedule has there."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
@@ -118,11 +148,11 @@ def schedule_end(trainer: Any, warmup_steps: int) -> int:
     return max(max_steps, warmup_steps + 1) if trainer.fast_dev_run else max_steps
 
 
-def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> LambdaLR:
+def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> ConfiguredLR:
     """Linear warm-up, then the schedule, both counted in rollout steps.
 
     Args:
-        optimizer: whose learning rate is the peak.
+        optimizer: whose learning rate is the peak, each group's its own.
         schedule: constant, or down to 0 at ``max_steps`` in a straight line or half a cosine wave.
         warmup_steps: the first step has ``1 / warmup_steps`` of the peak.
         max_steps: -1 if unlimited.

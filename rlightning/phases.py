@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from rlightning.hooks import RLCallback
+from rlightning.hooks import RunCallback
 from rlightning.types import Prompt, RolloutBatch
 
 PHASES = ("generate", "reward", "update", "sync")
 
 
-class PhaseTimer(RLCallback):
+class PhaseTimer(RunCallback):
     """Base of callbacks that need to know how long each phase of a step took.
 
     A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``, in a loop without these from the first
@@ -20,6 +20,10 @@ class PhaseTimer(RLCallback):
     A phase that comes twice in a step (a refill of the batch) counts with both times. Weight sync inside a rollout
     or at the end of an update is counted as sync alone. The clock is the process's own: the device is not synchronised
     for it.
+
+    In a loop without batches a rollout begins the step again if it is of the same prompts, or comes before a phase has
+    ended: the one under way was interrupted. A loop that accumulates gradients over several rollouts fires
+    ``on_update_end`` after each.
 
     Attributes:
         step_seconds: of the last step.
@@ -38,13 +42,14 @@ class PhaseTimer(RLCallback):
         self._sums: dict[str, float] = {}
         self._num_rollout_tokens = 0
         self._num_update_tokens = 0
+        self._prompt_indices: list[int] = []
 
     def on_step_timed(self, trainer: Any, module: Any) -> None:
         """Called when a step is over and its times are there."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Open the step."""
-        self._open_step()
+        self.open_step()
         self._is_batch_open = True
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -54,8 +59,13 @@ class PhaseTimer(RLCallback):
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
         """Begin to generate."""
-        if self._opened is None:
-            self._open_step()
+        indices = [p.index for p in prompts if isinstance(p, Prompt)] if isinstance(prompts, list) else []
+        is_again = bool(self._begun) or (bool(indices) and indices == self._prompt_indices)
+        if self._is_batch_open:
+            self._end_update()
+        elif self._opened is None or is_again:
+            self.open_step()
+        self._prompt_indices = indices
         self._begin("generate")
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
@@ -73,8 +83,10 @@ class PhaseTimer(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Begin to update."""
-        if self._opened is None:
-            self._open_step()
+        is_again = "update" in self._begun and not self._is_batch_open and "generate" not in self._sums
+        if self._opened is None or is_again:
+            self.open_step()
+        self._end_update()
         self._begin("update")
         self._num_update_tokens += batch.num_tokens
 
@@ -94,10 +106,22 @@ class PhaseTimer(RLCallback):
         for phase in self._begun:
             self._begun[phase] += seconds
 
-    def _open_step(self) -> None:
+    def begin_run(self) -> None:
+        """Forget the last step of the run before."""
+        self.step_seconds, self.phase_seconds, self.num_tokens = 0.0, {}, 0
+
+    def open_step(self) -> None:
+        """Measure from here."""
+        self.drop_step()
         self._opened = perf_counter()
+
+    def drop_step(self) -> None:
+        """Measure nothing of the step under way."""
+        self._opened = None
+        self._is_batch_open = False
         self._begun.clear()
         self._sums.clear()
+        self._prompt_indices = []
         self._num_rollout_tokens = self._num_update_tokens = 0
 
     def _close_step(self, trainer: Any, module: Any) -> None:
@@ -112,6 +136,11 @@ class PhaseTimer(RLCallback):
 
     def _begin(self, phase: str) -> None:
         self._begun[phase] = perf_counter()
+
+    def _end_update(self) -> None:
+        """End that of the step's micro-batch before, in a loop that says only of the last one that it is over."""
+        if "update" in self._begun:
+            self._end("update")
 
     def _end(self, phase: str) -> float:
         """Seconds since the phase began; none for one that was under way before this callback was there."""

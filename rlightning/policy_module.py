@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +22,9 @@ from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
+from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
+from rlightning.prompt_batches import PromptBatchModule
 from rlightning.run_settings import describe_changes
 from rlightning.types import RolloutBatch
 
@@ -33,7 +34,7 @@ SETTINGS = "settings"
 """The key of a checkpoint that holds the settings that it was written with."""
 
 
-class PolicyModule(LightningModule):
+class PolicyModule(PromptBatchModule):
     """Holds the actor: loads it, optimizes it, gives its weights and log-probabilities away.
 
     The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
@@ -135,9 +136,9 @@ class PolicyModule(LightningModule):
         return count
 
     def configure_optimizers(self) -> Any:
-        """AdamW and its schedule, stepped once a rollout."""
+        """AdamW and its schedule, stepped once a rollout; an override may return any form of Lightning's."""
         optimizer = make_optimizer(
-            self.loaded_actor.parameters(),
+            self.loaded_actor,
             lr=self.lr,
             weight_decay=self.weight_decay,
             betas=self.betas,
@@ -151,6 +152,10 @@ class PolicyModule(LightningModule):
             max_steps=schedule_end(self.trainer, self.warmup_steps),
         )
         return [optimizer], [schedule]
+
+    def on_fit_start(self) -> None:
+        """Refuse optimizers and schedules that the steps here cannot use."""
+        prepare_optimizers(self, self.trainer.optimizers, self.trainer.lr_scheduler_configs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the settings in force."""

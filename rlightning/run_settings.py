@@ -1,6 +1,5 @@
-"""A run's settings: its seed, and what differs from those that a checkpoint was written with."""
+"""A run's settings: what differs from those that a checkpoint was written with."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,6 @@ LONGEST = 60
 
 OF_ONE_COMMAND = ("config", "ckpt_path")
 """Keys that say nothing of how a run trains."""
-
-
-def run_seed() -> int | None:
-    """Return what ``seed_everything`` has seeded this process with, or None."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return None if seed is None else int(seed)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

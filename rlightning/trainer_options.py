@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from lightning.pytorch import Callback, Trainer, callbacks
 
 from rlightning.errors import ConfigError
+from rlightning.hooks import check_repeated
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ def check_trainer(trainer: Trainer) -> None:
     )
     has_layer_sync = trainer._accelerator_connector._layer_sync is not None
     check_unused_options(sync_batchnorm=has_layer_sync, model_registry=trainer._model_registry)
-    check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+    listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    check_repeated(listed)
+    check_callbacks(listed)
 
 
 def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:

@@ -37,7 +37,8 @@ class Completion(NamedTuple):
     """What the policy wrote after a prompt.
 
     Attributes:
-        text: the tokens decoded, without special tokens and without the stop string.
+        text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
+            run has named is part of it.
         token_ids: [C] int64, as sampled (a final end-of-sequence token included).
         logprobs: [C] float32, of each token under the distribution that it was sampled from.
         weight_versions: [C] int32, the version of the weights that sampled each token.

@@ -9,11 +9,11 @@ from tiny import make_batch
 from rlightning.balance import assign_groups, balance
 
 
-def test_the_largest_group_goes_first_each_to_the_rank_with_the_fewest_tokens() -> None:
+def test_largest_groups_go_first_to_least_loaded_rank() -> None:
     assert assign_groups([5, 9, 4, 6], [[0, 1, 2, 3]], 2) == [1, 0, 0, 1]  # 9 | 6 | 6 + 5 | 9 + 4
 
 
-def test_each_minibatch_is_balanced_for_itself_and_no_rank_stays_empty() -> None:
+def test_minibatches_are_balanced_separately_without_empty_ranks() -> None:
     # One group a minibatch: whoever has nothing yet takes it.
     assert assign_groups([7, 7, 7], [[0], [1], [2]], 3) == [0, 1, 2]
     assert assign_groups([9, 1, 8, 2], [[0, 1], [2, 3]], 2) == [0, 1, 1, 0]
@@ -29,7 +29,7 @@ def test_ranks_differ_by_one_group_at_most(tokens: list[int], num_ranks: int) ->
     assert len(set(owner)) == min(num_ranks, len(tokens))
 
 
-def test_alone_a_process_keeps_everything_and_counts_its_groups_through() -> None:
+def test_single_process_keeps_batch_and_renumbers_groups() -> None:
     batch = make_batch([[[1, 0], [2, 0]], [[3, 0]], [[4, 5, 0]]])
     batch = batch.select([0, 1, 3])  # group 1 has been dropped
     batch.rewards = torch.tensor([1.0, 2.0, 3.0])

@@ -64,7 +64,7 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_this_project_is_compared_with_trl_where_that_is_installed(tmp_path: Path) -> None:
+def test_benchmark_compares_with_trl_if_installed(tmp_path: Path) -> None:
     options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
     printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false", tmp_path)
     rows = read_csv(tmp_path / "out" / "table.csv")

@@ -74,7 +74,7 @@ def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) 
     assert logged_steps(project / "listed/metrics/version_1") == [4]
 
 
-def test_configs_and_overrides_merge_in_their_order_and_run_as_printed(project: Path) -> None:
+def test_configs_and_overrides_merge_and_run_as_printed(project: Path) -> None:
     (project / "more.yaml").write_text("trainer: {max_steps: 7}\ndata: {shuffle: false}\nrollout: {top_p: 0.9}\n")
     shown = rlightning(
         project,
@@ -110,6 +110,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(project: Path, as_module: bool) -
 def test_a_mistake_found_in_setup_is_one_line(project: Path) -> None:
     done = fit(project, "--model", "own_classes.WrongInSetup", exit_code=2)
     assert done.stderr.splitlines()[-1] == "error: width=3 cannot be halved. Use 4."
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["CompletionsTable", "SaveHF", "ModelCheckpoint"])
+def test_callback_listed_twice_is_one_line(project: Path, name: str) -> None:
+    done = rlightning(project, "fit", "--config", "run.yaml", *[f"--trainer.callbacks+={name}"] * 2)
+    assert done.returncode == 2
+    line = f"error: trainer.callbacks lists {name} twice, to do the same work. Keep one of them."
+    assert done.stderr.splitlines()[-1] == line
     assert "Traceback" not in done.stderr
 
 

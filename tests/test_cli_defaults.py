@@ -67,7 +67,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: py
     assert names == ["runs/20300101-120000", "runs/20300101-120000_2", "runs/20300101-120000_3"]
 
 
-def test_ranks_that_were_launched_from_outside_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_externally_launched_ranks_require_default_root_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     for name, value in values.items() | {("TORCHELASTIC_RUN_ID", "1")}:
         monkeypatch.setenv(name, value)
@@ -96,7 +96,7 @@ def test_files_are_saved_atomically_unless_told_otherwise() -> None:
     assert add_checkpoint_io(None, SingleDeviceStrategy("cpu", checkpoint_io=own)) == []
 
 
-def test_the_gist_of_a_long_message_is_its_key_and_its_reason() -> None:
+def test_error_summary_keeps_only_key_and_reason() -> None:
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
         "  Subtypes: [<class 'rlightning.module.RLModule'>, <class 'NoneType'>]\n  Errors:\n"

@@ -34,7 +34,7 @@ class DieInSave(Callback):
 """
 
 
-def test_a_run_of_two_ranks_that_is_killed_in_a_save_goes_on(tmp_path: Path) -> None:
+def test_two_rank_run_killed_during_save_resumes(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "die.py").write_text(DIE)
     two_ranks = (*TWO_RANKS, "--trainer.default_root_dir", "run")

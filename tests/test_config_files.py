@@ -8,7 +8,7 @@ import pytest
 import yaml
 from cli_project import resolve_config
 
-from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, read_yaml, replace_files
+from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, read_config, replace_files
 from rlightning.errors import ConfigError
 
 
@@ -61,14 +61,18 @@ def test_a_key_twice_in_a_file_names_both_lines(tmp_path: Path, text: str, line:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.yaml, line {line}: .*the key '{key}' is in line {first} already"):
-        read_yaml(str(path))
+        read_config(str(path))
+
+
+def test_a_key_twice_in_a_json_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"a": {"b": 1, "c": 2, "b": 3}}')
+    with pytest.raises(ConfigError, match=r"run\.json: the key 'b' is there twice"):
+        read_config(str(tmp_path / "run.json"))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: 1\nb: caf\xe9\n", r"line 2: not valid YAML \(byte 0xE9 is not UTF-8\)"),
-        ("a: 1\nb: é\n".encode("utf-16"), r"line 1: not valid YAML \(byte 0xFF is not UTF-8\)"),
         (b"a: 1\nb: 2\nc: x\x07y\n", r"line 3: not valid YAML \(U\+0007 is a control character"),
         (b"a: 1\nb: x\x00\n", r"line 2: not valid YAML \(U\+0000 is a control character"),
         (b"a: 1\nb: [1\n", r"line 3: not valid YAML \("),
@@ -80,24 +84,32 @@ def test_file_that_is_no_yaml_is_refused_in_a_line(tmp_path: Path, content: byte
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"run\.yaml, {message}"):
-        read_yaml(str(path))
+        read_config(str(path))
 
 
 @pytest.mark.parametrize("text", ["!!int 1:30", "!!float x", "9" * 5000])
 def test_number_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(f"a: 1\nb: {text}\n")
     with pytest.raises(ConfigError, match=r"run\.yaml, line 2: not valid YAML"):
-        read_yaml(str(tmp_path / "run.yaml"))
+        read_config(str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("content", [b"a: 1\nb: caf\xe9\n", "a: 1\nb: é\n".encode("utf-16")])
+def test_file_that_is_not_utf_8_is_refused_in_a_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^--config {path}: the file is not in UTF-8\. Name a YAML file\.$"):
+        read_config(str(path))
 
 
 def test_folder_in_place_of_a_file_is_refused_as_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^--config {tmp_path} is a folder\. Name a YAML file\.$"):
-        read_yaml(str(tmp_path))
+        read_config(str(tmp_path))
 
 
 def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
-    assert read_yaml(str(tmp_path / "run.yaml")) == {"a": 1}
+    assert read_config(str(tmp_path / "run.yaml")) == {"a": 1}
 
 
 def test_merge_mappings_nests_but_not_into_other_classes() -> None:

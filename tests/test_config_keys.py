@@ -1,14 +1,16 @@
 """Every mistake in a configuration: one line, the key, the nearest valid name."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+import yaml
 from cli_project import fit_here, resolve_config
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.config_keys import takes_text
+from rlightning.config_types import takes_text
 from rlightning.rewards import RewardFunction
 
 
@@ -123,15 +125,13 @@ def test_a_model_without_a_class_is_explained(project: Path, capsys: pytest.Capt
 
 
 @pytest.mark.long
-def test_a_mistake_raised_while_an_object_is_built_is_not_wrapped(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_raised_during_construction_is_not_wrapped(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, errors = fit_here(capsys, "--config", "run.yaml", "--model", "own_classes.Quick", "--model.pace", "-1")
     assert (code, errors.splitlines()[-1]) == (2, "error: pace=-1.0 must not be negative. Use 0 or more.")
 
 
 @pytest.mark.long
-def test_an_options_class_is_that_of_the_last_one_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_keys_belong_to_last_named_class(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = fit_here(capsys, "--config", "run.yaml", "--model", "GRPO", "--model.clip_high", "0.3", "--print_config")
     assert code == 0
     code, errors = fit_here(capsys, "--config", "run.yaml", "--model.clip_high", "0.3")
@@ -201,18 +201,104 @@ def test_a_path_is_no_configuration(
     assert resolve_config(capsys, *options)["data"]["init_args"]["validation"] == validation
 
 
+OWN_KEYS = """\
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lightning.pytorch import Callback
+from rlightning.algorithms import SFT
+
+
+@dataclass
+class Judge:
+    url: str = "here"
+
+
+class Judged(SFT):
+    def __init__(
+        self,
+        model: str,
+        *,
+        judge: Judge | str | None = None,
+        place: Judge | Path | None = None,
+        choice: Judge | Literal["auto"] | None = None,
+        marked: Judge | Annotated[str, "marked"] | None = None,
+        several: list[Judge | str] | None = None,
+        nested: dict[str, list[Judge | str]] | None = None,
+        paths: list[Path] | None = None,
+        plain: Judge | None = None,
+        **kwargs,
+    ):
+        super().__init__(model, **kwargs)
+
+
+class Watch(Callback):
+    def __init__(self, judge: Judge | str = "", several: list[Judge | str] | None = None):
+        pass
+"""
+
+
+@pytest.mark.long
+def test_keys_of_ones_own_that_take_a_text_keep_paths(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "own_keys.py").write_text(OWN_KEYS)
+    (project / "rows.csv").write_text("prompt,completion\n1,2\n")
+    (project / "auto").write_text("url: there\n")
+    (project / "judge.yaml").write_text("url: there\n")
+    values: dict[str, Any] = dict.fromkeys(("judge", "place", "marked"), "rows.csv")
+    values |= {"choice": "auto", "several": ["rows.csv"], "nested": {"a": ["rows.csv"]}, "paths": ["rows.csv"]}
+    watch = {"class_path": "own_keys.Watch", "init_args": {"judge": "judge.yaml", "several": ["rows.csv"]}}
+    model = {"class_path": "own_keys.Judged", "init_args": {"model": "model", **values}}
+    (project / "own.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"callbacks": [watch]}}))
+    options = [
+        f"--model.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
+    ]
+    by_file = resolve_config(capsys, "--config", "own.yaml", "--model.plain", "judge.yaml")
+    by_options = resolve_config(capsys, "--model", "own_keys.Judged", "--model.model=model", *options)
+    for shown in (by_file, by_options):
+        init_args = shown["model"]["init_args"]
+        assert {name: init_args[name] for name in values} == values
+    assert by_file["trainer"]["callbacks"] == [watch]
+    assert by_file["model"]["init_args"]["plain"] == {"url": "there"}  # where only a class's arguments can stand
+
+
 @pytest.mark.parametrize(
     ("hint", "takes"),
     [
         (str | None, True),
         (dict[str, int | str] | None, True),
         (Sequence[RewardFunction | str], True),
+        (dict[str, list[RewardFunction | str]], True),
+        (RewardFunction | Literal["auto"], True),
+        (RewardFunction | Annotated[Path, "where"], True),
         (dict[str, int], False),
         (list[RewardFunction] | None, False),
+        (RewardFunction | Literal[1, 2], False),
+        (Callable[[str], RewardFunction] | None, False),
     ],
 )
 def test_takes_text_looks_into_containers(hint: Any, takes: bool) -> None:
     assert takes_text(hint) is takes
+
+
+@pytest.mark.parametrize("key", ["config", "data", "trainer", "trainer.callbacks"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("rows.csv", "rows are no configuration. Name a prompt set by data.train, data.validation or data.predict."),
+        (
+            "rows.parquet",
+            "rows are no configuration. Name a prompt set by data.train, data.validation or data.predict.",
+        ),
+        ("text.yaml", "the file holds no keys. It needs lines such as 'name: value'."),
+        ("bytes.yaml", "the file is not in UTF-8. Name a YAML file."),
+    ],
+)
+def test_a_file_without_keys_is_no_configuration(
+    project: Path, capsys: pytest.CaptureFixture[str], key: str, file: str, message: str
+) -> None:
+    (project / file).write_bytes({"text.yaml": b"hello", "bytes.yaml": b"\xff\xfe\x00"}.get(file, b"prompt\n1\n"))
+    assert fit_here(capsys, "--config", "run.yaml", f"--{key}", file) == (2, f"error: --{key} {file}: {message}\n")
 
 
 def test_a_key_set_twice_by_nesting_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

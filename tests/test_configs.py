@@ -46,7 +46,7 @@ def count_keys(tree: object) -> int:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_a_config_says_what_it_is_for_and_stays_short(path: Path) -> None:
+def test_shipped_config_states_its_purpose_and_stays_short(path: Path) -> None:
     text = path.read_text()
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert any(f"rlightning fit --config configs/{path.name}" in line for line in head)

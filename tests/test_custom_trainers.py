@@ -40,7 +40,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_each_callback_is_at_work_and_the_loop_learns_the_same(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_work_without_changing_custom_loop_training(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main, callbacks = load(script)
     assert [type(callback).__name__ for callback in callbacks] == [
         "ControllerMode",

@@ -130,7 +130,7 @@ def test_order_without_an_engine(model_folder: str, tmp_path: Path) -> None:
     assert recorder.calls == around(*ROLLOUT, *UPDATE)
 
 
-def test_fire_calls_those_that_have_the_hook_in_their_order() -> None:
+def test_hook_is_called_on_defining_callbacks_in_order() -> None:
     calls: list[tuple[str, Any]] = []
 
     class Named(RLCallback):
@@ -150,12 +150,13 @@ def test_fire_calls_those_that_have_the_hook_in_their_order() -> None:
 
 def test_an_rl_callback_has_every_hook_and_does_nothing() -> None:
     hooks = {name for name in vars(RLCallback) if name.startswith("on_")}
-    assert hooks == {*SYNCED_ROLLOUT, *UPDATE, *COLOCATED_ENGINE}
+    num_arguments = dict.fromkeys([*SYNCED_ROLLOUT, *UPDATE], 3) | dict.fromkeys(COLOCATED_ENGINE, 2)
+    assert hooks == {*num_arguments, "on_predict_prompt_end"}
     for name in hooks:
-        getattr(RLCallback(), name)(*[None] * (2 if name in COLOCATED_ENGINE else 3))
+        getattr(RLCallback(), name)(*[None] * num_arguments.get(name, 4))
 
 
-def test_those_that_are_about_a_device_run_in_a_controllers_workers() -> None:
+def test_device_callbacks_run_in_controller_workers() -> None:
     runs_in = {name: getattr(getattr(callbacks, name), "runs_in", "controller") for name in callbacks.__all__}
     assert {name for name, where in runs_in.items() if where == "workers"} == {
         "DeviceSyncBeforeBarrier",

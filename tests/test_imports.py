@@ -92,7 +92,7 @@ def test_the_package_imports_no_callback() -> None:
     assert not [name for node in statements for name in imported(node) if name.startswith("rlightning.callbacks")]
 
 
-def test_callbacks_do_not_import_the_command_line_or_an_algorithm() -> None:
+def test_callbacks_import_neither_cli_nor_algorithms() -> None:
     files = sorted(CALLBACKS.glob("*.py"))
     assert offenders(files, "rlightning.cli", "rlightning.algorithms", "rlightning.module") == {}
 
@@ -127,7 +127,7 @@ def test_barriers_and_synchronizations_go_through_one_place() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_line_and_the_callbacks_load_neither_vllm_nor_ray() -> None:
+def test_cli_and_callbacks_load_neither_vllm_nor_ray() -> None:
     probe = (
         "import sys, rlightning.cli, rlightning.callbacks as c\n"
         "for name in c.__all__: getattr(c, name)\n"

@@ -25,7 +25,7 @@ def test_means_over_batches_of_unequal_size() -> None:
     assert means.compute(alone, alone) == {"a": 3.0, "b": 0.5, "m": -2.0}
 
 
-def test_masked_values_do_not_count_even_if_they_are_not_finite() -> None:
+def test_masked_values_are_ignored_even_if_not_finite() -> None:
     means = RunningMeans()
     means.add({"a": torch.tensor([1.0, NAN, 5.0, math.inf])}, torch.tensor([True, False, True, False]))
     assert means.compute(alone, alone) == {"a": 3.0}

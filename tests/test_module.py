@@ -116,7 +116,7 @@ def test_old_logprobs_cost_a_pass_only_with_several_updates(
 
 
 @pytest.mark.long
-def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder: str, tmp_path: Path) -> None:
+def test_importance_ratio_is_one_until_second_update(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Watched(GRPO):
@@ -134,9 +134,7 @@ def test_one_update_has_a_ratio_of_one_and_old_logprobs_of_its_own(model_folder:
 
 
 @pytest.mark.long
-def test_an_approximated_proximal_policy_is_the_samplers_where_that_is_not_behind(
-    model_folder: str, tmp_path: Path
-) -> None:
+def test_approximated_proximal_policy_without_staleness_matches_recomputed(model_folder: str, tmp_path: Path) -> None:
     def trained(proximal_policy: Any) -> dict[str, Tensor]:
         module = GRPO(model_folder, rewards=REWARDS, proximal_policy=proximal_policy, updates_per_rollout=2, **SMALL)
         return train(module, tmp_path, 2)
@@ -180,7 +178,7 @@ class OneBehind(HalfAsSure):
 
 
 @pytest.mark.long
-def test_the_default_correction_weighs_the_loss_of_what_may_be_old(
+def test_default_correction_weighs_loss_of_stale_tokens(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -222,7 +220,7 @@ class StepBehind(ActorGenerator):
 
 
 @pytest.mark.long
-def test_the_proximal_policy_of_what_is_old_is_approximated_without_a_pass(model_folder: str, tmp_path: Path) -> None:
+def test_stale_proximal_policy_is_approximated_without_forward_pass(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     class Watched(GRPO):

@@ -42,6 +42,15 @@ class OneGroup(GRPO):
         return torch.where(torch.tensor([prompt.index % 4 == 1 for prompt in batch.prompts]), rewards, torch.nan)
 
 
+class TwoOptimizers(GRPO):
+    """Has one optimizer for matrices, another one for norms."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.loaded_actor.parameters())
+        matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+        return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+
+
 class WriteResult(Callback):
     """Writes what a rank has come to: its process ends with the fit."""
 
@@ -64,6 +73,7 @@ def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwar
         (GRPO, {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
         (GRPO, {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
         (OneGroup, {"updates_per_rollout": 2}),
+        (TwoOptimizers, {"updates_per_rollout": 2}),
     ],
 )
 def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -77,7 +87,7 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
         torch.testing.assert_close(first[name], weight, atol=1e-6, rtol=0.0)
 
 
-def test_a_refill_that_one_rank_needs_is_taken_by_both(tmp_path: Path) -> None:
+def test_refill_needed_by_one_rank_includes_both(tmp_path: Path) -> None:
     train(Picky, tmp_path, {}, **two_ranks())
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}

@@ -25,7 +25,7 @@ def test_the_yaml_of_the_first_screen_is_understood(tmp_path: Path) -> None:
     assert resolved["rollout"]["init_args"]["max_new_tokens"] == 1024
 
 
-def test_every_link_leads_to_a_file_and_every_command_to_a_target() -> None:
+def test_readme_links_and_make_targets_exist() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert len(links) > 8
     assert [link for link in links if not (ROOT / link).exists()] == []

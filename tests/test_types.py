@@ -145,7 +145,7 @@ def test_to_moves_every_tensor() -> None:
     assert_equal(batch.to("cpu"), batch)
 
 
-def test_what_a_moved_batch_knows_is_forgotten_with_its_sequences() -> None:
+def test_cached_lengths_are_recomputed_after_select_and_concatenate() -> None:
     moved = fill(make_batch()).to("cpu")
     assert (moved.max_length, moved.completion_index.tolist()) == (4, [2, 5, 6, 9, 10, 11])
     part = moved.select([0, 2])

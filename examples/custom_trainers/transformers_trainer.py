@@ -44,6 +44,15 @@ class Adapter(TrainerCallback):
         """The model and the optimizer are on the device."""
         fire(self, given["model"], "setup", "fit")
 
+    @property
+    def global_step(self) -> int:
+        """Finished optimizer steps."""
+        return self.trainer.state.global_step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """A micro-batch is done, with ``gradient_accumulation_steps`` above 1."""
+        fire(self, given["model"], "on_update_end", None)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The optimizer has stepped."""
         fire(self, given["model"], "on_update_end", None)

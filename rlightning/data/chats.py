@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line, cut_value
 
 Message = dict[str, Any]
 
@@ -73,7 +74,7 @@ def render_chat(tokenizer: Any, messages: list[Message], arguments: dict[str, An
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template is a program of the model's author, which may raise anything
         kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
-        reason = f"{kind}{' '.join(str(error).split())}".rstrip(".")[:300]
+        reason = f"{kind}{cut_line(error)}".rstrip(".")
         raise ConfigError(
             f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
         ) from error
@@ -90,7 +91,7 @@ def _clean(message: Message, where: str, has_fixed_fields: bool) -> Message:
     kept: Message = _drop_nulls(message, has_fixed_fields)
     calls = kept.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ConfigError(f"{where} has tool_calls={_shorten(calls)}. Write a list of tool calls, or leave them out.")
+        raise ConfigError(f"{where} has tool_calls={cut_value(calls)}. Write a list of tool calls, or leave them out.")
     if calls == []:
         del kept["tool_calls"]
     return {**kept, "content": _read_text(kept, where)}
@@ -118,16 +119,11 @@ def _read_text(message: Message, where: str) -> str:
         raise ConfigError(f"{where} ('{message['role']}') has no content. Write a text, or remove the message.")
     if isinstance(content, list):
         return "\n".join(_read_part(part, f"{where}, part {i}") for i, part in enumerate(content, 1))
-    raise ConfigError(f"{where} has content={_shorten(content)}. Write a text, or a list of text parts.")
+    raise ConfigError(f"{where} has content={cut_value(content)}. Write a text, or a list of text parts.")
 
 
 def _read_part(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
-        raise ConfigError(f"{where} is {_shorten(part)}. Only text is read: {{type: text, text: ...}}.")
+        raise ConfigError(f"{where} is {cut_value(part)}. Only text is read: {{type: text, text: ...}}.")
     return text
-
-
-def _shorten(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -24,6 +24,7 @@ from rlightning.data.sources import RowTable
 from rlightning.data.summary import Note, summarize
 from rlightning.data.tokens import Tokens, check_characters, cut_prompt, tokenize
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_value
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class PromptEncoder:
         if is_chat(content):
             return clean_messages(content, where, has_fixed_fields=table.has_fixed_fields)
         rule = "Write a text, or a list of messages with role and content"
-        raise ConfigError(f"{where}: column '{column}' holds {_shorten(content)}. {rule}.")
+        raise ConfigError(f"{where}: column '{column}' holds {cut_value(content)}. {rule}.")
 
     def _read_completion(self, row: Row, table: RowTable, place: int) -> str:
         column = str(self.format.completion_column)
@@ -203,8 +204,8 @@ class PromptEncoder:
         where = table.where(place)
         if not isinstance(text, str):
             raise ConfigError(
-                f"{where}: completion_column='{column}' holds {_shorten(text)}. It must be text: correct or remove the "
-                "row."
+                f"{where}: completion_column='{column}' holds {cut_value(text)}. It must be text: correct or remove "
+                "the row."
             )
         check_characters(text, where, "completion")
         return text
@@ -321,8 +322,3 @@ def _to_messages(content: str | list[Message], system: str | None) -> list[Messa
     if system is None or messages[0]["role"] == "system":  # a row's own system message comes first
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def _shorten(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

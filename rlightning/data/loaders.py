@@ -4,7 +4,7 @@ A batch fetched ahead would be counted as seen before it is, and with asynchrono
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 from rlightning.data.stream import PromptStream
 from rlightning.types import Prompt
@@ -41,6 +41,33 @@ class PromptLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to load."""
+
+
+class ChosenPrompts(Sequence[Prompt]):
+    """Some of a prompt set, which may stay on disk.
+
+    Args:
+        prompts: the set.
+        places: of those that are chosen.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
+        self._prompts = prompts
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._prompts[place] for place in self._places[index]]
+        return self._prompts[self._places[index]]
 
 
 class PromptBatches:

@@ -11,11 +11,11 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
-from rlightning.data.loaders import PromptBatches, PromptLoader
+from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
-from rlightning.run_settings import run_seed
+from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,8 @@ class PromptDataModule(LightningDataModule):
         super().__init__()
         if validation_batch_size < 1:
             raise ConfigError(f"validation_batch_size={validation_batch_size} must be at least 1.")
+        if seed is not None and seed < 0:
+            raise ConfigError(f"seed={seed} must be at least 0. Leave it out for that of seed_everything.")
         if isinstance(validation, str):
             validation = {_name_of(validation): validation}
         self.validation_sets = [
@@ -133,6 +135,7 @@ class PromptDataModule(LightningDataModule):
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
         self.predict_prompts: Sequence[Prompt] | None = None
+        self._is_left_out: Callable[[Prompt], bool] | None = None
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
@@ -183,7 +186,15 @@ class PromptDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> PromptBatches:
         """Yields the prompts of ``predict``."""
-        return self._batches(self.predict_prompts or [])
+        prompts = self.predict_prompts or []
+        if self._is_left_out is not None:
+            places = [place for place, prompt in enumerate(prompts) if not self._is_left_out(prompt)]
+            prompts = ChosenPrompts(prompts, places)
+        return self._batches(prompts)
+
+    def leave_out(self, is_left_out: Callable[[Prompt], bool] | None) -> None:
+        """Have the loader of ``predict`` leave out some prompts, whose completions are there already."""
+        self._is_left_out = is_left_out
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Leave prompts as they are: Lightning would walk through every token id, and refuses frozen dataclasses."""

@@ -13,6 +13,7 @@ from typing import Any
 from rlightning.data.arrow_rows import ArrowRows, Row, write_batches, write_json_rows
 from rlightning.data.cache import file_digest
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
 
 MAX_BYTES_IN_MEMORY = 8 * 2**20
 """Of a text file; rows of larger ones stay on disk."""
@@ -287,4 +288,4 @@ def _nearest_file(missing: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return cut_line((str(error).strip() or type(error).__name__).splitlines()[0]).rstrip(".")

@@ -6,12 +6,13 @@ from lightning.pytorch import Callback, LightningModule
 
 from rlightning.distributed.orders import EndEvaluation, StartEpoch, StartTraining
 from rlightning.evaluation import validate_in_fit
+from rlightning.prompt_batches import PromptBatchModule, log_epoch_step
 
 if TYPE_CHECKING:
     from rlightning.distributed.ray_controller import RayController
 
 
-class ControllerModule(LightningModule):
+class ControllerModule(PromptBatchModule):
     """A module without weights. Callbacks in the controller get it as theirs.
 
     Attributes are those of the module as it was configured. Its hooks, which may need the actor, run in the workers;
@@ -82,6 +83,7 @@ class ControllerModule(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Called when an epoch is over: it is in the workers."""
         self.strategy.end_epoch()
+        log_epoch_step(self.trainer, self)
 
     def on_validation_epoch_end(self) -> None:
         """Log what the workers have found."""

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlightning.distributed.orders import Fired
-from rlightning.distributed.worker_hooks import GLOBAL_GROUPS, BatchPart, RemoteBatch
+from rlightning.distributed.worker_hooks import GLOBAL_GROUPS, RANK_HOOKS, BatchPart, RemoteBatch
 from rlightning.errors import ConfigError
 
 
 class Relay:
-    """Puts the ranks' hooks together: one is fired when all ranks have come to it, in the order of rank 0."""
+    """Puts the ranks' hooks together: one is fired when all ranks have come to it, in the order of rank 0.
+
+    Those that concern one rank alone are fired at once.
+    """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[Fired, Sequence[Any]], None]) -> None:
         self._order: deque[Fired] = deque()
@@ -19,7 +22,9 @@ class Relay:
 
     def add(self, rank: int, fired: Fired) -> None:
         """Take note of a rank's hook, and fire those that are complete."""
-        if rank == 0:
+        if fired.hook in RANK_HOOKS:
+            self._fire(fired, fired.arguments)
+        elif rank == 0:
             self._order.append(fired)
         else:
             self._others[rank - 1][fired.hook].append(fired)

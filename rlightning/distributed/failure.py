@@ -22,6 +22,7 @@ from rlightning.distributed.barrier import barrier, note_failure, roll_call
 from rlightning.distributed.cpu_group import barrier_timeout, connection, leave_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
 from rlightning.errors import find_mistake
+from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
@@ -326,8 +327,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if len(lines[0]) <= 500 else f"{lines[0][:500]}..."
-    return f"failed: {type(error).__name__}: {text}".removesuffix(": ")
+    return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")
 
 
 def exit_code(error: BaseException) -> int:

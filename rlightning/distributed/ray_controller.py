@@ -32,7 +32,7 @@ from rlightning.distributed.ray_engines import RayEngines, check_room, find_roll
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
-from rlightning.run_settings import run_seed
+from rlightning.seeds import run_seed
 from rlightning.strategy_names import CLASSES, check_strategy
 
 log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class RayController(ControllerStrategy):
             root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=self._checkpoint_io,
             seed=run_seed(),
-            fast_dev_run=trainer.fast_dev_run,
+            fast_dev_run=module.trainer.fast_dev_run,
             max_store_bytes=self.max_store_bytes,
             engine_token=None if self._engines is None else self._engines.token,
         )

@@ -12,6 +12,7 @@ from rlightning.distributed.orders import Answered, Entry, Failed, Order, Worker
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.errors import ConfigError, EngineError
+from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
@@ -254,4 +255,4 @@ def _reason(error: BaseException) -> str:
     """What Ray says of a death, in one line."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
-    return detail.partition(" Some common causes")[0][:400]
+    return cut_line(detail.partition(" Some common causes")[0])

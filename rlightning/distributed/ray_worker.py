@@ -37,6 +37,7 @@ from rlightning.distributed.worker_hooks import HookRelay
 from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
 from rlightning.errors import find_mistake
 from rlightning.evaluation import validate_in_fit
+from rlightning.foreign_text import cut
 from rlightning.rollout.engine_wire import TOKEN
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
@@ -249,7 +250,7 @@ class Worker:
             is_first = watch.is_first(watch.report(error))
         mistake = find_mistake(error)
         summary = " ".join(str(mistake).split()) if mistake else describe(error).removeprefix("failed: ")
-        text = "".join(traceback.format_exception(error))
+        text = cut("".join(traceback.format_exception(error)))
         return Failed(self.rank, summary, text, is_mistake=mistake is not None, is_first=is_first)
 
 

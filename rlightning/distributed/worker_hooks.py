@@ -23,6 +23,9 @@ GLOBAL_GROUPS = ("on_update_start", "on_update_end")
 """Hooks whose batches have been shared out: groups are numbered over all ranks, tensor-parallel neighbours have the
 same ones. In the others each rank has what it sampled itself."""
 
+RANK_HOOKS = ("on_predict_prompt_end",)
+"""Hooks that each rank fires for itself, any number of times."""
+
 ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Lightning's hooks amid a training step, which are not relayed."""
 

@@ -115,6 +115,8 @@ class WorkerTrainer(Trainer):
         settings: of any Trainer.
     """
 
+    fast_dev_run: bool | int
+
     def __init__(self, feed: OrderFeed, **settings: Any) -> None:
         super().__init__(**settings)
         self.feed = feed

@@ -56,6 +56,9 @@ class ExpertProducts(TorchDispatchMode):
     Autocast leaves them in the weights' dtype.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **(kwargs or {}))

@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 from rlightning.memory_plan.compiled import bytes_kept_by_compiled
 from rlightning.memory_plan.dispatch import ExpertProducts, LiveBytes
 from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
@@ -196,7 +197,8 @@ def _fake_model(config: PreTrainedConfig, decoder: Decoder, layers: list[int]) -
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
-            f"({type(error).__name__}: {lines[0][:160]}). Measure it on a GPU; memory/peak_gib is among the metrics."
+            f"({type(error).__name__}: {cut_line(lines[0], 160)}). Measure it on a GPU; memory/peak_gib is among the "
+            "metrics."
         ) from error
 
 

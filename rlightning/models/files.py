@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -46,7 +47,7 @@ def find_file(model: str, name: str) -> Path | None:
     except EntryNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
 
 
 def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:

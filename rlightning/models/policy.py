@@ -17,6 +17,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import untied_head
@@ -41,7 +42,7 @@ def load_config(model: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"model='{model}' has no readable config.json: {_one_line(error)}") from error
+        raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}") from error
     check_config(model, config)
     return config
 
@@ -55,7 +56,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model='{model}' has no readable tokenizer: {_one_line(error)}") from error
+        raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     return tokenizer
 
 
@@ -111,7 +112,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
             model, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION, output_loading_info=True
         )
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {_one_line(error)}") from error
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
     if loaded["missing_keys"]:  # transformers has filled them with random numbers
         missing = sorted(loaded["missing_keys"])
         raise ConfigError(
@@ -137,8 +138,3 @@ def narrow_residuals(policy: PreTrainedModel) -> None:
         return embedded.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else embedded
 
     policy.get_input_embeddings().register_forward_hook(cast)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,6 +1,5 @@
 """AdamW whose moments are stored, between steps, in fewer bytes or in the host's memory."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 from rlightning.distributed import platform
 from rlightning.models.shards import local_tensor, with_local_tensor
 from rlightning.optimizers.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
+from rlightning.seeds import mix_seed, run_seed
 
 State = dict[str, Any]
 """Of a parameter: its count of steps and its moments, by AdamW's names, and scales of those that are of 8 bits."""
@@ -21,8 +21,8 @@ class StoredMomentsAdamW(AdamW):
     """AdamW whose step takes its moments out of the form that they are stored in, some parameters at a time.
 
     The step itself is torch's, on the parameters' device and in their dtype. What is rounded to store it, is rounded
-    with random numbers that follow from the count of steps, the parameter's place and the shard: the same after a
-    resume, and the same on ranks that hold copies of the parameters.
+    with random numbers that follow from the run's seed, the count of steps, the parameter's place and the shard: the
+    same after a resume, and the same on ranks that hold copies of the parameters.
 
     Args:
         groups: parameters, plain or sharded, as AdamW takes them.
@@ -161,5 +161,4 @@ def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
         coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
         is_copy = [placement.is_replicate() for placement in parameter.placements]
         seed = f"{seed} {[None if same else part for part, same in zip(coordinate, is_copy, strict=True)]}"
-    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest())
-    return torch.Generator(device).manual_seed(number)
+    return torch.Generator(device).manual_seed(mix_seed(run_seed() or 0, "optimizer states", seed))

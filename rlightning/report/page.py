@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rlightning.phases import PHASES
+from rlightning.plain_text import visible
 from rlightning.report.charts import line_chart, number, stacked_chart
 from rlightning.report.history import History, Points
 
@@ -124,7 +125,7 @@ def validation_series(history: History, metric: str) -> dict[str, Points]:
 
 def _header(run: Run) -> str:
     elapsed = timedelta(seconds=round(run.seconds))
-    status = f'<span class="{"failed" if run.is_failed else "well"}">{escape(run.status)}</span>'
+    status = f'<span class="{"failed" if run.is_failed else "well"}">{_written(run.status)}</span>'
     return (
         f"<header><h1>{escape(run.name)}</h1><p>{status} · {run.step:,} rollout steps · {elapsed}</p></header>"
         f'<div class="tiles">{"".join(_tiles(run.history))}</div>'
@@ -183,10 +184,11 @@ def _samples_section(run: Run) -> str:
 
 def _sample(row: Mapping[str, Any]) -> str:
     cut = " · cut at the token limit" if row["finish_reason"] == "length" else ""
+    # A newline behind <pre> is no part of its text.
     return (
         f'<div class="sample"><p><b>reward {number(row["reward"])}</b> {row["length"]:,} tokens{cut}</p>'
-        f'<pre class="prompt">{escape(row["prompt"])}</pre>'
-        f'<pre class="completion">{escape(row["completion"])}</pre></div>'
+        f'<pre class="prompt">\n{_written(row["prompt"])}</pre>'
+        f'<pre class="completion">\n{_written(row["completion"])}</pre></div>'
     )
 
 
@@ -194,14 +196,19 @@ def _settings_section(run: Run) -> str:
     boxes = [_table(values) for values in (run.settings, run.machine) if values]
     config = ""
     if run.config:
-        text = escape(run.config)
-        config = f'<details class="box"><summary>Resolved configuration</summary><pre>{text}</pre></details>'
+        text = _written(run.config)
+        config = f'<details class="box"><summary>Resolved configuration</summary><pre>\n{text}</pre></details>'
     return f'<div class="columns">{"".join(boxes)}</div>{config}' if boxes or config else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows = [f"<tr><td>{escape(name)}</td><td>{escape(_text(value))}</td></tr>" for name, value in values.items()]
+    rows = [f"<tr><td>{escape(name)}</td><td>{_written(_text(value))}</td></tr>" for name, value in values.items()]
     return f'<div class="box"><table>{"".join(rows)}</table></div>'
+
+
+def _written(text: str) -> str:
+    """HTML that shows the text as it was written."""
+    return escape(visible(text))
 
 
 def _text(value: Any) -> str:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rlightning.rewards.config import RewardFunction
 from rlightning.rewards.functions import exact_match, length_penalty, regex_format
 from rlightning.rewards.references import answer_checker
-from rlightning.rewards.runner import RewardRunner, RewardScores
+from rlightning.rewards.runner import RewardRunner
+from rlightning.rewards.tally import FailureCount, RewardScores
 
 if TYPE_CHECKING:
     from rlightning.rewards.numeric import numeric_answer
 
 __all__ = [
+    "FailureCount",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from rlightning.foreign_text import cut
+
 
 class Call(NamedTuple):
     """One function on one sample.
@@ -26,6 +28,11 @@ class Outcome(NamedTuple):
 
     value: float | None
     error: str | None = None
+
+    @classmethod
+    def failed(cls, error: str) -> "Outcome":
+        """The outcome of a call that failed; the text is cut to a length that can be logged."""
+        return cls(None, cut(error))
 
 
 class Answered(NamedTuple):
@@ -63,4 +70,4 @@ def failure(error: BaseException, skip: int = 1) -> Outcome:
     frames: TracebackType | None = error.__traceback__
     for _ in range(skip):
         frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
-    return Outcome(None, "".join(traceback.format_exception(type(error), error, frames)).rstrip())
+    return Outcome.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())

@@ -1,15 +1,17 @@
 """What the user says about a reward function, and the function that it means."""
 
-import importlib
 import inspect
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.rewards.lookup import check_kind, import_function, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
+from rlightning.rewards.state import find_state
+from rlightning.secret_arguments import resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
@@ -33,7 +35,7 @@ class RewardFunction:
     function: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float = 10.0
 
@@ -55,6 +57,7 @@ class BoundReward:
         takes_all: whether it has ``**columns``.
         given: those of ``GIVEN`` that it asks for.
         answer_check: of a checker of answers, whose reference is a column; None of others.
+        state: what its calls change, if each worker process has a copy of that.
     """
 
     name: str
@@ -69,6 +72,13 @@ class BoundReward:
     takes_all: bool
     given: tuple[str, ...]
     answer_check: AnswerCheck | None
+    state: str | None
+
+    @property
+    def module(self) -> str:
+        """The name of the module that the function, or its object's class, is from."""
+        inner: Any = unwrap(self.function)
+        return str(getattr(getattr(inner, "__self__", inner), "__module__", None) or inner.__module__)
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the function cannot do without."""
@@ -105,26 +115,13 @@ def bind_rewards(rewards: Sequence[RewardFunction | str | Callable[..., Any]]) -
 
 
 def _bind(reward: RewardFunction) -> BoundReward:
-    function = _import_function(reward.function) if isinstance(reward.function, str) else reward.function
-    if not callable(function):
-        raise ConfigError(
-            f"The reward '{reward.function}' is a {type(function).__name__}, not a function. Name a function."
-        )
+    function = import_function(reward.function) if isinstance(reward.function, str) else reward.function
+    check_kind(function, reward.function if isinstance(reward.function, str) else _name_of(function))
     name = reward.name or _name_of(function)
-    if not (math.isfinite(reward.timeout) and reward.timeout > 0):
-        raise ConfigError(f"Reward '{name}': timeout={reward.timeout} must be a number of seconds above 0.")
-    if not math.isfinite(reward.weight):
-        raise ConfigError(f"Reward '{name}': weight={reward.weight} must be a finite number.")
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for argument in (*reward.arguments, *reward.columns):
-        if argument in GIVEN:
-            raise ConfigError(
-                f"Reward '{name}': '{argument}' is given to it for each sample. Remove it from the arguments."
-            )
-        if argument not in by_keyword and not takes_all:
-            raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, by_keyword)}")
+    _check_settings(reward, name, by_keyword, takes_all)
     free = [p for p in by_keyword.values() if p.name not in GIVEN and p.name not in reward.arguments]
     answer_check = find_answer_check(function)
     if answer_check is not None and answer_check.parameter not in by_keyword and not takes_all:
@@ -134,38 +131,37 @@ def _bind(reward: RewardFunction) -> BoundReward:
         )
     columns = {p.name: p.name for p in free} | reward.columns
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    pickled = None if is_async else _pickle(function)
     return BoundReward(
         name=name,
         function=function,
         weight=reward.weight,
         timeout=reward.timeout,
         is_async=is_async,
-        pickled=None if is_async else _pickle(function),
-        arguments=dict(reward.arguments),
+        pickled=pickled,
+        arguments=resolve_secrets(reward.arguments, f"Reward '{name}'"),
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,
         given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
         answer_check=answer_check if answer_check is not None and answer_check.parameter in columns else None,
+        state=None if pickled is None else find_state(function),
     )
 
 
-def _import_function(path: str) -> Any:
-    module_path, _, attribute = path.rpartition(".")
-    if not module_path:
-        raise ConfigError(
-            f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
-        )
-    try:
-        module = importlib.import_module(module_path)
-    except ImportError as error:
-        raise ConfigError(f"The reward '{path}' cannot be imported: {error}. Is its folder on PYTHONPATH?") from error
-    except SyntaxError as error:
-        raise ConfigError(f"The reward '{path}' cannot be imported: {error}. Mend its module.") from error
-    if not hasattr(module, attribute):
-        names = [n for n in getattr(module, "__all__", None) or vars(module) if not n.startswith("_")]
-        raise ConfigError(f"'{module_path}' has no reward function '{attribute}'. {did_you_mean(attribute, names)}")
-    return getattr(module, attribute)
+def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str], takes_all: bool) -> None:
+    """Refuse a timeout, a weight or arguments that the function cannot have."""
+    if not (math.isfinite(reward.timeout) and reward.timeout > 0):
+        raise ConfigError(f"Reward '{name}': timeout={reward.timeout} must be a number of seconds above 0.")
+    if not math.isfinite(reward.weight):
+        raise ConfigError(f"Reward '{name}': weight={reward.weight} must be a finite number.")
+    for argument in (*reward.arguments, *reward.columns):
+        if argument in GIVEN:
+            raise ConfigError(
+                f"Reward '{name}': '{argument}' is given to it for each sample. Remove it from the arguments."
+            )
+        if argument not in parameters and not takes_all:
+            raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, parameters)}")
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -176,9 +172,15 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
     try:
-        return list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Reward '{name}' has no readable signature: {error}. Wrap it in a function.") from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"Reward '{name}' takes '{parameter.name}' by position, and gets all arguments by name. Remove the '/'."
+            )
+    return parameters
 
 
 def _pickle(function: Callable[..., Any]) -> bytes | None:

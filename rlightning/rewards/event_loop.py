@@ -1,22 +1,22 @@
-"""A thread with an event loop, for reward functions that are async, and for those that cannot go to another process."""
+"""Reward functions that run in this process: async ones on its event loop, the others each in a thread."""
 
 import asyncio
-import contextlib
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
+from rlightning.rewards.loop_thread import GRACE, OWNER, LoopThread, free_loop
 
 MAX_CONCURRENT = 64
-"""Async calls of one loop that run at once."""
-BEAT = 0.1
-"""Seconds between two signs of life of the loop."""
-GRACE = 0.5
-"""Seconds over a call's timeout after which a loop without a sign of life counts as blocked by it."""
+"""Async calls of one pool that run at once."""
+CANCEL_SECONDS = 2.0
+"""In which cancelled calls may clean up."""
 
 
 class LoopFunction(NamedTuple):
@@ -28,10 +28,14 @@ class LoopFunction(NamedTuple):
 
 
 class EventLoopPool:
-    """Runs calls concurrently on one event loop: async functions on it, sync ones each in a daemon thread.
+    """Runs calls concurrently on the process's event loop: async functions on it, sync ones each in a daemon thread.
 
-    A call that does not end in time is left alone and counted as failed. An async function that blocks the loop itself
-    is found by the loop's missing beat: the loop is left to it, and the other calls start again on a new one.
+    The loop outlives the pool, so that what a function keeps between its calls, such as an HTTP client, stays usable
+    for all of them (:mod:`~rlightning.rewards.loop_thread`).
+
+    A call that does not end in time is cancelled and counted as failed. If an async function blocks the loop for longer
+    than its timeout, it has failed too. The other calls wait for the loop for as long again; then they start anew on
+    another, until this one runs again.
 
     Args:
         functions: those that calls name by their index; None where a function does not run here.
@@ -43,136 +47,195 @@ class EventLoopPool:
         self.functions = functions
         self.num_threads = num_threads
         self.report = report
-        self._loop: _Loop | None = None
+        self._calls: dict[LoopThread, _LoopCalls] = {}
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Let the calls be run; returns at once."""
+        """Start calls and return at once."""
         if not calls:
             return
-        if self._loop is None:
-            self._loop = _Loop(self.functions, self.num_threads, self.report)
-        self._loop.add(calls)
+        thread = free_loop()
+        if thread not in self._calls:
+            self._calls[thread] = _LoopCalls(thread, self.functions, self.num_threads, self.report)
+        self._calls[thread].add(calls)
+
+    def withdraw(self, samples: Collection[int]) -> None:
+        """Cancel the calls on some samples; their outcomes are not reported."""
+        for calls in self._calls.values():
+            calls.cancel([index for index, call in list(calls.pending.items()) if call.sample in samples])
 
     def close(self) -> None:
-        """Leave what still runs to itself."""
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        """Cancel all calls, and let them clean up."""
+        for calls in self._calls.values():
+            calls.close()
+        self._calls.clear()
 
     def replace_if_blocked(self) -> None:
-        """See whether the loop is; to be called every :data:`BEAT` by whoever waits for answers."""
-        blocked = None if self._loop is None else self._loop.find_blocking_call()
-        if self._loop is None or blocked is None:
-            return
-        index, outcome = blocked
-        pending = self._loop.pending
-        call = pending.pop(index, None)
-        if call is None:  # it has just ended after all
-            return
-        rest = list(pending.values())
-        pending.clear()
-        self.close()
-        self.submit(rest)
-        self.report(Answered(call, outcome))
+        """Fail a call that blocks its loop; start the others elsewhere if it goes on for as long again.
+
+        To be called every :data:`~rlightning.rewards.loop_thread.BEAT` by what waits for answers.
+        """
+        for calls in list(self._calls.values()):
+            block = calls.find_block()
+            if block is None:
+                continue
+            for index in block.blamed:
+                call = calls.pending.pop(index, None)
+                if call is not None:  # else it has failed already, or has just ended after all
+                    self.report(Answered(call, block.outcome))
+            if block.is_lasting:
+                calls.thread.is_blocked = True
+                rest = list(calls.pending.values())
+                calls.cancel(list(calls.pending))
+                self.submit(rest)
 
 
-class _Loop:
-    """One event loop in a daemon thread, with the calls that it has to run."""
+class _Block(NamedTuple):
+    """A loop that does not run, because of a call that is not a coroutine's.
 
-    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int, report: Report) -> None:
+    Attributes:
+        blamed: the calls, by their numbers.
+        outcome: theirs.
+        is_lasting: whether the others should not wait any longer.
+    """
+
+    blamed: list[int]
+    outcome: Outcome
+    is_lasting: bool
+
+
+class _Owner(NamedTuple):
+    """A call, as the owner of the tasks that it creates."""
+
+    calls: "_LoopCalls"
+    number: int
+
+
+class _LoopCalls:
+    """A pool's calls on one event loop."""
+
+    def __init__(
+        self, thread: LoopThread, functions: Sequence[LoopFunction | None], num_threads: int, report: Report
+    ) -> None:
+        self.thread = thread
         self.functions = functions
         self.report = report
         self.pending: dict[int, Call] = {}
         self._num_added = 0
         self._slots = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_threads)}
         """Of async calls, and of threads."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._running: dict[asyncio.Future[Any], int] = {}
-        self._last_beat = time.monotonic()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
-        self._thread.start()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Future[Outcome]] = {}
 
     def add(self, calls: Sequence[Call]) -> None:
-        """Start the calls, as soon as the loop gets to it."""
+        """Start the calls as soon as the loop is free."""
         added = dict(enumerate(calls, start=self._num_added))
         self._num_added += len(added)
         self.pending |= added
-        self._loop.call_soon_threadsafe(self._start, added)
+        self.thread.loop.call_soon_threadsafe(self._start, added)
 
-    def stop(self) -> None:
-        """Ask the loop to end; it may be blocked, so nobody waits for it."""
-        with contextlib.suppress(RuntimeError):  # it has ended already
-            self._loop.call_soon_threadsafe(self._loop.stop)
+    def cancel(self, indices: Sequence[int]) -> None:
+        """Cancel some calls."""
+        for index in indices:
+            self.pending.pop(index, None)
+        if indices:
+            self.thread.loop.call_soon_threadsafe(self._cancel_tasks, indices)
 
-    def find_blocking_call(self) -> tuple[int, Outcome] | None:
-        """The call that holds up the loop, if one does for longer than its timeout, with its outcome."""
-        silence = time.monotonic() - self._last_beat
-        if silence < GRACE:
+    def close(self) -> None:
+        """Cancel all calls and wait until they have ended, unless the loop is blocked."""
+        self.pending.clear()
+        if not self.thread.is_blocked:
+            self.thread.run(self._cancel_all(), CANCEL_SECONDS)
+
+    def find_block(self) -> _Block | None:
+        """The block of the loop, if it is longer than the timeout of the call that causes it.
+
+        Where no task does, as in a callback, all that are running are to blame; where another pool's does, none.
+        """
+        silence = time.monotonic() - self.thread.last_beat
+        if silence < GRACE or not self.pending:
             return None
-        task = asyncio.current_task(self._loop)
-        index = self._running.get(task) if task is not None else None
-        if index is None or index not in self.pending:
-            return None
-        timeout = self._function(self.pending[index]).timeout
+        task = asyncio.current_task(self.thread.loop)
+        owner = None if task is None else self.thread.owners.get(task)
+        if owner is None:
+            blamed = [index for index in list(self._running) if index in self.pending]
+        else:
+            blamed = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
+        pending = self.pending.copy()  # the loop may be free again at any moment
+        timed = [pending[index] for index in blamed if index in pending] or pending.values()
+        timeout = max((self._function(call).timeout for call in timed), default=silence)
         if silence < timeout + GRACE:
             return None
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = sys._current_frames().get(self.thread.ident)
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return index, Outcome(None, f"{stack}{rule}")
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._beat()
-        self._loop.run_forever()
-        # Tasks that do not end in time are cancelled and left: waiting for them here could take forever.
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-
-    def _beat(self) -> None:
-        self._last_beat = time.monotonic()
-        self._loop.call_later(BEAT, self._beat)
+        return _Block(blamed, Outcome.failed(f"{stack}{rule}"), silence > 2 * timeout + GRACE)
 
     def _start(self, calls: dict[int, Call]) -> None:
         for index, call in calls.items():
-            task = self._loop.create_task(self._run_call(index, call))
-            self._tasks.add(task)  # the loop itself would forget it
-            task.add_done_callback(self._tasks.discard)
+            if index in self.pending:  # else it has been cancelled or restarted elsewhere
+                task = self.thread.loop.create_task(self._run_call(index, call))
+                self._tasks[index] = task
+                task.add_done_callback(partial(self._forget, index))
+
+    def _forget(self, index: int, task: "asyncio.Task[None]") -> None:
+        self._tasks.pop(index, None)
+
+    def _cancel_tasks(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if index in self._tasks:
+                self._tasks[index].cancel()
+
+    async def _cancel_all(self) -> None:
+        ending: list[asyncio.Future[Any]] = [*self._tasks.values(), *self._running.values()]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=CANCEL_SECONDS)
 
     async def _run_call(self, index: int, call: Call) -> None:
         function = self._function(call)
         async with self._slots[function.is_async]:
-            future: asyncio.Future[Outcome]
-            if function.is_async:
-                future = asyncio.ensure_future(_await(function.function, call.arguments))
-            else:
-                future = self._start_thread(function.function, call.arguments)
-            self._running[future] = index
-            # Not wait_for: that waits on for a function which ignores its cancellation.
-            done, _ = await asyncio.wait({future}, timeout=function.timeout)
-            del self._running[future]
-        if done:
-            outcome = future.result()
-        else:
-            future.cancel()
+            OWNER.set(_Owner(self, index))
+            self._running[index] = future = self._begin(function, call.arguments)
+            try:
+                await self._wait(future, function.timeout)
+            finally:
+                del self._running[index]
+                is_late = not future.done()
+                future.cancel()
+        if is_late:
             error = f"TimeoutError: the reward function took more than its timeout={function.timeout:g} s"
-            outcome = Outcome(None, error)
+            outcome = Outcome.failed(error)
+        elif future.cancelled():
+            outcome = Outcome.failed("CancelledError: the reward function was cancelled by what it called")
+        else:
+            outcome = future.result()
         if self.pending.pop(index, None) is not None:
             self.report(Answered(call, outcome))
 
-    def _start_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
-        future: asyncio.Future[Outcome] = self._loop.create_future()
+    async def _wait(self, future: "asyncio.Future[Outcome]", timeout: float) -> None:
+        """Wait for a call for the seconds of its timeout, those not counted in which another blocked the loop."""
+        start, lost = time.monotonic(), self.thread.lost_seconds
+        while not future.done():
+            left = start + timeout + self.thread.lost_seconds - lost - time.monotonic()
+            if left <= 0:
+                return
+            # Not wait_for: that waits on for a function which ignores its cancellation.
+            await asyncio.wait({future}, timeout=left)
+
+    def _begin(self, function: LoopFunction, arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
+        if function.is_async:
+            return asyncio.ensure_future(_await(function.function, arguments))
+        loop = self.thread.loop
+        future: asyncio.Future[Outcome] = loop.create_future()
 
         def run() -> None:
             try:
-                outcome = Outcome(to_number(function(**arguments)))
+                outcome = Outcome(to_number(function.function(**arguments)))
             except BaseException as error:
                 outcome = failure(error)
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, future, outcome)
+            with suppress(RuntimeError):  # the loop has ended with the process
+                loop.call_soon_threadsafe(_settle, future, outcome)
 
         threading.Thread(target=run, name="reward", daemon=True).start()
         return future
@@ -184,12 +247,14 @@ class _Loop:
 
 
 def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
-    if not future.done():  # given up as too late
+    if not future.done():  # cancelled as too late
         future.set_result(outcome)
 
 
 async def _await(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     try:
         return Outcome(to_number(await function(**arguments)))
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the loop
         return failure(error)

@@ -22,7 +22,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlightning.errors import RewardError
+from rlightning.foreign_text import cut
 from rlightning.rewards.calls import Answered, Call, Outcome, Report
+from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.worker import WorkerFunction
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,14 @@ GRACE = 2.0
 """Seconds after a call's timeout in which the worker's own watchdog should have ended it."""
 MAX_CHUNK = 32
 """Calls sent to a worker at once."""
+MAX_LOG_BYTES = 1 << 20
+"""Read of what faulthandler has written about a worker."""
 
 
 class Worker:
     """One process and the calls that it has not answered."""
 
-    def __init__(self, functions: Sequence[WorkerFunction]) -> None:
+    def __init__(self, functions: Sequence[WorkerFunction], sources: KeptSources) -> None:
         self.calls: deque[Call] = deque()
         self.is_ready = False
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (the pool closes it)
@@ -56,7 +60,7 @@ class Worker:
             )
         self.deadline = time.monotonic() + START_TIMEOUT
         with contextlib.suppress(OSError):  # one that is dead already is met as such when it is listened to
-            self.connection.send(list(functions))
+            self.connection.send((list(functions), sources.modules))
 
     def kill(self) -> int:
         """End the process and what its functions started; gives its exit code."""
@@ -73,12 +77,16 @@ class WorkerPool:
 
     Args:
         functions: those that calls name by their index; None where a function does not run here.
+        sources: of the functions.
         num_workers: processes at once.
         report: called in the thread, with each call as it is done, or once with the error that has ended all of them.
     """
 
-    def __init__(self, functions: Sequence[WorkerFunction | None], num_workers: int, report: Report) -> None:
+    def __init__(
+        self, functions: Sequence[WorkerFunction | None], sources: KeptSources, num_workers: int, report: Report
+    ) -> None:
         self.functions = [function or WorkerFunction(b"", 0.0) for function in functions]
+        self.sources = sources
         self.num_workers = num_workers
         self.report = report
         self.workers: list[Worker] = []
@@ -102,9 +110,8 @@ class WorkerPool:
 
     def withdraw(self, samples: Collection[int]) -> None:
         """Forget what has not begun of the calls on some samples."""
-        if samples:
-            with self._lock:
-                self._waiting = deque(call for call in self._waiting if call.sample not in samples)
+        with self._lock:
+            self._waiting = deque(call for call in self._waiting if call.sample not in samples)
 
     def close(self) -> None:
         """End all processes and forget all calls; what is submitted later starts new ones."""
@@ -163,7 +170,8 @@ class WorkerPool:
                 worker.deadline = self._deadline(chunk[0])
         num_starting = sum(not worker.is_ready for worker in self.workers)
         while len(self.workers) < self.num_workers and num_starting < len(waiting):
-            self.workers.append(Worker(self.functions))
+            self.sources.report_changes()
+            self.workers.append(Worker(self.functions, self.sources))
             num_starting += 1
 
     def _listen(self) -> None:
@@ -201,7 +209,7 @@ class WorkerPool:
         exit_code, log = self._remove(worker)
         if not worker.is_ready:
             state = f"was not ready after {START_TIMEOUT:g} s" if is_overdue else f"died with exit code {exit_code}"
-            raise RewardError(f"A reward worker {state} while it imported the reward functions. {log}".rstrip())
+            raise RewardError(f"A reward worker {state} while it imported the reward functions. {cut(log)}".rstrip())
         if not worker.calls:
             return
         call = worker.calls.popleft()
@@ -213,7 +221,7 @@ class WorkerPool:
         else:
             cause = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
             error = f"{_stack(log)}ProcessDied: the reward function ended its process ({cause})"
-        self.report(Answered(call, Outcome(None, error)))
+        self.report(Answered(call, Outcome.failed(error)))
 
     def _remove(self, worker: Worker) -> tuple[int, str]:
         """End a worker; gives its exit code and its log."""
@@ -221,7 +229,7 @@ class WorkerPool:
         exit_code = worker.kill()
         with worker.log as log:
             log.seek(0)
-            return exit_code, log.read().decode(errors="replace")
+            return exit_code, log.read(MAX_LOG_BYTES).decode(errors="replace")
 
     def _deadline(self, call: Call) -> float:
         return time.monotonic() + self.functions[call.function].timeout + GRACE

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
 from rlightning.rewards.calls import Outcome
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ logger = logging.getLogger(__name__)
 MAX_REFERENCES = 2000
 """Rows of a prompt set that are graded."""
 MAX_SHOWN = 3
-MAX_CHARACTERS = 60
-"""Of a reference or an error in a message."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -104,7 +103,7 @@ def report_unrewarded(
     if not unrewarded:
         return
     shown = [
-        f"{where(prompts[number].index)}: {_shorten(repr(prompts[number].columns[column]))}{_reason(graded[number])}"
+        f"{where(prompts[number].index)}: {cut_value(prompts[number].columns[column])}{_reason(graded[number])}"
         for number in unrewarded[:MAX_SHOWN]
     ]
     message = (
@@ -120,8 +119,4 @@ def report_unrewarded(
 
 
 def _reason(outcome: Outcome) -> str:
-    return f" ({_shorten(outcome.error.splitlines()[-1])})" if outcome.error else ""
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
+    return f" ({cut_line(outcome.error.splitlines()[-1], VALUE_CHARACTERS)})" if outcome.error else ""

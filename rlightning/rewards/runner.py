@@ -4,20 +4,22 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlightning.errors import ConfigError, RewardError
+from rlightning.errors import ConfigError
 from rlightning.rewards.calls import Answered, Call, Outcome
 from rlightning.rewards.config import BoundReward, RewardFunction, bind_rewards
-from rlightning.rewards.event_loop import BEAT, EventLoopPool, LoopFunction
+from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
+from rlightning.rewards.loop_thread import BEAT
 from rlightning.rewards.pool import WorkerPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
+from rlightning.rewards.sources import KeptSources
+from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import WorkerFunction
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from rlightning.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -25,22 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
 """In which reference answers are graded, after the first of them."""
-MAX_REWARD = 3e38
-"""The largest reward: advantages are float32."""
-
-
-class RewardScores(NamedTuple):
-    """What the reward functions said about ``N`` samples.
-
-    Attributes:
-        rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
-        components: [N] float32 each, by the function's name, unweighted; NaN where it gave none.
-        failed: how many of ``rewards`` are NaN.
-    """
-
-    rewards: "Tensor"
-    components: "dict[str, Tensor]"
-    failed: int
 
 
 class _Begun(NamedTuple):
@@ -54,10 +40,11 @@ class _Begun(NamedTuple):
 class _Pools:
     """What calls run in, and where their answers come in."""
 
-    def __init__(self, functions: Sequence[BoundReward], num_workers: int) -> None:
+    def __init__(self, functions: Sequence[BoundReward], sources: KeptSources, num_workers: int) -> None:
         self.answers: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
         self.processes = WorkerPool(
             [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in functions],
+            sources,
             num_workers,
             self.answers.put,
         )
@@ -67,8 +54,14 @@ class _Pools:
             self.answers.put,
         )
 
+    def withdraw(self, samples: Collection[int]) -> None:
+        """End the calls on some samples, and those that have not begun."""
+        if samples:
+            self.processes.withdraw(samples)
+            self.loop.withdraw(samples)
+
     def close(self) -> None:
-        """End the processes and leave the loop."""
+        """End the processes and the calls on the loop."""
         self.processes.close()
         self.loop.close()
 
@@ -82,7 +75,8 @@ class RewardRunner:
 
     Args:
         rewards: each a dotted path, a function, or a :class:`RewardFunction`.
-        max_failed_share: the run ends when a larger share of a batch's samples has failed.
+        max_failed_share: the run ends when a larger share of the samples of a :meth:`score` has failed, or of those
+            that are counted together (:meth:`counting`).
         max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded
             by the checker of answers that it is graded with.
         num_workers: processes, and threads; None: as many as this process has cores, and at most eight.
@@ -106,11 +100,22 @@ class RewardRunner:
         self.max_failed_share = max_failed_share
         self.max_unrewarded_references = max_unrewarded_references
         self.functions = bind_rewards(rewards)
+        for function in self.functions:
+            if function.state is not None:
+                logger.warning(
+                    "Reward '%s' changes %s. Each worker process has a copy of its own, which the others do not know "
+                    "and which is lost with the process. Compute rewards from the arguments alone, or make it an async "
+                    "def: these run in one process.",
+                    function.name,
+                    function.state,
+                )
+        self.sources = KeptSources(function.module for function in self.functions if function.pickled)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
         self._said: set[str] = set()
+        self._failures: FailureCount | None = None
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set that lacks a column which a function cannot do without.
@@ -151,6 +156,15 @@ class RewardRunner:
                 self.close()
             report_unrewarded(function.name, column, chosen, outcomes, where, self.max_unrewarded_references)
 
+    @contextmanager
+    def counting(self, failures: FailureCount) -> Iterator[None]:
+        """Within, count the failures of every :meth:`score` in ``failures``, with those that it has."""
+        before, self._failures = self._failures, failures
+        try:
+            yield
+        finally:
+            self._failures = before
+
     def begin(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> None:
         """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
 
@@ -177,7 +191,7 @@ class RewardRunner:
             completions: N of them, each of the prompt in its place.
 
         Raises:
-            RewardError: more than ``max_failed_share`` of the samples failed; at once, without waiting for the others.
+            RewardError: too many samples have failed; at once, without waiting for the others.
         """
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
@@ -194,17 +208,17 @@ class RewardRunner:
                 samples[self._num_samples] = sample
                 calls += self._calls(everywhere, prompt, completion, self._num_samples)
                 self._num_samples += 1
-        self._pools.processes.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
+        self._pools.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
         self._begun.clear()
-        tally = _Tally(self.functions, len(prompts), self.max_failed_share, self._said)
+        failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
+        tally = Tally(self.functions, len(prompts), failures, self._said)
         try:
             self._submit(calls)
             self._collect(samples, tally)
+            return tally.total()
         except BaseException:
             self.close()
             raise
-        self._pools.loop.close()
-        return tally.total()
 
     def close(self) -> None:
         """End the worker processes, and forget what was begun; later calls start them again."""
@@ -216,7 +230,7 @@ class RewardRunner:
     @property
     def _pools(self) -> _Pools:
         if self._opened is None:
-            self._opened = _Pools(self.functions, self.num_workers)
+            self._opened = _Pools(self.functions, self.sources, self.num_workers)
         return self._opened
 
     def _calls(self, functions: Sequence[int], prompt: "Prompt", completion: "Completion", number: int) -> list[Call]:
@@ -244,7 +258,7 @@ class RewardRunner:
             outcomes[answer.call.sample] = answer.outcome
         return outcomes
 
-    def _collect(self, samples: "dict[int, int]", tally: "_Tally") -> None:
+    def _collect(self, samples: "dict[int, int]", tally: Tally) -> None:
         """Wait for the answer to every function's call on every sample.
 
         Args:
@@ -264,62 +278,6 @@ class RewardRunner:
             if (call.function, call.sample) in missing:  # else of a sample that nobody asks for any more
                 missing.remove((call.function, call.sample))
                 tally.add(call._replace(sample=samples[call.sample]), outcome)
-
-
-class _Tally:
-    """The outcomes of one batch."""
-
-    def __init__(self, functions: Sequence[BoundReward], num_samples: int, max_share: float, said: set[str]) -> None:
-        self.functions = functions
-        self.values: list[list[float | None]] = [[None] * num_samples for _ in functions]
-        self.num_samples = num_samples
-        self.max_share = max_share
-        self.said = said
-        self.failed: set[int] = set()
-        self.first_failure = ""
-
-    def add(self, call: Call, outcome: Outcome) -> None:
-        """Note what a call gave; a RewardError when that is one failure too many."""
-        if outcome.error is None:
-            self.values[call.function][call.sample] = outcome.value
-        else:
-            self._fail(call.sample, self.functions[call.function].name, outcome.error)
-
-    def total(self) -> RewardScores:
-        """The scores, when every call has been added."""
-        import torch
-
-        for sample in range(self.num_samples):
-            if sample not in self.failed and all(values[sample] is None for values in self.values):
-                self._fail(
-                    sample, "every function", "ValueError: no reward function applies to the sample: all gave None"
-                )
-        totals = [self._weighted_sum(sample) for sample in range(self.num_samples)]
-        for sample, total in enumerate(totals):
-            if sample not in self.failed and not abs(total) <= MAX_REWARD:
-                self._fail(sample, "the weighted sum", f"ValueError: a reward of {total:g} is beyond float32")
-        rewards = torch.tensor(totals, dtype=torch.float64)
-        rewards[sorted(self.failed)] = float("nan")
-        components = {
-            function.name: torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
-            for function, values in zip(self.functions, self.values, strict=True)
-        }
-        return RewardScores(rewards, components, len(self.failed))
-
-    def _weighted_sum(self, sample: int) -> float:
-        """The sum over the functions that apply, in float64: float32 would round equal totals of other parts apart."""
-        pairs = zip(self.functions, self.values, strict=True)
-        return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
-
-    def _fail(self, sample: int, name: str, error: str) -> None:
-        self.failed.add(sample)
-        self.first_failure = self.first_failure or f"The first failure, of '{name}' on sample {sample}:\n{error}"
-        if name not in self.said:
-            self.said.add(name)
-            logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
-        if len(self.failed) > self.max_share * self.num_samples:
-            count = f"{len(self.failed)} of {self.num_samples} samples have no reward"
-            raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {self.first_failure}")
 
 
 def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from rlightning.rewards.calls import Call, Outcome, failure, to_number
+from rlightning.rewards.sources import install
 
 
 class WorkerFunction(NamedTuple):
@@ -31,7 +32,9 @@ def serve(connection_fd: int, log_fd: int) -> None:
     os.dup2(2, 1)  # what functions print must not get into the trainer's standard output
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(log_fd)
-    functions: list[WorkerFunction] = connection.recv()
+    functions: list[WorkerFunction]
+    functions, modules = connection.recv()
+    install(modules)
     loaded = [_load(function) for function in functions]
     chunks: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()

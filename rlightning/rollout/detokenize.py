@@ -1,4 +1,4 @@
-"""From a completion's tokens to its text, once it is whole.
+"""From a completion's tokens to its text, once it is whole, by the trainer's tokenizer.
 
 vLLM decodes token by token, which only stop strings need; with log-probabilities it looks up each token's own text
 besides. In its Python process this costs several times what all the rest of a token does (docs/performance.md).
@@ -13,32 +13,28 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What bytes are decoded to that are no character, or not yet."""
 
 
-def can_decode(tokenizer: Any) -> bool:
-    """Whether :func:`decode_completions` knows the tokenizer: one of the library ``tokenizers``."""
-    return hasattr(tokenizer, "backend_tokenizer")
+def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of completions, as vLLM would decode them.
 
-
-def decode_completions(
-    tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]], finish_reasons: Sequence[str | None]
-) -> list[str]:
-    """The texts that vLLM would have given, were it asked to decode and for no stop string.
-
-    Special tokens, a final stop token and the bytes of a character that the completion's end has cut are left out.
+    Special tokens and the bytes of a character that the completion's end has cut are left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         prompt: [P], the tokens before them.
         completions: [C] each.
-        finish_reasons: of each, as vLLM calls them: "stop" for one that ends with a stop token.
     """
-    backend = tokenizer.backend_tokenizer
     context = list(prompt[-CONTEXT_TOKENS:])
-    before = backend.decode(context, skip_special_tokens=True)
+    before = _decode(tokenizer, context)
     texts = []
-    for token_ids, reason in zip(completions, finish_reasons, strict=True):
-        kept = list(token_ids[:-1] if reason == "stop" else token_ids)
-        text = backend.decode(context + kept, skip_special_tokens=True)
+    for token_ids in map(list, completions):
+        text = _decode(tokenizer, context + token_ids)
         # A prompt that ends within a character is decoded to something else when that is whole.
-        text = text.removeprefix(before) if text.startswith(before) else backend.decode(kept, skip_special_tokens=True)
+        text = text.removeprefix(before) if text.startswith(before) else _decode(tokenizer, token_ids)
         texts.append(text.rstrip(UNFINISHED))
     return texts
+
+
+def _decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """Not by ``tokenizer.decode`` where there is a backend, which may remove spaces in front of punctuation."""
+    decoder = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return str(decoder.decode(token_ids, skip_special_tokens=True))

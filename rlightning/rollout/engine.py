@@ -10,20 +10,26 @@ from numpy.typing import NDArray
 from rlightning.errors import check_rules
 from rlightning.types import Completion, Prompt
 
+TEMPERATURES = (0.01, 2.0)
+"""The lowest above 0 and the highest that vLLM samples with as they are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How completions are sampled; the names are vLLM's.
 
     Attributes:
-        temperature: logits are divided by it before sampling, and by the trainer too; 0 is greedy.
+        temperature: logits are divided by it before sampling, and by the trainer too; 0 is greedy. vLLM takes no
+            other below 0.01, and none above 2.
         top_p: sample from the smallest set of tokens with this probability mass.
         top_k: sample from this many likeliest tokens; 0 is all.
         min_p: leave out tokens less likely than this share of the likeliest one's probability.
         max_new_tokens: completions are cut here.
-        stop: strings that end a completion (and are left out of its text).
-        stop_token_ids: tokens that end a completion, besides the end of sequence.
-        seed: makes sampling repeatable; each prompt draws from a stream of its own.
+        stop: strings that end a completion, and are part of its text.
+        stop_token_ids: tokens that end a completion, besides the end of sequence, and are part of its text unless the
+            tokenizer calls them special.
+        seed: makes sampling repeatable; each sample of each prompt draws from a stream of its own, a hash of this seed,
+            the step and the prompt.
     """
 
     temperature: float = 1.0
@@ -37,11 +43,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = {
-            f"temperature={self.temperature} must be at least 0": self.temperature >= 0,
+            **temperature_rule(self.temperature),
             f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
             f"top_k={self.top_k} must be at least 0, where 0 means all tokens": self.top_k >= 0,
             f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
             f"max_new_tokens={self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
+            f"stop={list(self.stop)} has an empty text, which every completion begins with": all(self.stop),
+            f"stop_token_ids={list(self.stop_token_ids)} must be token ids, at least 0": all(
+                token >= 0 for token in self.stop_token_ids
+            ),
         }
         check_rules(rules)
 
@@ -56,6 +66,16 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, Any]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
     del values["seed"]
     return {"model.samples_per_prompt": num_samples, **{f"rollout.{name}": value for name, value in values.items()}}
+
+
+def temperature_rule(temperature: float) -> dict[str, bool]:
+    """Return the rule of temperatures, and whether ``temperature`` follows it; for :func:`check_rules`.
+
+    vLLM samples at 0.01 if it is given less, while the trainer would divide by what it was given.
+    """
+    lowest, highest = TEMPERATURES
+    rule = f"temperature={temperature} must be 0, which is greedy, or from {lowest} to {highest:g}"
+    return {rule: temperature == 0 or lowest <= temperature <= highest}
 
 
 Request = tuple[Prompt, int]

@@ -28,7 +28,7 @@ from rlightning.rollout.devices import lent_devices
 from rlightning.rollout.engine import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket, Weights, weight_shapes
 from rlightning.types import Completion
 
@@ -227,12 +227,12 @@ class EngineGroup:
             asked = self._ask([(i, work[i][1]) for i in missing if i not in done], num_samples, sampling)
             for answer in as_completed(asked):
                 try:
-                    completions = make_completions(answer.result())
+                    outputs = answer.result()
                 except EngineDiedError as error:
                     self._death = error
                     continue
-                done[asked[answer]] = completions
                 rank, (prompt, _) = work[asked[answer]]
+                done[asked[answer]] = completions = self.engines[0].read(prompt, outputs)
                 if on_completed is not None and rank == global_rank():
                     on_completed(prompt, completions)
                 if len(done) == num_wanted:

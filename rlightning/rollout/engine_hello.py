@@ -1,49 +1,62 @@
 """What an engine says of itself when it is up, and whether that is what a trainer needs."""
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.errors import EngineError
-from rlightning.rollout.engine_link import VLLMConfig
 
-DIMENSIONS = ("vocab_size", "hidden_size", "num_hidden_layers")
-"""Of a model's configuration, that actor and engine must have in common."""
+if TYPE_CHECKING:
+    from rlightning.rollout.engine_link import VLLMConfig
 
-
-def make_hello(model_config: Any, **facts: Any) -> dict[str, Any]:
-    """Versions, the model's Hugging Face configuration and further ``facts``."""
-    return {"rlightning": _own_version(), **_describe_model(model_config), **facts}
+SHOWN = 5
+"""Differences that an error names."""
+MISSING = "nothing"
 
 
-def check_hello(config: VLLMConfig, model_config: Any, hello: dict[str, Any]) -> None:
-    """Refuse an engine that was started for another run.
+def make_hello(**facts: Any) -> dict[str, Any]:
+    """Return the version of rlightning and further ``facts``."""
+    return {"rlightning": _own_version(), **facts}
+
+
+def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
+    """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
 
     Args:
         config: what the trainer would have started.
-        model_config: the actor's Hugging Face configuration.
         hello: of the engine, from :func:`make_hello`.
+
+    Raises:
+        EngineError: with what differs, what the engine has and what it should have.
     """
+    if config.files is None:  # nobody samples from it here
+        return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
-    wanted = make_hello(model_config, dtype=str(config.dtype), tensor_parallel_size=size)
+    wanted = make_hello(dtype=str(config.dtype), tensor_parallel_size=size)
     if config.weight_folder is None:
         wanted["device"] = config.device.type  # NCCL connects CUDA devices, and gloo CPUs
-    got = {name: hello.get(name) for name in wanted}
-    differences = [f"{name} {got[name]}, not {value}" for name, value in wanted.items() if got[name] != value]
+    pairs = [(name, hello.get(name, MISSING), value) for name, value in wanted.items()]
+    read, facts = hello.get("facts", {}), config.files.facts
+    # Another version of transformers may know further keys, each at a value that changes nothing.
+    pairs += [(name, read[name], facts[name]) for name in facts if name in read]
+    differences = [f"{name} {got}, not {value}" for name, got, value in pairs if got != value]
     length = arguments["max_model_len"]
     if hello.get("max_model_len", 0) < length:
         differences.append(f"max_model_len {hello.get('max_model_len')}, not {length} or more")
     if differences:
-        raise EngineError(
-            f"The engine at {config.url} is not for this run. It has {'; '.join(differences)}. "
-            "Start `rlightning serve` with the run's configuration."
-        )
+        more = len(differences) - SHOWN
+        listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise EngineError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
 
 
-def _describe_model(model_config: Any) -> dict[str, Any]:
-    text = model_config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in DIMENSIONS}
-    return {"architectures": list(model_config.architectures or ()), **sizes}
+def _whose(config: "VLLMConfig") -> str:
+    return f"The engine at {config.url} is not for this run." if config.url else "The engine is not for this run."
+
+
+def _way_out(config: "VLLMConfig") -> str:
+    if config.url:
+        return "Start `rlightning serve` with the run's configuration and the same files of its model."
+    return f"The files of {config.engine_args['model']} must stay as they were when the run began."
 
 
 def _own_version() -> str:

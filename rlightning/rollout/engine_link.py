@@ -14,11 +14,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
+from rlightning.rollout.engine_hello import check_hello
+
+if TYPE_CHECKING:
+    from rlightning.rollout.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +47,8 @@ class RequestRefusedError(EngineError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"The engine refused a request:\n{reason}")
-        self.reason = reason
+        self.reason = cut(reason)
+        super().__init__(f"The engine refused a request:\n{self.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,7 @@ class VLLMConfig:
         start_timeout: seconds until the engine must be up.
         hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
         environment: further variables of its process.
+        files: of the model, as the trainer has read them; None for who only starts an engine for others.
     """
 
     engine_args: dict[str, Any]
@@ -78,6 +84,7 @@ class VLLMConfig:
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
     environment: dict[str, str] = field(default_factory=dict)
+    files: "ModelFiles | None" = None
 
 
 class EngineLink(ABC):
@@ -224,7 +231,10 @@ class EngineLink(ABC):
         self.ended.set_result(error)
 
     def _hear(self, number: int | None, status: str, result: Any) -> None:
+        if status == "refused":
+            raise EngineError(f"vLLM refuses the engine's arguments, which rollout.engine adds to: {result}")
         if status == "ready":
+            check_hello(self.config, result)
             log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))
         with self._state_lock:
             self._silence = 0.0

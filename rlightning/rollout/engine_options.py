@@ -16,9 +16,11 @@ from rlightning.memory_plan.engine_memory import kv_cache_setting
 from rlightning.rollout.canary import CANARY_TOKENS
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
+from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_settings import RolloutWork, check_given, derive_settings, expert_settings
+from rlightning.rollout.engine_settings import RolloutWork, check_cpu_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import check_token, parse_url
+from rlightning.seeds import mix_seed
 
 Placement = Literal["colocated", "standalone"]
 
@@ -178,35 +180,32 @@ class EngineOptions:
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
-        longest = module.max_model_length if max_prompt_tokens is None else max_prompt_tokens + sampling.max_new_tokens
+        given = {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
         arguments: dict[str, Any] = {
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
             "dtype": dtype,
-            "max_model_len": min(max(longest, CANARY_TOKENS + 1), module.max_model_length),
+            "max_model_len": derive_length(module, sampling, max_prompt_tokens, given),
             # engines that draw the same numbers would make different prompts' samples alike
-            "seed": (torch.initial_seed() + number) % (1 << 31) if sampling.seed is None else sampling.seed,
+            "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
             "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
             "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
         }
-        given = self.arguments.get("max_model_len")
-        if given is not None and int(given) > module.max_model_length:
-            raise ConfigError(
-                f"rollout.engine.max_model_len={given} is more than the actor's {module.max_model_length} tokens, and "
-                "the engine may compute positions otherwise then. Leave it out."
-            )
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
             arguments |= expert_settings(getattr(module, "model_config", None))
         else:
+            check_cpu_model(getattr(module, "model_config", None))
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
         work = self._work(module, max_prompt_tokens, num_engines)
-        arguments |= derive_settings(work, self.arguments, is_cuda=is_cuda)
+        arguments |= derive_settings(work, given, is_cuda=is_cuda)
+        if not is_cuda:
+            arguments |= read_prompts_whole(given, arguments)
         arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=sharing == 1)
         return VLLMConfig(
             engine_args=arguments,
@@ -229,3 +228,40 @@ class EngineOptions:
             samples_per_prompt=1 if plan is None else plan.samples_per_prompt,
             max_prompt_tokens=max_prompt_tokens or module.max_model_length,
         )
+
+
+def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None, given: Mapping[str, Any]) -> int:
+    """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
+
+    Args:
+        module: as of :meth:`EngineOptions.configure`.
+        sampling: of training completions.
+        max_prompt_tokens: as of :meth:`EngineOptions.configure`.
+        given: the user's engine arguments.
+
+    Raises:
+        ConfigError: if the user's is too short, or longer than the model's positions.
+    """
+    limit: int = module.max_model_length
+    prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
+    needed = prompt + sampling.max_new_tokens
+    origin = f"{prompt} of a prompt + rollout.max_new_tokens={sampling.max_new_tokens}"
+    if needed <= CANARY_TOKENS:
+        needed, origin = CANARY_TOKENS + 1, "what verifies the weights"
+    needed = min(needed, limit)
+    check_length(given, needed, origin, limit)
+    return int(given.get("max_model_len") or (limit if max_prompt_tokens is None else needed))
+
+
+def read_prompts_whole(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what keeps vLLM from cutting prompts into chunks, at which it ends on a CPU if requests have seeds.
+
+    Its runner then sets back the random numbers of a chunk by ``torch.Generator.get_offset``, which CPUs have not.
+
+    Args:
+        given: the user's engine arguments.
+        arguments: all of them.
+    """
+    length = arguments["max_model_len"]
+    check_cpu(given, length)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], length)}

@@ -16,7 +16,7 @@ from typing import Any
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions, vllm_sampling
+from rlightning.rollout.vllm_engine import VLLMEngine, model_files, vllm_sampling
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,14 @@ class Request:
     """One prompt to complete.
 
     Attributes:
+        prompt: what is completed.
         arguments: of the engine process's ``generate``.
         num_samples: how many completions; what an engine's load is counted in.
         conversation: requests of one stay with one engine, whose cache holds what was said before.
         answer: what the asker waits for, whichever engine it comes from.
     """
 
+    prompt: Prompt
     arguments: tuple[Any, ...]
     num_samples: int
     conversation: Hashable | None = None
@@ -121,8 +123,9 @@ class EnginePool:
         Returns:
             The completions, or the error that ended all engines.
         """
-        arguments = (prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
-        request = Request(arguments, num_samples, conversation)
+        ends = model_files(self.members[0].engine.config).end_token_ids
+        arguments = (prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
+        request = Request(prompt, arguments, num_samples, conversation)
         self._dispatch(request)
         return request.answer
 
@@ -255,7 +258,7 @@ class EnginePool:
         elif error is not None:
             request.answer.set_exception(error)
         else:
-            request.answer.set_result(make_completions(inner.result()))
+            request.answer.set_result(member.engine.read(request.prompt, inner.result()))
 
     def _bury(self, member: Member, error: EngineError) -> None:
         """Start a dead engine again, once; its requests have been handed on."""
@@ -271,8 +274,9 @@ class EnginePool:
                 log.warning("Engine %d is %s: %s", member.number, again, reason)
                 try:
                     self._start(member)
-                except OSError as failure:  # this thread has nobody to raise it to
+                except (EngineError, OSError) as failure:  # this thread has nobody to raise it to
                     may_return, reason = False, f"it cannot be started: {failure}"
+                    error = EngineError(reason)
             if not may_return:
                 member.is_gone = True
                 log.warning("Engine %d stays away: %s", member.number, reason)

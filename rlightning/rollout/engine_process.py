@@ -16,11 +16,17 @@ import torch
 
 import rlightning
 from rlightning.errors import EngineError
+from rlightning.foreign_text import cut
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
 
 LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
+LOG_BYTES = 1 << 16
+"""Of the end of the log that lines are looked for in."""
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
+NO_CAUSE = "See root cause above"
+"""In vLLM's last error, where it has another one before."""
 EXIT_SECONDS = 10.0
 """How long an engine that has closed its socket may take to exit, for its exit status."""
 LAUNCHER_VARIABLES = re.compile(
@@ -60,12 +66,19 @@ class EngineProcess(EngineLink):
 
     def log_tail(self) -> str:
         """The last lines of the engine's log."""
+        return cut("\n".join(self._log_lines()[-LOG_LINES:]))
+
+    def _log_lines(self) -> list[str]:
         if not self.config.log_file.exists():
-            return ""
+            return []
         with self.config.log_file.open("rb") as file:
-            file.seek(max(self.config.log_file.stat().st_size - 16384, 0))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+            file.seek(max(self.config.log_file.stat().st_size - LOG_BYTES, 0))
+            return file.read().decode(errors="replace").splitlines()
+
+    def _cause(self) -> str:
+        """Return the last error in the log that is none of its consequences, with a colon in front; else a point."""
+        found = [match[0] for line in self._log_lines() if NO_CAUSE not in line and (match := CAUSE.search(line))]
+        return f": {found[-1]}" if found else "."
 
     def _open(self) -> Connection:
         return self._ours
@@ -84,7 +97,7 @@ class EngineProcess(EngineLink):
         log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and status > 0:
-            return EngineError(f"The engine could not start{code}. {log_tail}")
+            return EngineError(f"The engine could not start{code}{self._cause()} {log_tail}")
         return EngineDiedError(f"The engine {how}{code}. {log_tail}")
 
 

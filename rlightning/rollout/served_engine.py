@@ -7,8 +7,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlightning.errors import EngineError
-from rlightning.models import load_config
-from rlightning.rollout.engine_hello import check_hello
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, hang_up, limit_waiting
 from rlightning.rollout.engine_wire import MEET_SECONDS, NotNowError, enter, parse_url, reach, read_token
 
@@ -88,8 +86,6 @@ class ServedEngine(EngineLink):
     def _hear(self, number: int | None, status: str, result: Any) -> None:
         if status == "over":
             raise EngineDiedError(f"{self.config.url}: {result}")
-        if status == "ready":
-            check_hello(self.config, load_config(self.config.engine_args["model"]), result)
         super()._hear(number, status, result)
 
     def _end(self, how: str) -> EngineError:

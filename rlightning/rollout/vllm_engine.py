@@ -9,10 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import EngineError
+from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine import OnCompleted, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess
+from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.served_engine import ServedEngine
+from rlightning.seeds import mix_seed
 from rlightning.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
@@ -85,13 +88,13 @@ class VLLMEngine:
         done: dict[int, list[Completion]] = {}
         for answer in as_completed(answers):
             position = positions[answer]
-            done[position] = make_completions(answer.result())
+            done[position] = self.read(prompts[position], answer.result())
             if on_completed is not None:
                 on_completed(prompts[position], done[position])
         return [done[position] for position in range(len(prompts))]
 
     def ask(self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
-        """Hand in requests; what comes of each is for :func:`make_completions`.
+        """Hand in requests; what comes of each is for :meth:`read`.
 
         Args:
             requests: prompts, each with the number of its random stream, which counts if ``sampling.seed`` is set.
@@ -100,10 +103,15 @@ class VLLMEngine:
         """
         if self.is_alive and self._held_version is None:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
+        ends = model_files(self.config).end_token_ids
         return [
-            self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream))
+            self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
             for prompt, stream in requests
         ]
+
+    def read(self, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> list[Completion]:
+        """Return a prompt's completions, from what the engine's process has answered."""
+        return make_completions(model_files(self.config), prompt.token_ids, outputs)
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`RolloutEngine.score`."""
@@ -178,10 +186,22 @@ def check_complete(missing: Sequence[str]) -> None:
         )
 
 
-def vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams."""
-    # vLLM gives the i-th sample of a prompt seed + i: streams must lie num_samples apart.
-    seed = None if sampling.seed is None else (sampling.seed + stream * num_samples) % (1 << 63)
+def model_files(config: VLLMConfig) -> ModelFiles:
+    """Return what the trainer has read of the model's files."""
+    if config.files is None:
+        raise EngineError("The engine is asked for completions by nobody who has read its model's files.")
+    return config.files
+
+
+def vllm_sampling(sampling: Sampling, num_samples: int, stream: int, end_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return arguments of vLLM's SamplingParams.
+
+    Args:
+        sampling: see :class:`Sampling`.
+        num_samples: completions of the prompt.
+        stream: number of the prompt's random stream, of which vLLM makes one for each sample: it adds its number.
+        end_token_ids: end a completion, besides ``sampling.stop_token_ids``.
+    """
     return {
         "n": num_samples,
         "temperature": sampling.temperature,
@@ -190,17 +210,30 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int) -> dict[str
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "seed": seed,
+        # The trainer decides what ends a completion, whatever the engine has read.
+        "ignore_eos": True,
+        "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
+        "seed": None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream),
     }
 
 
-def make_completions(outputs: Sequence[dict[str, Any]]) -> list[Completion]:
-    """A prompt's completions, from what the engine's process answers."""
-    return [make_completion(output) for output in outputs]
+def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Completion]:
+    """Return a prompt's completions, from what the engine's process has answered.
+
+    A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
+
+    Args:
+        files: of the policy.
+        prompt: [P] tokens.
+        outputs: see :meth:`~rlightning.rollout.vllm_server.VLLMServer.generate`.
+    """
+    written = [output["token_ids"].tolist() for output in outputs]
+    written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
+    texts = decode_completions(files.tokenizer, prompt, written)
+    return [make_completion(text, output) for text, output in zip(texts, outputs, strict=True)]
 
 
-def make_completion(output: dict[str, Any]) -> Completion:
-    """One of them."""
-    reason: Literal["stop", "length"] = "length" if output["finish_reason"] == "length" else "stop"
-    return Completion(output["text"], output["token_ids"], output["logprobs"], output["weight_versions"], reason)
+def make_completion(text: str, output: dict[str, Any]) -> Completion:
+    """Return one of them."""
+    reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
+    return Completion(text, output["token_ids"], output["logprobs"], output["weight_versions"], reason)

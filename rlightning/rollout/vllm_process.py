@@ -23,8 +23,9 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.rollout.engine_hello import make_hello
+from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.process_group import end_own_group
-from rlightning.rollout.vllm_server import VLLMServer, start_engine
+from rlightning.rollout.vllm_server import ArgumentsRefusedError, VLLMServer, start_engine
 
 HEARTBEAT_SECONDS = 2.0
 PARENT_SECONDS = 2.0
@@ -110,10 +111,11 @@ class Calls:
 async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
     """Start the engine that the first message describes, then answer requests until it fails."""
     _, _, engine_args = await inbox.get()
+    facts = ModelFiles.read(engine_args["model"]).facts
     server = VLLMServer(start_engine(engine_args))
     config = server.engine.vllm_config
     hello = make_hello(
-        config.model_config.hf_config,
+        facts=facts,
         pid=os.getpid(),
         device=current_platform.device_type,
         dtype=str(config.model_config.dtype),
@@ -153,6 +155,9 @@ def main() -> None:
         thread.start()
         try:
             await serve(mailbox, inbox)
+        except ArgumentsRefusedError as error:
+            traceback.print_exc()
+            mailbox.send(None, "refused", str(error))
         except Exception:  # into the log, which the trainer quotes
             traceback.print_exc()
         if mailbox.is_ending.is_set():

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlightning.rollout.detokenize import can_decode, decode_completions
+from rlightning.foreign_text import cut_line
 from rlightning.rollout.token_versions import TokenVersions
 
 RESET_TRIES = 5
@@ -21,17 +22,40 @@ ALL_AT_ONCE = 1 << 30
 one piece, of this many requests, it is when there are no more steps' outputs to take."""
 
 
+class ArgumentsRefusedError(ValueError):
+    """vLLM does not take the engine's arguments; the message is vLLM's, in a line."""
+
+
 def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
-    """An engine, up; ``engine_args`` are of vLLM's AsyncEngineArgs."""
+    """Return an engine that is up.
+
+    Args:
+        engine_args: of vLLM's AsyncEngineArgs.
+
+    Raises:
+        ArgumentsRefusedError: vLLM does not take them.
+    """
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
     # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
     method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    arguments = AsyncEngineArgs(**engine_args)
-    config = arguments.create_engine_config()
+    try:
+        arguments = AsyncEngineArgs(**engine_args)
+        config = arguments.create_engine_config()
+    except (AssertionError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise ArgumentsRefusedError(describe_refusal(error)) from error
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
     return AsyncLLM.from_vllm_config(
         config, enable_log_requests=arguments.enable_log_requests, disable_log_stats=arguments.disable_log_stats
     )
+
+
+def describe_refusal(error: Exception) -> str:
+    """Return vLLM's reason to refuse arguments in a line: of wrong types and values each with its name and value."""
+    gist = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
+        gist = "; ".join(f"{name or one['type']}={one['input']!r:.80}: {one['msg']}" for name, one in wrong)
+    return cut_line(gist)
 
 
 class VLLMServer:
@@ -56,35 +80,26 @@ class VLLMServer:
         """Sample completions of one prompt.
 
         Returns:
-            For each its text, tokens, their log-probabilities and the versions of the weights that sampled them, and
-            the reason to finish.
+            For each its tokens, their log-probabilities and the versions of the weights that sampled them, and what
+            ended it: a stop token, a stop string, or None for its length.
         """
-        tokenizer = self.engine.get_tokenizer()
-        decodes_itself = bool(sampling.get("stop")) or not can_decode(tokenizer)
         params = SamplingParams(
             **sampling,
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=decodes_itself,
+            detokenize=bool(sampling.get("stop")),
         )
         output, versions = await self._run(token_ids, params, has_versions=True)
-        completions = output.outputs
-        if decodes_itself:
-            texts = [one.text for one in completions]
-        else:
-            sampled, reasons = [one.token_ids for one in completions], [one.finish_reason for one in completions]
-            texts = decode_completions(tokenizer, token_ids, sampled, reasons)
         return [
             {
-                "text": text,
                 "token_ids": np.asarray(one.token_ids, np.int64),
                 # logprobs=0: one entry a position, the sampled token's
                 "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
                 "weight_versions": one_versions,
-                "finish_reason": one.finish_reason,
+                "end": one.stop_reason,
             }
-            for text, one, one_versions in zip(texts, completions, versions, strict=True)
+            for one, one_versions in zip(output.outputs, versions, strict=True)
         ]
 
     async def score(self, token_ids: list[int]) -> list[float]:

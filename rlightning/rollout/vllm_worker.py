@@ -75,7 +75,7 @@ class WeightReceiver:
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if index < self._rl_end.num_chunks - 1:
             return []
-        pack_weights(model, self.vllm_config.model_config.dtype)
+        pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
         return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
 
     def rl_ping(self) -> None:

@@ -75,7 +75,7 @@ def test_rloo_advantages(model_folder: str) -> None:
     assert_close(by_sequence(batch, RLOO(model_folder).compute_advantages(batch)), expected)
 
 
-def test_rloo_takes_the_divergence_of_the_whole_completion_off_the_reward(model_folder: str) -> None:
+def test_rloo_reward_subtracts_kl_of_whole_completion(model_folder: str) -> None:
     batch = make_batch()
     batch.ref_logprobs = batch.rollout_logprobs - 0.1
     # k1 is 0.1 a token: 0.03 * 0.1 * length is taken off; the sampler's log-probabilities serve, there being no others.

@@ -82,7 +82,7 @@ def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: 
     ],
 )
 @pytest.mark.parametrize("is_validation", [False, True])
-def test_rows_that_cannot_be_learned_end_the_run_before_it_begins(
+def test_sft_unusable_completion_raises_before_training(
     completion: Any, message: str, is_validation: bool, model_folder: str, tmp_path: Path
 ) -> None:
     module = SFT(model_folder, prompts_per_step=4)

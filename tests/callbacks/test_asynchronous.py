@@ -61,7 +61,7 @@ class Judge(RLCallback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("oversample", [0.0, 2.0])
-def test_refills_of_groups_without_signal_are_no_older_than_allowed(
+def test_dapo_refill_completions_respect_max_staleness(
     oversample: float, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun_again = [0] * 6

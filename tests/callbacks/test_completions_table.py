@@ -200,7 +200,7 @@ def test_resume_goes_on_counting(tmp_path: Path) -> None:
     assert files(tmp_path) == [f"step_00000{step}.parquet" for step in (1, 2, 4, 6)]
 
 
-def test_a_loop_that_counts_no_steps_resumes_by_the_state(tmp_path: Path) -> None:
+def test_custom_loop_without_step_count_resumes_from_state(tmp_path: Path) -> None:
     first, second = (CompletionsTable(2, path=str(tmp_path / "completions")) for _ in range(2))
     for _ in range(3):
         PlainLoop(first).step(PlainModule())
@@ -229,6 +229,6 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
         trainer.fit(ObservedModule(), loader())
 
 
-def test_a_loop_without_a_folder_is_told_what_to_give() -> None:
+def test_custom_loop_without_root_dir_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="PlainLoop has no default_root_dir"):
         PlainLoop(CompletionsTable()).step(PlainModule())

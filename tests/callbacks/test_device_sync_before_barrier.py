@@ -42,7 +42,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def test_before_the_strategys_barrier_during_a_run_and_not_after_it(tmp_path: Path, recorder: Recorder) -> None:
+def test_device_sync_precedes_strategy_barrier_only_during_run(tmp_path: Path, recorder: Recorder) -> None:
     class MeetsAtEachStep(RLCallback):
         def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
             trainer.strategy.barrier("update")
@@ -57,7 +57,7 @@ def test_before_the_strategys_barrier_during_a_run_and_not_after_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_undone_at_the_end_of_a_run_however_it_ends(tmp_path: Path, fails: bool) -> None:
+def test_strategy_barrier_is_restored_after_success_or_failure(tmp_path: Path, fails: bool) -> None:
     trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=2)
     module = ObservedModule(fails_at=2 if fails else None)
     for _ in range(2):  # it can be set up again
@@ -137,7 +137,7 @@ def meet_while_rank_0_works(folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_no_rank_is_past_the_barrier_before_all_devices_are_done(tmp_path: Path) -> None:
+def test_no_rank_passes_barrier_before_all_devices_finish(tmp_path: Path) -> None:
     run_ranks(meet_while_rank_0_works, 2, tmp_path)
     for name in ("ours", "own"):
         first, second = (json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in range(2))
@@ -167,7 +167,7 @@ def test_a_device_that_is_none() -> None:
 
 
 @pytest.mark.gpu
-def test_a_long_kernel_on_another_stream_is_done_at_the_barriers_return() -> None:
+def test_barrier_waits_for_kernel_on_other_stream() -> None:
     loop, module = SimpleNamespace(barrier=lambda: None), torch.nn.Linear(1, 1, device="cuda")
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
     done = []
@@ -216,7 +216,7 @@ def meet_while_rank_0s_kernel_runs(folder: Path) -> None:
 
 
 @pytest.mark.multigpu
-def test_a_long_kernel_of_one_rank_is_done_at_the_barriers_return_on_both(tmp_path: Path) -> None:
+def test_barrier_on_both_ranks_awaits_one_ranks_kernel(tmp_path: Path) -> None:
     run_ranks(meet_while_rank_0s_kernel_runs, 2, tmp_path, device_type="cuda")
     for rank in range(2):
         assert json.loads((tmp_path / f"done{rank}.json").read_text()) == [False, False, True, True]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_models import send
 from engine_run import Witness, find_core, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from tiny import VOCABULARY
 
 from rlightning.data import ValidationSet
 from rlightning.errors import EngineError
@@ -21,8 +22,8 @@ from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import limit_waiting
 from rlightning.rollout.engine_process import EngineProcess
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
-from rlightning.types import Completion, Prompt
+from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +58,7 @@ class Request(NamedTuple):
 
     weight_version: int
     num_prompts: int
-    finished: list[list[Completion]]
+    finished: list[list[dict[str, Any]]]
 
 
 class Assassin:
@@ -83,7 +84,7 @@ class Assassin:
                     # Drop what the engine had sent already: on a busy machine that may be everything.
                     process.ended.add_done_callback(lambda ended: mine.set_exception(ended.result()))
                 else:
-                    request.finished.append(make_completions(answer.result()))
+                    request.finished.append(answer.result())
                     mine.set_result(answer.result())
                     if strike is not None:
                         strike(engine)
@@ -149,7 +150,7 @@ def test_a_run_survives_one_death_a_step(
         assert (again.num_prompts, len(again.finished)) == (3, 3)
         batch = witness.batches[first // 2]
         kept = {completion.token_ids.tobytes() for completion in batch.completions}
-        assert all(completion.token_ids.tobytes() in kept for group in asked.finished for completion in group)
+        assert all(sample["token_ids"].tobytes() in kept for group in asked.finished for sample in group)
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
         assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
@@ -200,10 +201,54 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {})
-    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"max_num_seqs": -1}))
-    with pytest.raises(EngineError, match=r"(?s)could not start \(exit status 1\)\. The end of .*max_num_seqs"):
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1}))
+    with pytest.raises(
+        EngineError,
+        match=r"could not start \(exit status 1\): ValueError: No available memory for the cache blocks.*The end of",
+    ):
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
+
+
+def test_arguments_that_vllm_refuses_are_a_line(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_dtype": "nonsense"}))
+    with pytest.raises(
+        EngineError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
+    ) as caught:
+        trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+class EditAndKill(RLCallback):
+    """Gives the model's folder another tokenizer in the first update, and kills the engine."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        path = Path(module.model_path) / "tokenizer_config.json"
+        path.write_text(path.read_text().replace("<eos>", "="))
+        kill_core(module.generator.engine)
+
+
+def test_engine_is_not_restarted_on_another_tokenizer(tmp_path: Path) -> None:
+    rewarded: list[str] = []
+
+    async def reward(completion: str) -> float:
+        rewarded.append(completion)
+        return len(completion)
+
+    witness = Witness()
+    module = make_module(save_model(tmp_path / "model"), rewards=[reward], samples_per_prompt=8)
+    trainer = make_trainer(tmp_path, 2, make_rollout(stop=("1", "=")), witness, EditAndKill())
+    with pytest.raises(
+        EngineError, match=r"^The engine is not for this run\. It has eos_token =, not <eos>;.* must stay as they were"
+    ):
+        trainer.fit(module, make_data(tmp_path))
+    assert trainer.global_step == 1
+    # Until then rewards have been given the text of all tokens that are trained, stop strings too.
+    characters = {token: character for character, token in VOCABULARY.items()}
+    (batch,) = witness.batches
+    trained = ["".join(characters[token] for token in one.token_ids if token) for one in batch.completions]
+    assert sorted(rewarded) == sorted(trained)
+    assert any(text.endswith(("1", "=")) for text in trained)
 
 
 def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:

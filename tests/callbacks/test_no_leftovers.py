@@ -203,7 +203,7 @@ def test_a_signal(
         process.wait()
 
 
-def test_an_engine_notices_that_its_trainer_is_gone_though_a_child_holds_the_socket(
+def test_engine_exits_when_trainer_dies_despite_inherited_socket(
     model_folder: str, tmp_path: Path, scratch: Path
 ) -> None:
     script = tmp_path / "script.py"

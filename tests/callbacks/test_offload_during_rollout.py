@@ -107,7 +107,7 @@ def test_what_is_away_when(
     ]
 
 
-def test_without_an_engine_on_the_device_all_is_back_after_the_rollout(tmp_path: Path) -> None:
+def test_offload_without_engine_restores_all_after_rollout(tmp_path: Path) -> None:
     watch = Watch()
     make_trainer(tmp_path, OnCPU(parameters=True), watch, max_steps=2).fit(Adam(), loader())
     assert watch.seen[5:8] == [
@@ -140,7 +140,7 @@ def test_resume_from_a_checkpoint_of_a_run_that_offloads(tmp_path: Path) -> None
     assert torch.equal(resumed, train(tmp_path, max_steps=5))
 
 
-def test_a_checkpoint_after_a_validation_through_the_engine_is_whole(tmp_path: Path) -> None:
+def test_checkpoint_after_engine_validation_includes_offloaded_tensors(tmp_path: Path) -> None:
     class Validates(WithEngine):
         def validation_step(self, prompts: Any, batch_idx: int) -> None:
             fire(self.trainer, self, "on_weight_sync_start", 1)
@@ -176,7 +176,7 @@ def test_after_an_exception_everything_is_there(tmp_path: Path) -> None:
     assert num_bytes([module.weight]) == WEIGHTS and num_bytes(state_of(trainer.optimizers[0])) == STATE
 
 
-def test_where_the_engine_keeps_the_memory_the_exception_is_still_the_first_one(
+def test_restore_out_of_memory_keeps_original_exception(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload = OnCPU()
@@ -261,7 +261,7 @@ def test_misuse() -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_is_free_during_the_rollout_and_training_is_the_same() -> None:
+def test_offload_frees_device_memory_and_preserves_training() -> None:
     results = []
     for callbacks in ([], [OffloadDuringRollout(parameters=True)]):
         torch.manual_seed(0)

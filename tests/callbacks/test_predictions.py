@@ -1,14 +1,25 @@
 import json
 import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from observed_run import ObservedModule, loader, make_completion, make_prompt, make_trainer, messages
+from tiny import ActorGenerator, UseGenerator, save_model
+from tiny import make_trainer as make_actor_trainer
 
+from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
+from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
+from rlightning.module import RLModule
+from rlightning.rollout import OnCompleted, Sampling
+from rlightning.types import Completion, Prompt
 
 
 def predict(folder: Path, callback: JSONLPredictions, module: ObservedModule | None = None) -> None:
@@ -44,36 +55,163 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "predictions.jsonl").read_text() == "precious"
 
 
-def test_a_run_that_dies_leaves_no_file_that_looks_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Dies(ObservedModule):
-        def predict_step(self, prompts: Any, batch_idx: int) -> Any:
-            if batch_idx == 1:
-                raise RuntimeError("out of luck")
-            return super().predict_step(prompts, batch_idx)
+class Dictated(ActorGenerator):
+    """Tells of each prompt as soon as it is complete, as engines do, and keeps count of them."""
 
+    def __init__(self, module: RLModule, dies_after: int = 1000, how: Callable[[], None] | None = None) -> None:
+        super().__init__(module)
+        self.asked: list[int] = []
+        self.dies_after, self.how = dies_after, how
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Completion]]:
+        done = {}
+        for prompt in reversed(prompts):  # the last ones first: engines have an order of their own
+            if len(self.asked) == self.dies_after and self.how is not None:
+                self.how()
+            self.asked.append(prompt.index)
+            (done[prompt.index],) = super().generate([prompt], num_samples, sampling)
+            if on_completed is not None and prompt.index % 4 != 3:  # not for all
+                on_completed(prompt, done[prompt.index])
+        return [done[prompt.index] for prompt in prompts]
+
+
+def out_of_luck() -> None:
+    raise RuntimeError("out of luck")
+
+
+class Prediction:
+    """``predict`` of ten sums by the real Trainer in batches of four, in a folder that is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = save_model(folder / "model")
+        rows = [{"prompt": f"{a}+1=", "column": float("nan") if a == 4 else "half a \ud83d"} for a in range(10)]
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(self, dies_after: int = 1000, how: Callable[[], None] = out_of_luck, **settings: Any) -> list[int]:
+        """The indices of the prompts that were completed, in their order."""
+        module = GRPO(self.model, samples_per_prompt=2)
+        data = PromptDataModule(predict=str(self.folder / "sums.jsonl"), max_prompt_tokens=8, validation_batch_size=4)
+        generators: list[Dictated] = []
+
+        def make(module: RLModule) -> Dictated:
+            generators.append(Dictated(module, dies_after, how))
+            return generators[0]
+
+        trainer = make_actor_trainer(self.folder, 1, UseGenerator(make, **settings), JSONLPredictions())
+        try:
+            trainer.predict(module, data, return_predictions=False)
+        except RuntimeError as error:
+            assert str(error) == "out of luck"
+        return generators[0].asked
+
+    def lines(self, name: str = "predictions.jsonl") -> list[dict[str, Any]]:
+        text = (self.folder / name).read_bytes().decode()
+        return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a run that nothing disturbs writes."""
+    prediction = Prediction(tmp_path_factory.mktemp("whole"))
+    assert prediction.run() == [3, 2, 1, 0, 7, 6, 5, 4, 9, 8]
+    return prediction.lines()
+
+
+@pytest.mark.long
+def test_every_prompt_is_in_valid_json_in_order(whole: list[dict[str, Any]]) -> None:
+    assert [line["index"] for line in whole] == list(range(10))
+    assert [line["columns"]["column"] for line in whole] == ["half a \ud83d"] * 4 + [None] + ["half a \ud83d"] * 5
+
+
+@pytest.mark.long
+def test_a_run_that_was_cut_short_goes_on_without_paying_twice(
+    tmp_path: Path, whole: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "rlightning")
-    with pytest.raises(RuntimeError, match="out of luck"):
-        predict(tmp_path, JSONLPredictions(), Dies())
+    prediction = Prediction(tmp_path)
+    assert prediction.run(dies_after=6) == [3, 2, 1, 0, 7, 6]  # 7 was not told of: it went with its batch
     partial = tmp_path / "predictions.jsonl.partial"
-    assert len(partial.read_text().splitlines()) == 2
+    assert sorted(line["index"] for line in prediction.lines(partial.name)) == [0, 1, 2, 3, 6]
     assert not (tmp_path / "predictions.jsonl").exists()
-    assert messages(caplog) == [f"the first 2 prompts' completions are in {partial}"]
+    assert f"5 prompts' completions are in {partial}; the same command goes on from there" in messages(caplog)
+    assert prediction.run(dies_after=2) == [8, 7]
+    assert f"{partial} has 5 prompts' completions: the others come next" in messages(caplog)
+    assert prediction.run() == [9, 7, 5, 4]
+    assert prediction.lines() == whole
+    assert not list(tmp_path.glob("predictions.jsonl.partial*"))
+    assert messages(caplog)[-1] == f"20 completions of 10 prompts in {tmp_path / 'predictions.jsonl'}"
 
 
-def test_the_next_run_starts_the_file_again(tmp_path: Path) -> None:
-    (tmp_path / "predictions.jsonl.partial").write_text("half a li")
-    predict(tmp_path, JSONLPredictions())
-    assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == 4
+@pytest.mark.long
+def test_a_file_that_lacked_its_name_alone_gets_it(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    prediction = Prediction(tmp_path)
+    prediction.run()
+    (tmp_path / "predictions.jsonl").rename(tmp_path / "predictions.jsonl.partial")
+    assert prediction.run() == []
+    assert prediction.lines() == whole
+
+
+@pytest.mark.long
+def test_other_sampling_or_prompts_do_not_go_into_the_same_file(tmp_path: Path) -> None:
+    prediction = Prediction(tmp_path)
+    prediction.run(dies_after=6)
+    before = prediction.lines("predictions.jsonl.partial")
+    with pytest.raises(
+        ConfigError, match=r"was begun with rollout\.temperature=1\.0, and now it is 0\.5\. It is not over"
+    ):
+        prediction.run(temperature=0.5)
+    rows = (tmp_path / "sums.jsonl").read_text()
+    (tmp_path / "sums.jsonl").write_text(rows.replace("3+1=", "4+4="))
+    with pytest.raises(ConfigError, match=r"partial' holds another prompt of row 3\. It is not overwritten"):
+        prediction.run()
+    assert prediction.lines("predictions.jsonl.partial") == before
+
+
+@pytest.mark.processes
+def test_kill_9_in_the_middle_of_a_batch_loses_no_prompt(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}\n"
+        "from test_predictions import Prediction\n"
+        f"Prediction(Path({str(tmp_path)!r})).run(6, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    killed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    prediction = Prediction(tmp_path)
+    assert sorted(line["index"] for line in prediction.lines("predictions.jsonl.partial")) == [0, 1, 2, 3, 6]
+    assert prediction.run() == [8, 7, 5, 4, 9]
+    assert prediction.lines() == whole
+
+
+def rank_of_two(folder: Path, rank: int) -> Any:
+    return SimpleNamespace(default_root_dir=folder, world_size=2, global_rank=rank)
 
 
 def test_every_rank_writes_its_share(tmp_path: Path) -> None:
     for rank in (0, 1):
-        trainer = SimpleNamespace(default_root_dir=tmp_path, world_size=2, global_rank=rank)
+        trainer = rank_of_two(tmp_path, rank)
         callback = JSONLPredictions()
         callback.on_predict_start(trainer, None)
         callback.on_predict_batch_end(trainer, None, [(make_prompt(rank), [make_completion("4")])], None, 0)
         callback.on_predict_end(trainer, None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["predictions.rank0.jsonl", "predictions.rank1.jsonl"]
+
+
+def test_a_rank_leaves_out_what_any_rank_has_done(tmp_path: Path) -> None:
+    callback = JSONLPredictions()
+    callback.setup(rank_of_two(tmp_path, 1), None, "predict")
+    callback.on_predict_start(rank_of_two(tmp_path, 1), None)
+    callback.on_predict_prompt_end(rank_of_two(tmp_path, 1), None, make_prompt(5), [make_completion("4")])
+    callback.on_exception(rank_of_two(tmp_path, 1), None, KeyboardInterrupt())
+    other = JSONLPredictions()
+    other.setup(rank_of_two(tmp_path, 0), None, "predict")
+    assert [other.is_done(make_prompt(index)) for index in (4, 5)] == [False, True]
+    with pytest.raises(ConfigError, match=r"rank1\.jsonl\.partial' was begun with another number of ranks than 1"):
+        JSONLPredictions().setup(SimpleNamespace(default_root_dir=tmp_path), None, "predict")
 
 
 def test_training_is_none_of_its_business(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def check_steps(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert len(seen) == len(set(seen)) == 12
 
 
-def test_each_rank_has_an_engine_and_a_killed_one_comes_back(tmp_path: Path) -> None:
+def test_ranks_with_own_engines_recover_killed_engine(tmp_path: Path) -> None:
     first, second = run(tmp_path, 1)
     check_steps(first, second)
     assert first["num_engines"] == 1
@@ -57,7 +57,7 @@ def test_each_rank_has_an_engine_and_a_killed_one_comes_back(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_recover_killed_shared_engine(tmp_path: Path) -> None:
     first, second = run(tmp_path, 2)
     check_steps(first, second)
     assert (first["num_engines"], second["num_engines"]) == (2, 0)
@@ -65,7 +65,7 @@ def test_two_tensor_parallel_ranks_share_an_engine_that_is_killed_and_comes_back
         assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]
 
 
-def test_two_ranks_share_standalone_engines_of_which_one_is_killed(tmp_path: Path) -> None:
+def test_ranks_sharing_standalone_engines_recover_killed_engine(tmp_path: Path) -> None:
     first, second = run(tmp_path, 1, placement="standalone", num_engines=2, max_staleness=1)
     assert second["num_engines"] == 0  # they belong to rank 0, which saw one of them come back
     seen: list[int] = []
@@ -97,7 +97,7 @@ def test_two_ranks_begin_more_prompts_than_they_need(ranks_per_engine: int, over
 
 
 @pytest.mark.slow
-def test_two_ranks_that_are_resumed_lose_no_prompt_and_repeat_none(tmp_path: Path) -> None:
+def test_resumed_ranks_neither_lose_nor_repeat_prompts(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     begun = run_ranks(RESUME_SCRIPT, tmp_path, "begin", exit_code=1)
     resumed = run_ranks(RESUME_SCRIPT, tmp_path, "resume")

@@ -149,7 +149,7 @@ def test_neighbours_without_a_mesh() -> None:
     assert heads(SimpleNamespace) == [0, 1, 2, 3]
 
 
-def test_a_rank_outside_of_the_mesh_has_no_training_engine() -> None:
+def test_ranks_outside_mesh_store_their_tensors() -> None:
     assert heads(lambda: SimpleNamespace(device_mesh=DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)))) == [0, 2, 3]
 
 
@@ -204,7 +204,7 @@ def test_resume_keeps_nothing(tmp_path: Path) -> None:
     assert watch.stored == [False, True]
 
 
-def test_it_runs_where_the_ranks_are_and_can_be_copied() -> None:
+def test_callback_runs_in_workers_and_is_copyable() -> None:
     assert RemotizeOnHeadOnly.runs_in == "workers"
     assert copy.deepcopy(RemotizeOnHeadOnly(group_size=2)).group_size == 2
     assert json.dumps(RemotizeOnHeadOnly().state_dict()) == "{}"

@@ -49,7 +49,7 @@ def test_resume_keeps_to_the_count_of_steps(tmp_path: Path) -> None:
     assert [path.name for path in module.saved] == ["hf_step_000004", "hf"]
 
 
-def test_a_module_that_cannot_be_saved_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_module_without_save_hf_raises_before_run(tmp_path: Path) -> None:
     class Other(LightningModule):
         def training_step(self, *args: Any) -> None:
             raise AssertionError

@@ -65,7 +65,7 @@ def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> 
     assert throughput.last["throughput/tokens_per_second"] == 44 / 8
 
 
-def test_mfu_is_what_the_update_needs_over_what_the_device_could_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_mfu_divides_required_by_peak_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.callbacks.throughput.device_peak", lambda device: 1e6)
 
     class Policy:
@@ -146,7 +146,7 @@ def test_resume_starts_a_fresh_measurement(tmp_path: Path) -> None:
     assert all(step["time/step"] < 60 for step in steps)
 
 
-def test_an_end_without_a_start_is_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_hook_without_start_records_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput()
     loop, clock = PlainLoop(throughput), Clock(monkeypatch)
     for hook in ("on_rollout_end", "on_reward_end", "on_update_end"):
@@ -156,7 +156,7 @@ def test_an_end_without_a_start_is_no_time_at_all(monkeypatch: pytest.MonkeyPatc
     assert throughput.last["time/generate"] == 0
 
 
-def test_a_lightning_module_outside_a_trainer_is_not_asked_to_log() -> None:
+def test_lightning_module_without_trainer_skips_logging() -> None:
     throughput = Throughput()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
+from rlightning.rollout.requests import with_run_seed
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -179,7 +182,8 @@ def loop(
     example: dict[str, Any], model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None
 ) -> Iterator[PlainLoop]:
     """A policy and an engine that stays up, verified at each sync; no Trainer."""
-    policy, rollout = example["Policy"](model_folder), make_rollout(seed=3, engine={"max_num_seqs": 8})
+    policy = example["Policy"](model_folder)
+    rollout = make_rollout(seed=3, engine={"max_num_seqs": 8, "max_num_batched_tokens": 256})
     trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
     rollout.setup(trainer, policy, "fit")
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(["1+1=", "2+3="])]
@@ -205,6 +209,51 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
     return sample(loop)
 
 
+def test_run_seed_reaches_requests_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    assert with_run_seed(Sampling(), cpu).seed is None
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert [with_run_seed(Sampling(), device).seed for device in (cpu, gpu)] == [7, None]
+    assert with_run_seed(Sampling(seed=3), cpu).seed == 3
+
+
+@pytest.mark.processes
+def test_seeded_prompts_of_more_than_a_batch_are_sampled(loop: PlainLoop) -> None:
+    """A batch takes 256 tokens: two of these prompts and most of the third, which vLLM must not cut on a CPU."""
+    characters = [str(i % 10) for i in range(100)]
+    prompts = [
+        Prompt(i, text, loop.policy.tokenizer(text).input_ids, {})
+        for i in range(8)
+        for text in ["".join(characters[i:] + characters[:i])]
+    ]
+    assert {len(prompt.token_ids) for prompt in prompts} == {100}
+    groups = [loop.rollout.generate(prompts, 2, replace(loop.rollout.sampling, seed=seed)) for seed in (0, 0)]
+    assert all(len(group) == 2 for group in groups[0]) and len(groups[0]) == 8
+    assert loop.rollout.engine is not None and loop.rollout.engine.is_alive
+
+
+@pytest.mark.processes
+def test_validation_draws_from_other_streams_than_training(loop: PlainLoop) -> None:
+    trained = sample_anew(loop)
+    loop.rollout.on_validation_start(loop, loop.policy)
+    validated = [sample(loop), sample(loop)]  # as of two sets with the same prompts
+    loop.rollout.on_validation_end(loop, loop.policy)
+    assert trained != validated[0] != validated[1] != trained
+    assert sample(loop) == trained
+
+
+@pytest.mark.processes
+def test_requests_the_engine_would_cut_are_refused(loop: PlainLoop) -> None:
+    long = loop.prompts[0]._replace(token_ids=[1] * 249)
+    message = r"A prompt of 249 tokens \+ max_new_tokens=8 = 257, but the engine takes 256 .* Lower max_new_tokens by 1"
+    with pytest.raises(ConfigError, match=message):
+        loop.rollout.generate([long], 1, loop.rollout.sampling)
+    with pytest.raises(ConfigError, match=r"temperature=0 makes all 2 samples of a prompt alike"):
+        loop.rollout.generate(loop.prompts, 2, replace(loop.rollout.sampling, temperature=0))
+
+
+@pytest.mark.processes
 def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     first = sample_anew(loop)
     # A prompt that comes again within a step, as in a refill, is not answered with the same completions.
@@ -238,7 +287,7 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     assert rewards.min() < arrived[0]
 
 
-def test_weights_that_change_without_a_version_are_sent_and_verified(loop: PlainLoop) -> None:
+def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
     version, syncs = loop.policy.weight_version, loop.rollout._num_syncs
@@ -317,6 +366,9 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": {"dtype": "float16"}}, r"rollout\.engine\.dtype cannot be set: use rollout\.dtype"),
         ({"temperature": 0}, r"rollout\.temperature=0 makes all samples of a prompt alike"),
         ({"max_new_tokens": 250}, r"250.*256"),
+        ({"engine": {"max_model_len": 23}}, r"max_model_len=23 must be from 33 \(what verifies the weights\)"),
+        ({"engine": {"quantization": "fp8"}}, r"rollout\.engine\.quantization cannot be set: all weights come from"),
+        ({"stop_token_ids": [14]}, r"rollout\.stop_token_ids=\[14\] must be below 14"),
         ({"hang_timeout": 1}, r"rollout\.hang_timeout=1 must be at least 5 s"),
     ],
 )
@@ -336,6 +388,13 @@ def test_longrope_beyond_its_original_length_is_refused(model_folder: str, tmp_p
     message = r"= 21 tokens, but the model's positions end at 20: beyond, its longrope frequencies are"
     with pytest.raises(ConfigError, match=message):
         trainer.fit(make_module(folder), make_data(tmp_path))
+
+
+def test_validation_temperature_vllm_alters_is_refused(model_folder: str, tmp_path: Path) -> None:
+    data = make_data(tmp_path, validation={"sums": ValidationSet(str(tmp_path / "sums.jsonl"), temperature=0.005)})
+    trainer = make_trainer(tmp_path, 1, make_rollout())
+    with pytest.raises(ConfigError, match=r"^Validation set 'sums': temperature=0\.005 must be 0"):
+        trainer.fit(make_module(model_folder), data)
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -72,7 +72,7 @@ def test_messages_that_hold_no_text_say_where(message: dict[str, Any], reason: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_that_ends_with_the_assistant_is_refused_or_continued() -> None:
+def test_chat_ending_with_assistant_refused_unless_continued() -> None:
     tokenizer = make_chat_tokenizer()
     ended = [USER, {"role": "assistant", "content": "He"}]
     with pytest.raises(ConfigError, match=r"line 3: the chat ends with the assistant.*continue_final_message: true"):
@@ -121,5 +121,5 @@ def test_template_arguments_without_effect_are_refused(arguments: dict[str, Any]
         ("", None),
     ],
 )
-def test_open_thought_is_found_at_the_end_of_a_prompt(text: str, tag: str | None) -> None:
+def test_open_thought_at_prompt_end_is_found(text: str, tag: str | None) -> None:
     assert find_open_thought(text) == tag

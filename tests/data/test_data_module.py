@@ -120,7 +120,7 @@ def test_overfit_batches_repeat_first_steps_in_order(
     assert module.steps == [[0, 1, 2], [3, 4, 5]][:num_steps] * 3
 
 
-def test_run_seed_decides_prompt_order_unless_data_has_its_own(
+def test_run_seed_orders_prompts_unless_data_seed_set(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(run_seed: int, own: int | None) -> list[list[int]]:
@@ -276,6 +276,11 @@ def test_a_validation_set_may_be_a_path_alone() -> None:
     of_name = PromptDataModule(validation={"v": "other.jsonl"}).validation_sets
     assert of_name == [ValidationSet("other.jsonl").resolve("v")]
     assert PromptDataModule(validation="other.jsonl").validation_sets == [ValidationSet("other.jsonl").resolve("other")]
+
+
+def test_negative_seed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seed=-1 must be at least 0"):
+        PromptDataModule(seed=-1)
 
 
 def test_validation_batches_of_nothing() -> None:

@@ -138,7 +138,7 @@ def test_nothing_left_is_an_error(tokenizer: PreTrainedTokenizerFast, tmp_path: 
         build(path, tokenizer, max_tokens=4)
 
 
-def test_text_that_was_rendered_before_is_taken_as_it_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_already_rendered_prompt_is_not_rendered_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_metaspace_tokenizer(adds_eos=True)
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}A{{ m.content }}{% endfor %}:"
     path = write_rows(tmp_path / "train.jsonl", [{"prompt": "T"}, {"prompt": "<s>AT:</s>"}])

@@ -133,7 +133,7 @@ def test_a_folder_that_datasets_did_not_save(tmp_path: Path) -> None:
         read_rows(str(tmp_path))
 
 
-def test_a_hub_name_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_hub_dataset_raises_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'nobody/nothing:main:train' is no file, and the hub's set") as caught:

@@ -15,7 +15,7 @@ def indices(prompts: list[Prompt]) -> list[int]:
     return [prompt.index for prompt in prompts]
 
 
-def test_every_epoch_holds_each_prompt_once_in_its_own_order() -> None:
+def test_each_epoch_holds_every_prompt_once_reshuffled() -> None:
     stream = PromptStream(make_prompts(50), seed=3)
     first, second = indices(stream.take(50)), indices(stream.take(50))
     assert sorted(first) == sorted(second) == list(range(50))
@@ -24,7 +24,7 @@ def test_every_epoch_holds_each_prompt_once_in_its_own_order() -> None:
     assert first != indices(PromptStream(make_prompts(50), seed=4).take(50))
 
 
-def test_without_shuffle_the_order_is_the_files_and_a_take_crosses_the_end() -> None:
+def test_unshuffled_stream_keeps_file_order_across_epochs() -> None:
     stream = PromptStream(make_prompts(5), shuffle=False)
     assert indices(stream.take(3)) == [0, 1, 2]
     assert indices(stream.take(4)) == [3, 4, 0, 1]
@@ -36,7 +36,7 @@ def test_ranks_share_what_one_rank_would_take() -> None:
     assert shares[0] + shares[1] == alone
 
 
-def test_resume_goes_on_exactly_also_on_another_number_of_ranks() -> None:
+def test_stream_resume_is_exact_across_rank_counts() -> None:
     stream = PromptStream(make_prompts(10), seed=1, rank=0, num_ranks=2)
     stream.take(3)  # six over both ranks
     resumed = PromptStream(make_prompts(10), seed=1)
@@ -45,7 +45,7 @@ def test_resume_goes_on_exactly_also_on_another_number_of_ranks() -> None:
     assert indices(whole.take(6)) + indices(resumed.take(9)) == indices(PromptStream(make_prompts(10), seed=1).take(15))
 
 
-def test_state_at_step_start_leaves_out_what_the_step_took() -> None:
+def test_state_at_step_start_excludes_prompts_taken_since() -> None:
     stream = PromptStream(make_prompts(10), shuffle=False)
     stream.take(2)
     stream.begin_step()

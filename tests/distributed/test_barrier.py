@@ -187,7 +187,7 @@ class Failed(dist.Work):
         (0.0, "Barrier 'save' was not reached by rank 1 within 0 s: rank 1 has reached no barrier yet."),
     ],
 )
-def test_a_meeting_that_fails_after_the_deadline_was_not_reached(
+def test_barrier_failure_after_deadline_is_reported_as_timeout(
     seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who stalls beyond the deadline finds the all-reduce at its own end of time, before a look at the clock."""
@@ -204,7 +204,7 @@ def test_a_meeting_that_fails_after_the_deadline_was_not_reached(
     shared.notes.close()
 
 
-def test_a_process_that_is_alone_runs_the_hooks_and_passes() -> None:
+def test_single_process_barrier_runs_hooks_and_returns() -> None:
     heard: list[str] = []
 
     def hear() -> None:

@@ -153,7 +153,7 @@ def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("doomed", [0, 1])
-def test_a_death_of_one_of_two_ranks_at_any_moment_of_their_save(doomed: int, tmp_path: Path) -> None:
+def test_rank_death_during_sharded_save_keeps_loadable_checkpoint(doomed: int, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "last.ckpt"
     moment, seen = 0, []
     while die_on_two_ranks(path, doomed, moment):

@@ -123,7 +123,7 @@ class PreparesForLong(BoringModel):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_data_is_prepared_before_a_barrier_that_has_a_name_and_an_end(tmp_path: Path) -> None:
+def test_slow_prepare_data_raises_named_barrier_timeout(tmp_path: Path) -> None:
     trainer = bare_trainer(tmp_path, 1, devices=2, strategy=Impatient(start_method="spawn"))
     with pytest.raises(ProcessRaisedException, match="Barrier 'prepare_data' was not reached by rank 0 within 2 s"):
         trainer.fit(PreparesForLong())

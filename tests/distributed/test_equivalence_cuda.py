@@ -20,7 +20,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(400)
-def test_three_steps_on_two_gpus_lead_to_the_weights_of_one(tmp_path: Path) -> None:
+def test_two_gpu_training_matches_single_gpu_weights(tmp_path: Path) -> None:
     """In float32 up to the order of sums, as on the CPU."""
     model = save_model(tmp_path / "model", num_key_value_heads=2)
     one = train(tmp_path, model, "auto", accelerator="gpu")

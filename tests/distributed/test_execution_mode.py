@@ -103,7 +103,7 @@ def test_strategy_declares_and_its_device_and_size_must_fit() -> None:
     assert is_controller()
 
 
-def test_a_worker_is_told_its_controller_by_the_strategy_or_by_name() -> None:
+def test_worker_mode_resolves_from_strategy_or_name() -> None:
     strategy = SimpleNamespace(execution_mode=WORKER, controller="head:6379")
     assert resolve_execution_mode(strategy=strategy) is WORKER
     assert resolve_execution_mode("worker", controller="head:6379") is WORKER

@@ -103,7 +103,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_in_a_collective_of_a_device_ends_too(tmp_path: Path, how: str) -> None:
+def test_failure_ends_rank_blocked_in_device_collective(tmp_path: Path, how: str) -> None:
     codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
     assert codes[0] == 1
     assert "rank 0 ends because rank 1 " in errors[0]
@@ -120,7 +120,7 @@ def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_BY_EXEC, "1")  # it is about an interpreter's own end
     codes, errors = run_ranks(tmp_path, 1, "end", "work")
     assert codes == [0, 0, 0]
@@ -129,7 +129,7 @@ def test_ranks_that_end_well_at_different_times_are_no_failure(tmp_path: Path, m
     ]
 
 
-def test_the_hub_takes_a_death_for_the_cause_of_an_exception_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_hub_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' connections to the dead break, too, and may be seen first."""
     monkeypatch.setattr(failure_hub, "SETTLE_SECONDS", 600)  # a death decides at once
     decided: list[Failure] = []
@@ -162,7 +162,7 @@ def test_the_hub_does_not_listen_to_strangers() -> None:
     assert decided == []
 
 
-def test_what_counts_as_a_failure_and_what_the_process_ends_with() -> None:
+def test_exceptions_map_to_failures_exit_codes_and_descriptions() -> None:
     assert [is_failure(SystemExit(code)) for code in (None, 0, 3)] == [False, False, True]
     assert [exit_code(error) for error in (SystemExit(3), KeyboardInterrupt(), ConfigError("x"), ValueError("x"))] == [
         3,

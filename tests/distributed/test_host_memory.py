@@ -62,7 +62,7 @@ def test_shared_storages_move_once_and_stay_shared() -> None:
     assert views[1][5] == views[2][5, 1] == views[3][15] == -1
 
 
-def test_what_is_away_or_elsewhere_or_not_pytorchs_is_left_alone() -> None:
+def test_offload_skips_offloaded_foreign_and_other_device_tensors() -> None:
     memory, tensor = HostMemory(), torch.ones(10)
     foreign = torch.from_numpy(np.ones(10))
     nothing = memory.take([tensor, foreign])  # neither is on CUDA
@@ -74,7 +74,7 @@ def test_what_is_away_or_elsewhere_or_not_pytorchs_is_left_alone() -> None:
     assert tensor.sum() == 10
 
 
-def test_taking_in_two_parts_and_again_reuses_the_host_memory() -> None:
+def test_repeated_partial_offloads_reuse_host_buffers() -> None:
     first, second, memory = torch.ones(400), torch.full((400,), 2.0), HostMemory()
     for _ in range(3):
         memory.take([first], "cpu")

@@ -183,7 +183,7 @@ def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     assert f"rank {1 - rank} cleans up" in output
 
 
-def test_a_rank_that_ends_before_the_ranks_have_met_ends_the_run(project: Path) -> None:
+def test_rank_exit_before_rendezvous_ends_run(project: Path) -> None:
     process = start(project, "early", "--trainer.callbacks+=own_classes.EndsEarly")
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 7
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-def test_sigterm_of_any_rank_stops_all_at_the_same_batch(project: Path) -> None:
+def test_sigterm_stops_all_ranks_at_same_batch(project: Path) -> None:
     code, output = failing(project, "terminate", 1, "SIGTERM", "lightning")
     assert code == 143
     assert all(f"rank {i} cleans up" in output for i in range(2))
@@ -213,7 +213,7 @@ def test_sigterm_of_any_rank_stops_all_at_the_same_batch(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_of_rank_0_does_not_wait_for_a_rank_that_is_stuck(project: Path) -> None:
+def test_ctrl_c_does_not_wait_for_stuck_rank(project: Path) -> None:
     options = ("--trainer.strategy.failure_grace", "600")
     code, output = failing(project, "stuck", 0, "SIGINT", "lightning", *options, others="collective")
     assert code == 130
@@ -222,7 +222,7 @@ def test_ctrl_c_of_rank_0_does_not_wait_for_a_rank_that_is_stuck(project: Path) 
 
 
 @pytest.mark.slow
-def test_a_collective_that_a_stopped_rank_does_not_come_to_ends_in_time(project: Path) -> None:
+def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     options = ("--trainer.strategy.barrier_timeout", "1200", "--trainer.strategy.failure_grace", "600")
     code, output = failing(project, "stopped", 1, "SIGSTOP", "lightning", *options, others="collective")
     assert code == 1

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from tiny import bare_trainer
 
+from rlightning.distributed.controller_relay import Relay
 from rlightning.distributed.orders import (
     Answered,
     Call,
@@ -16,6 +17,7 @@ from rlightning.distributed.orders import (
     Evaluate,
     EvaluateBatch,
     Failed,
+    Fired,
     Inbox,
     Load,
     Order,
@@ -123,7 +125,7 @@ class Doubling(LightningModule):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_a_controller_is_sent_no_tensor_that_a_step_returned(stage: str, tmp_path: Path) -> None:
+def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_path: Path) -> None:
     """To read one of a GPU it would have to use that GPU itself."""
     inbox = Inbox()
     orders: list[Order] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
@@ -165,7 +167,7 @@ class SkipsEpoch(LightningModule):
         return -1
 
 
-def test_an_epoch_that_a_worker_would_leave_is_a_mistake(tmp_path: Path) -> None:
+def test_worker_skipping_an_epoch_raises_config_error(tmp_path: Path) -> None:
     inbox = Inbox()
     feed = feed_of(inbox, [])
     orders: list[Order] = [StartTraining(2), StartEpoch(2), Train([7])]
@@ -192,7 +194,7 @@ class Starts(SkipsEpoch):
         self.trainer.should_stop = len(self.num_batches) == 2
 
 
-def test_a_worker_starts_as_it_is_told_and_tells_of_a_stop_at_once(tmp_path: Path) -> None:
+def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) -> None:
     """A checkpoint may bring a state of random numbers, which training goes on with."""
     inbox, module = Inbox(), Starts()
     feed = OrderFeed(
@@ -212,3 +214,20 @@ def test_a_worker_starts_as_it_is_told_and_tells_of_a_stop_at_once(tmp_path: Pat
     assert module.num_batches == [2, 3]
     answers = [inbox.collect(number, 0) for number in range(6)]
     assert answers == [[Answered(None)]] * 4 + [[StopWanted(), Answered(None)]] * 2
+
+
+def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
+    fired: list[tuple[str, list[Any]]] = []
+    relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, list(arguments))))
+    for rank, hook, argument in [
+        (1, "on_predict_prompt_end", ["b"]),
+        (0, "on_rollout_start", ["a"]),
+        (1, "on_predict_prompt_end", ["c"]),
+        (1, "on_rollout_start", ["d"]),
+    ]:
+        relay.add(rank, Fired(hook, (argument,), 0, 0))
+    assert fired == [
+        ("on_predict_prompt_end", [["b"]]),
+        ("on_predict_prompt_end", [["c"]]),
+        ("on_rollout_start", [["a", "d"]]),
+    ]

@@ -101,7 +101,7 @@ def threads(count: int, asked: str | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8)])
-def test_few_threads_on_the_host_unless_the_user_says_how_many(asked: str | None, before: int, after: int) -> None:
+def test_host_threads_are_limited_unless_user_sets_them(asked: str | None, before: int, after: int) -> None:
     with threads(before, asked):
         platform.limit_host_threads()
         assert torch.get_num_threads() == after

@@ -123,7 +123,7 @@ def test_hooks_come_in_the_order_of_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["", "-after-step", "-after-epoch"])
-def test_a_callback_in_the_workers_gets_all_hooks_of_ranks(when: str, folder: Path) -> None:
+def test_worker_callback_receives_same_hooks_as_ranks(when: str, folder: Path) -> None:
     """In the same order, at the same epoch, step and batch, of a Trainer with the same limits."""
     expected, got = (json.loads((folder / f"{run}{when}" / "spied.json").read_text()) for run in ("ranks", "workers"))
     assert got == expected
@@ -138,7 +138,7 @@ def test_callbacks_of_the_device_are_not_in_the_controller(folder: Path) -> None
     assert "Throughput" not in seen(folder, "workers")["device_callbacks"]
 
 
-def test_a_checkpoint_has_the_state_of_callbacks_and_loops_as_ranks_write_it(folder: Path) -> None:
+def test_controller_checkpoint_callback_and_loop_state_match_ranks(folder: Path) -> None:
     ours, theirs = (read_whole(folder / run / "checkpoints" / "step=3.ckpt") for run in ("workers", "ranks"))
     assert ours.keys() == theirs.keys()
     assert ours["callbacks"].keys() == theirs["callbacks"].keys()

@@ -153,7 +153,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_exception_reaches_the_user_with_rank_and_traceback_once(outcomes: dict[str, Any]) -> None:
+def test_worker_exception_reaches_user_once_with_traceback(outcomes: dict[str, Any]) -> None:
     outcome = outcomes["raise"]
     assert outcome["error"] == "WorkerError" and outcome["exceptions"] == ["WorkerError"]
     assert "worker 1 failed: ValueError: boom in a worker" in outcome["text"]
@@ -197,14 +197,14 @@ def test_a_death_beyond_the_last_restart_ends_the_run(outcomes: dict[str, Any]) 
     assert outcome["begun"] == [0, 1, 2, 2, 3]
 
 
-def test_a_restart_before_the_first_checkpoint_keeps_to_the_one_that_was_given(outcomes: dict[str, Any]) -> None:
+def test_restart_before_first_save_resumes_given_checkpoint(outcomes: dict[str, Any]) -> None:
     """A rollback to step 1, beside a checkpoint of step 4: the third step kills a worker, and all begins anew at 1."""
     outcome = outcomes["rollback"]
     assert (outcome["error"], outcome["global_step"]) == ("", 4)
     assert outcome["begun"] == [1, 2, 1, 2, 3]
 
 
-def test_a_restart_takes_the_last_of_its_own_checkpoints_that_is_whole(tmp_path: Path) -> None:
+def test_restart_uses_last_intact_checkpoint_of_own_run(tmp_path: Path) -> None:
     own, later, broken, gone = (tmp_path / f"step={step}.ckpt" for step in (1, 2, 3, 4))
     for path in (own, later, tmp_path / "last.ckpt"):  # the last one is of another run
         path.write_bytes(b"")
@@ -214,6 +214,6 @@ def test_a_restart_takes_the_last_of_its_own_checkpoints_that_is_whole(tmp_path:
     assert find_last([own, later, broken, gone]) == later
 
 
-def test_a_restart_finds_what_a_death_amid_a_save_has_left(tmp_path: Path) -> None:
+def test_restart_falls_back_to_previous_after_interrupted_save(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt.previous").write_bytes(b"")
     assert find_last([tmp_path / "last.ckpt"]) == tmp_path / "last.ckpt.previous"

@@ -17,7 +17,7 @@ MB = 1 << 20
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_bytes_go_from_node_to_node_and_not_through_the_controller() -> None:
+def test_tensor_bytes_move_between_nodes_without_controller() -> None:
     """Three nodes on this machine: the controller's, and one for each worker."""
     each: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * MB}
     nodes = start_nodes(each, *(each | {"resources": {name: 1}} for name in ("a", "b")))

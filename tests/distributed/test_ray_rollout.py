@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_ranks_samples_are_relayed_in_the_order_of_ranks(two: Path) -> None:
+def test_controller_receives_all_samples_in_rank_order(two: Path) -> None:
     ranks = [seen(two, "ranks", rank)["sampled"] for rank in (0, 1)]
     for step, sampled in enumerate(seen(two, "workers")["sampled"]):
         assert sampled == ranks[0][step] + ranks[1][step]
@@ -74,7 +74,7 @@ def test_the_weights_are_those_of_ranks(two: Path) -> None:
     assert_same_weights(two, 2)
 
 
-def test_the_cures_are_at_work_in_the_workers_and_not_in_the_controller(two: Path) -> None:
+def test_device_callbacks_run_in_workers_not_controller(two: Path) -> None:
     ranks, workers = (
         [json.loads((two / run / f"cures{rank}.json").read_text()) for rank in range(2)] for run in ("ranks", "workers")
     )
@@ -91,7 +91,7 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
 
 
 @pytest.mark.slow
-def test_two_by_two_workers_share_a_step_as_ranks_do(tmp_path: Path) -> None:
+def test_data_and_tensor_parallel_workers_match_ranks(tmp_path: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
     save_model(tmp_path / "model", num_key_value_heads=2)
     finish(start_calls(train_each, 4, tmp_path, {"ranks": FOUR}))

@@ -79,7 +79,7 @@ def test_a_controller_is_not_started_by_torchrun(tmp_path: Path, monkeypatch: py
         ("ray://127.0.0.1:1", r"address=ray://127\.0\.0\.1:1 is that of a Ray client"),
     ],
 )
-def test_a_cluster_that_the_environment_names_has_to_be_there(
+def test_unusable_ray_address_from_environment_raises_at_once(
     address: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray itself would look for it for minutes."""
@@ -90,7 +90,7 @@ def test_a_cluster_that_the_environment_names_has_to_be_there(
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_what_finds_no_room_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplaceable_workers_and_engines_raise_after_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.init("local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
@@ -175,7 +175,7 @@ def test_hooks_that_the_controller_never_fires_are_named(
 
 
 @pytest.mark.processes
-def test_the_command_line_has_a_short_name_and_one_line_for_mistakes(tmp_path: Path) -> None:
+def test_cli_ray_strategy_works_with_one_line_errors(tmp_path: Path) -> None:
     make_project(tmp_path)
     under_ray = ("--trainer.strategy", "ray")
     fit(tmp_path, *under_ray, "--trainer.devices", "2", "--trainer.default_root_dir", "two")

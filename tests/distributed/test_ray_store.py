@@ -90,7 +90,7 @@ def test_a_rollout_batch_in_a_worker(workers: list[Any]) -> None:
     assert torch.equal(back.token_ids, batch.token_ids)
 
 
-def test_what_comes_back_can_be_written_to_and_outlives_what_is_stored(workers: list[Any]) -> None:
+def test_fetched_tensor_is_writable_and_outlives_stored_one(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_zeros.remote(8 * MB))
     first = localize(stored)
     first += 1
@@ -184,7 +184,7 @@ def set_patience(worker: Any, seconds: float) -> None:
     ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "patience", seconds)))
 
 
-def test_the_cap_names_the_holders_and_waits_for_those_who_let_go(cluster: None) -> None:
+def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
     (worker,) = start_workers(1, 3 * MB)
     kept = [ray.get(worker.store_zeros.remote(MB, label)) for label in ("rollout", "rollout", "values")]
     full = (

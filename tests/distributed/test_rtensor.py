@@ -63,7 +63,7 @@ def test_every_tensor_comes_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_tensor_on_a_device_comes_back_on_the_host() -> None:
+def test_device_tensor_is_fetched_to_host() -> None:
     matrix = torch.arange(6, dtype=torch.bfloat16, device="cuda").reshape(2, 3)
     back = localize(remotize([matrix, matrix.T]))
     assert [tensor.device.type for tensor in back] == ["cpu", "cpu"]
@@ -96,7 +96,7 @@ class Frozen:
         object.__setattr__(self, "twice", self.value * 2)
 
 
-def test_structures_keep_their_types_and_all_that_is_no_tensor() -> None:
+def test_nested_structures_keep_types_and_non_tensor_values() -> None:
     one, plain = torch.ones(2), [1, "two", None, 3.0]
     tree: dict[str, Any] = {
         "pair": Pair(one, plain),
@@ -147,7 +147,7 @@ def test_handles_are_passed_on_as_they_are() -> None:
     assert both["old"] is handle and live_entries() == 2
 
 
-def test_what_is_stored_is_a_copy_and_so_is_what_comes_back() -> None:
+def test_stored_and_fetched_tensors_are_copies() -> None:
     tensor = torch.zeros(3)
     handle = remotize(tensor)
     tensor += 1

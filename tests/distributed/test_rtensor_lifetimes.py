@@ -32,7 +32,7 @@ LARGE = SHARED_BELOW // 4
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
-def test_small_tensors_share_an_object_and_large_ones_have_their_own() -> None:
+def test_small_tensors_share_object_large_ones_do_not() -> None:
     large = torch.zeros(LARGE)
     tree = {"a": torch.zeros(10), "b": torch.zeros(5, dtype=torch.int64), "large": large, "again": large}
     stored = remotize(tree)

@@ -50,7 +50,7 @@ def token_bytes(folder: str, itemsize: int) -> int:
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize)
 
 
-def test_on_a_gpu_no_more_than_all_sequences_can_use(folder: str, device_of: Any) -> None:
+def test_gpu_kv_cache_never_exceeds_what_sequences_need(folder: str, device_of: Any) -> None:
     device_of(1 << 34)
     arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
     # 40 tokens are three blocks of 16, and there is one more for each of 8 sequences.
@@ -62,7 +62,7 @@ def test_on_a_gpu_no_more_than_all_sequences_can_use(folder: str, device_of: Any
     assert kv_cache_setting(arguments | {"kv_cache_memory_bytes": 7}, folder, GPU) == {}
 
 
-def test_engines_that_start_together_are_told_what_they_may_take(folder: str, device_of: Any) -> None:
+def test_engines_starting_together_get_explicit_cache_sizes(folder: str, device_of: Any) -> None:
     """Each would take what the other has taken for its own."""
     arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
     plan = plan_engine(

@@ -132,7 +132,7 @@ def test_activations_are_what_the_packed_forward_keeps(kind: str, way: str, monk
 
 
 @pytest.mark.long
-def test_a_kind_of_layer_counts_as_often_as_there_are_layers_of_it() -> None:
+def test_activations_scale_with_layers_of_each_kind() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     config = tiny_config("qwen3", num_hidden_layers=6, layer_types=kinds, sliding_window=8, use_sliding_window=True)
     # in float32 a window is a mask over padded sequences

@@ -25,7 +25,7 @@ def test_bytes_of_the_moments(states: Any, num_bytes: float) -> None:
     assert total(usual.generate()) - total(plan.generate()) == 8 * SIZE - int(num_bytes * SIZE)
 
 
-def test_a_step_takes_moments_out_a_portion_at_a_time() -> None:
+def test_step_memory_counts_one_portion_of_moments() -> None:
     """The largest parameter's two, in float32: more than a GiB. A step of float32 needs none besides its own."""
     trainer = TrainerMemory(replace(FSDP_ALONE, optimizer_states="bfloat16"), small().trainer)
     assert trainer.moments_at_a_time() == 8 * EMBEDDING > StoredMomentsAdamW.bytes_at_a_time

@@ -70,7 +70,7 @@ def offloading(**settings: bool) -> MemoryPlan:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("measured", "planned"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED])
-def test_the_plan_is_within_15_percent_of_what_was_measured(measured: float, planned: Any) -> None:
+def test_planned_memory_is_within_15_percent_of_measured(measured: float, planned: Any) -> None:
     assert planned() == pytest.approx(measured, rel=0.15)
 
 
@@ -137,7 +137,7 @@ def test_vllms_arithmetic() -> None:
     assert engine.num_sequences == engine.kv_cache // engine.sequence
 
 
-def test_the_kv_cache_takes_no_more_than_all_sequences_can_use() -> None:
+def test_kv_cache_plan_never_exceeds_what_sequences_need() -> None:
     engine = plan_of(COLOCATED, H200).engine()
     assert engine.available == int(0.3 * H200) - engine.weights - engine.activations
     assert engine.kv_cache == 128 * (1280 + 16) * engine.token < engine.available / 2
@@ -149,7 +149,7 @@ def test_the_kv_cache_takes_no_more_than_all_sequences_can_use() -> None:
     assert plan.kv_cache == plan.available
 
 
-def test_the_suggested_share_holds_all_sequences_or_all_that_fits() -> None:
+def test_suggested_utilization_fits_all_sequences_or_device_limit() -> None:
     roomy = plan_of(COLOCATED, H200)
     share = roomy.suggested_utilization()
     assert share is not None
@@ -162,7 +162,7 @@ def test_the_suggested_share_holds_all_sequences_or_all_that_fits() -> None:
 
 
 @pytest.mark.long
-def test_an_engine_that_does_not_sleep_is_there_during_the_update() -> None:
+def test_engine_without_sleep_occupies_memory_during_update() -> None:
     awake = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, can_sleep=False, max_sequences=1024)), H200)
     asleep = plan_of(replace(COLOCATED, engine=Engine(utilization=0.3, max_sequences=1024)), H200)
     assert total(awake.update()) - total(asleep.update()) == pytest.approx(0.3 * H200, rel=1e-6)
@@ -240,7 +240,7 @@ def test_an_update_under_fsdp_is_within_15_percent() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["35GB", "45GB", "60GB"])
-def test_automatic_checkpointing_takes_as_few_layers_as_leave_a_tenth(device: str) -> None:
+def test_auto_checkpointing_uses_fewest_layers_leaving_tenth_free(device: str) -> None:
     planned = plan_of(replace(COLOCATED, gradient_checkpointing="auto"), read_device_memory(device))
     count = planned.count_checkpointed_layers()
     assert 0 < count < 28 and total(planned.update()) <= 0.9 * planned.device_memory
@@ -251,7 +251,7 @@ def test_automatic_checkpointing_takes_as_few_layers_as_leave_a_tenth(device: st
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_largest_microbatch_fits_and_a_larger_one_does_not(gradient_checkpointing: bool) -> None:
+def test_largest_microbatch_fits_and_larger_exceeds_device(gradient_checkpointing: bool) -> None:
     planned = plan_of(COLOCATED, H200)
     most = planned.largest_microbatch(gradient_checkpointing)
     assert total(planned.update(most, gradient_checkpointing)) <= H200
@@ -268,7 +268,7 @@ def test_a_plan_that_fits_says_so() -> None:
 
 
 @pytest.mark.long
-def test_what_only_just_fits_is_told_with_the_way_out() -> None:
+def test_tight_plan_warns_and_suggests_smaller_microbatch() -> None:
     planned = plan_of(COLOCATED, H200)
     full = MemoryPlan(planned.work, int(total(planned.update()) * 1.02))
     assert advise(full) == []

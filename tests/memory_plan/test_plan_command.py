@@ -134,7 +134,7 @@ def test_mistakes_are_those_of_fit(project: Path, options: list[str], message: s
         plan(["--config", "run.yaml", "--device-memory", "80GB", *options])
 
 
-def test_a_group_of_ranks_that_does_not_divide_is_refused(project: Path) -> None:
+def test_shard_size_not_dividing_ranks_is_refused(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
         "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
         "    init_args: {shard_size: 3}\n"

@@ -47,7 +47,7 @@ def test_a_trial_run_tells_the_rest(kind: str, reason: str, tmp_path: Path) -> N
         load_policy(folder)
 
 
-def test_a_sequence_that_sees_the_one_before_it_is_noticed(tmp_path: Path) -> None:
+def test_attention_across_packed_sequences_is_detected(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     leaking = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     leaking.config.use_cache = False

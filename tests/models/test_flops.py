@@ -69,13 +69,13 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     assert sequence_flops(config, torch.tensor(LENGTHS)).sum().item() == count_with_torch(config)
 
 
-def test_a_token_that_is_not_predicted_needs_no_output_layer() -> None:
+def test_unpredicted_token_costs_no_output_layer_flops() -> None:
     config, lengths = make_config("qwen3"), torch.tensor(LENGTHS)
     less = sequence_flops(config, lengths) - sequence_flops(config, lengths, lengths - 1)
     assert less.tolist() == [6 * 40 * 32] * len(LENGTHS)  # vocabulary x hidden size
 
 
-def test_a_token_sees_those_before_it_and_itself_within_the_window() -> None:
+def test_visible_pairs_count_causal_tokens_within_window() -> None:
     lengths = torch.tensor([1, 3, 5], dtype=torch.float64)
     assert visible_pairs(lengths, None).tolist() == [1, 6, 15]
     assert visible_pairs(lengths, 3).tolist() == [1, 6, 1 + 2 + 3 + 3 + 3]
@@ -83,7 +83,7 @@ def test_a_token_sees_those_before_it_and_itself_within_the_window() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-def test_six_n_counts_all_weights_but_of_experts_the_active_ones(kind: str) -> None:
+def test_six_n_flops_count_only_active_expert_weights(kind: str) -> None:
     config = make_config(kind)
     parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     active = sum(p.numel() // (2 if ".experts." in name else 1) for name, p in parameters.items())

@@ -78,7 +78,7 @@ def count_graphs() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt2", 1)])
-def test_a_kind_of_layer_is_compiled_once_with_gradient_and_once_without(name: str, kinds: int, tmp_path: Path) -> None:
+def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
     types = {"layer_types": [*config["layer_types"], "sliding_attention"]} if "layer_types" in config else {}
     folder = save_tiny(architecture, tmp_path, **config | types | {"num_hidden_layers": 3})

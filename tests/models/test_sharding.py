@@ -83,7 +83,7 @@ def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None
         assert found["gradients"] < 1e-5
 
 
-def test_layers_in_shards_share_a_graph_with_gradient_and_one_without(compared: dict[str, Any]) -> None:
+def test_sharded_layers_share_one_graph_per_gradient_mode(compared: dict[str, Any]) -> None:
     assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
 
 
@@ -93,7 +93,7 @@ def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
         assert [found["share"] for found in compared[name]] == pytest.approx([0.5, 0.5], abs=0.01)
 
 
-def test_only_weights_that_need_converting_are_sent_by_rank_0(compared: dict[str, Any]) -> None:
+def test_rank_0_sends_only_weights_needing_conversion(compared: dict[str, Any]) -> None:
     assert "rank 0 loads and sends them" in compared["converted"][0]["log"][0]
     assert [found["log"] for name in ("qwen3", "in parts") for found in compared[name]] == [[]] * 4
 
@@ -118,7 +118,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, A
     assert second == [pytest.approx(values) for values in ([one] * 4, [one] * 2, [], [four] * 2)]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_all(compared: dict[str, Any]) -> None:
+def test_non_finite_gradient_is_dropped_on_all_ranks(compared: dict[str, Any]) -> None:
     for found in compared["clip"]:
         assert not found["not finite"]["is_finite"]
         assert found["not finite"]["left"] == [None] * 4
@@ -161,7 +161,7 @@ def test_what_tensor_parallelism_cannot_cut(kind: str, config: dict[str, Any], s
 @pytest.mark.parametrize(
     ("kind", "left_out"), [("apertus", "layers.0.mlp.act_fn.alpha_p"), ("doge", "layers.0.self_attn.A")]
 )
-def test_what_a_plan_leaves_out_between_cut_layers_is_refused(kind: str, left_out: str) -> None:
+def test_tensor_parallel_plan_missing_parameter_is_refused(kind: str, left_out: str) -> None:
     """Its gradient would be a part of the sum, on each rank another: 70 to 260% off, with nothing to be seen."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     with torch.device("meta"):

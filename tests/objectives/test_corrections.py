@@ -55,7 +55,7 @@ def test_sequence_levels_by_hand() -> None:
     assert outside == [1.0] * 4
 
 
-def test_a_ratio_by_sum_grows_with_length_and_one_by_mean_does_not() -> None:
+def test_summed_ratio_grows_with_length_mean_stays_constant() -> None:
     for length in (10, 1000):
         sampler = torch.full((length,), -1.0)
         mask, cu_seqlens = torch.ones(length, dtype=torch.bool), torch.tensor([0, length])

@@ -34,7 +34,7 @@ def test_clipped_loss_by_hand() -> None:
     assert metrics["clip_low"].tolist() == [0, 0, 0, 1, 0]
 
 
-def test_clipped_loss_has_no_gradient_exactly_where_the_metrics_say() -> None:
+def test_clipped_loss_metrics_mark_exactly_zero_gradient_tokens() -> None:
     log_ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log().requires_grad_()
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 1.0])
     loss, metrics = clipped_loss(log_ratio, advantages, clip_low=0.2, clip_high=0.28)

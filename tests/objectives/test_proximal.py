@@ -19,7 +19,7 @@ def test_before_the_first_step_it_is_the_policy_now() -> None:
     # Shares of the way from sampler to now: 0, 1 / 1.5, 3 / 3.5; and 0, 1 / 1.25, 3 / 3.25.
     [(0.5, [-3.0, -1 - 1 / 1.5, -2 - 2 * 3 / 3.5]), (0.25, [-3.0, -1 - 1 / 1.25, -2 - 2 * 3 / 3.25])],
 )
-def test_later_it_lies_between_sampler_and_now_by_their_versions(progress: float, expected: list[float]) -> None:
+def test_proximal_policy_interpolates_sampler_and_current_by_staleness(progress: float, expected: list[float]) -> None:
     proximal = approximate_proximal(NOW, SAMPLER, AGES, progress)
     assert proximal.tolist() == pytest.approx(expected)
 

@@ -26,7 +26,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_quarter_of_the_way_is_rounded_up_a_quarter_of_the_time(sign: int) -> None:
+def test_bfloat16_stochastic_rounding_is_unbiased(sign: int) -> None:
     """Between 1 and 2 numbers in bfloat16 are 2^-7 apart."""
     step = 2.0**-7
     rounded = sign * round_to_bfloat16(torch.full((40_000,), sign * (1 + step / 4)), generator()).float()
@@ -81,7 +81,7 @@ def test_levels_are_kept_exactly(is_signed: bool) -> None:
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_8_bits_are_one_of_the_two_neighbours_and_right_in_the_mean(is_signed: bool) -> None:
+def test_8_bit_rounding_is_unbiased_between_neighbours(is_signed: bool) -> None:
     share = 0.3
     row = torch.full((1, BLOCK), share)
     row[0, 0] = 1.0

@@ -119,7 +119,7 @@ def test_state_takes_what_it_says(states: OptimizerStates) -> None:
 
 @pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("states", SMALLER)
-def test_how_many_parameters_are_taken_out_at_a_time_changes_nothing(states: OptimizerStates, is_on_host: bool) -> None:
+def test_step_portion_size_changes_neither_parameters_nor_state(states: OptimizerStates, is_on_host: bool) -> None:
     whole = StoredMomentsAdamW(make_groups(make_parameters()), states=states, lr=LR)
     halves = HalfAtATime(make_groups(make_parameters()), states=states, is_state_on_host=is_on_host, lr=LR)
     for parameter, other in zip(take_steps(halves, range(3)), take_steps(whole, range(3)), strict=True):
@@ -174,7 +174,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 @pytest.mark.parametrize("saved", ALL)
 def test_any_states_are_read_by_any_others(saved: OptimizerStates, loaded: OptimizerStates) -> None:
     first, second = (
-        make_optimizer(make_parameters(), lr=LR, weight_decay=0.1, betas=(0.9, 0.999), states=states)
+        make_optimizer(nn.ParameterList(make_parameters()), lr=LR, weight_decay=0.1, betas=(0.9, 0.999), states=states)
         for states in (saved, loaded)
     )
     take_steps(first, range(3))
@@ -201,7 +201,9 @@ def moments(state: dict[str, Any]) -> dict[str, Any]:
 def test_the_learning_rate_is_the_schedules(states: OptimizerStates) -> None:
     """Steps on a constant gradient are lr: 1/2 and then all of it."""
     parameter = nn.Parameter(torch.zeros(4, 256))
-    optimizer = make_optimizer([parameter], lr=LR, weight_decay=0.0, betas=(0.9, 0.999), states=states)
+    optimizer = make_optimizer(
+        nn.ParameterList([parameter]), lr=LR, weight_decay=0.0, betas=(0.9, 0.999), states=states
+    )
     schedule = make_lr_schedule(optimizer, "constant", warmup_steps=2, max_steps=-1)
     for expected in (-0.5 * LR, -1.5 * LR):
         parameter.grad = torch.ones(4, 256)
@@ -225,7 +227,9 @@ def test_state_is_offloaded_during_rollouts(states: OptimizerStates) -> None:
 
 def test_a_closure_is_called_once() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), is_state_on_host=True)
+    optimizer = make_optimizer(
+        nn.ParameterList([parameter]), lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), is_state_on_host=True
+    )
     losses = []
 
     def closure() -> float:

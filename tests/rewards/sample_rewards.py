@@ -31,6 +31,8 @@ def misbehave(completion: str) -> object:
     """Does what the completion says."""
     if completion == "raise":
         raise ValueError("a reward that raises")
+    if completion == "raise at length":
+        raise ValueError("begin " + "x" * 30_000_000 + " end \ud800")
     if completion == "sleep":
         time.sleep(3600)
     if completion == "backtrack":
@@ -57,6 +59,8 @@ async def misbehave_async(completion: str) -> float:
     """Does what the completion says, on the event loop."""
     if completion == "raise":
         raise ValueError("an async reward that raises")
+    if completion == "raise at length":
+        raise ValueError("begin " + "x" * 30_000_000 + " end \ud800")
     if completion == "sleep":
         await asyncio.sleep(60)
     if completion == "stubborn":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlightning.errors import ConfigError
-from rlightning.rewards import RewardFunction
+from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rewards.config import bind_rewards
 
 GIVEN = {"prompt": "p", "completion": "c", "full_text": "pc", "num_tokens": 3, "is_truncated": False}
@@ -26,6 +26,86 @@ class Judge:
 
     async def __call__(self, completion: str) -> float:
         return 1.0
+
+
+class Grader:
+    """A reward in each form that a class allows."""
+
+    best = 0.0
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.calls, self.seen = scale, 0, set[str]()
+
+    def __call__(self, completion: str) -> float:
+        return self.scale
+
+    def method(self, completion: str) -> float:
+        return self.scale
+
+    def counting(self, completion: str) -> float:
+        self._count()
+        return self.calls
+
+    def remembering(self, completion: str) -> float:
+        self.seen.add(completion)
+        return len(self.seen)
+
+    def _count(self) -> None:
+        self.calls += 1
+
+    @staticmethod
+    def static(completion: str) -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls, completion: str) -> float:
+        return cls.best
+
+    @classmethod
+    def keeping_best(cls, completion: str) -> float:
+        cls.best = max(cls.best, len(completion))
+        return cls.best
+
+
+grader = Grader()
+seen: dict[str, int] = {}
+total = 0.0
+
+
+def count_in_module(completion: str) -> float:
+    global total
+    total += 1
+    return total
+
+
+def call_what_remembers(completion: str) -> float:
+    return remember(completion)
+
+
+def remember(completion: str) -> float:
+    seen[completion] = seen.get(completion, 0) + 1
+    return seen[completion]
+
+
+async def count_async(completion: str) -> float:
+    return count_in_module(completion)
+
+
+def compute_locally(completion: str) -> float:
+    words = completion.split()
+    words.append("end")
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    return max(counts.values())
+
+
+def generate(completion: str) -> Any:
+    yield 1.0
+
+
+def by_position(completion: str, /) -> float:
+    return 1.0
 
 
 def test_a_function_gets_what_its_signature_asks_for() -> None:
@@ -78,9 +158,52 @@ def test_check_names_the_nearest_column() -> None:
         ([RewardFunction(grade, columns={"anser": "x"})], r"has no argument 'anser'\. Did you mean 'answer'\?"),
         ([RewardFunction(grade, timeout=0)], "timeout=0 must be a number of seconds above 0"),
         ([RewardFunction(grade, weight=float("nan"))], "weight=nan must be a finite number"),
+        (
+            ["test_config.Grader"],
+            r"'test_config\.Grader' is a class: .* as in judge = Grader\(\), and name that one\.$",
+        ),
+        ([partial(Grader, scale=2.0)], "'Grader' is a class"),
+        (
+            ["test_config.Grader.method"],
+            r"'test_config\.Grader\.method' is a method of the class Grader without an object\. .* name judge\.method;",
+        ),
+        ([Grader.method], "'method' is a method of the class Grader without an object"),
+        (["test_config.Grader.statik"], r"'Grader' has no reward function 'statik'\. Did you mean 'static'\?"),
+        (["test_config.Gradr.static"], r"No module named 'test_config\.Gradr', and no class\. Did you mean 'Grader'\?"),
+        ([generate], "'generate' is a generator"),
+        ([by_position], r"'by_position' takes 'completion' by position, and gets all arguments by name\. Remove"),
     ],
 )
 def test_mistakes_are_one_line(rewards: Sequence[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         bind_rewards(rewards)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["Grader.static", "Grader.of_class", "grader", "grader.method"])
+def test_functions_of_classes_and_objects_have_dotted_paths(path: str) -> None:
+    (reward,) = bind_rewards([RewardFunction(f"test_config.{path}")])
+    assert reward.function(completion="x") == {"Grader.of_class": 0.0}.get(path, 1.0)
+    assert reward.pickled is not None and reward.module == "test_config"
+    assert reward.state is None, "nothing changes"
+
+
+@pytest.mark.parametrize(
+    ("function", "state"),
+    [
+        (grader.counting, "self.calls"),
+        (grader.remembering, "self.seen"),
+        (Grader.keeping_best, "cls.best"),
+        (count_in_module, "total"),
+        (call_what_remembers, "seen"),
+        (partial(count_in_module), "total"),
+        (count_async, None),  # runs in one process
+        (compute_locally, None),
+    ],
+)
+def test_state_that_each_worker_has_is_explained(
+    function: Any, state: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    RewardRunner([RewardFunction(function, name="mine")])
+    expected = [] if state is None else [f"Reward 'mine' changes {state}. Each worker process has a copy of its own"]
+    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == expected

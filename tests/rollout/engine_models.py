@@ -15,6 +15,7 @@ from torch import Tensor
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.models.shards import named_weights
 from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -55,6 +56,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         dtype=torch.float32,
         log_file=log_file,
         bucket_bytes=bucket_bytes,
+        files=ModelFiles.read(model_folder) if Path(model_folder).is_dir() else None,
     )
 
 

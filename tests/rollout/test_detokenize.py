@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rlightning.rollout.detokenize import can_decode, decode_completions
+from rlightning.rollout.detokenize import decode_completions
 
 
 def byte_level() -> Any:
@@ -32,17 +32,15 @@ def sentence_piece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
-def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int], finish_reason: str) -> str:
-    """As vLLM does: the stop token, which is the last, is not given to the decoder."""
+def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int]) -> str:
+    """As vLLM does."""
     stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
-    kept = token_ids[:-1] if finish_reason == "stop" else token_ids
-    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in kept)
+    return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in token_ids)
 
 
 @pytest.mark.parametrize("make_tokenizer", [byte_level, sentence_piece])
 def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer()
-    assert can_decode(tokenizer)
     random = np.random.default_rng(0)
     words = ["a b", " a", "b é", " ", "ab\n", "🙂", "日本", "", "é"]
     prompt: list[int] = tokenizer("".join(random.choice(words, 60)) + "a", add_special_tokens=False).input_ids
@@ -51,31 +49,31 @@ def test_texts_are_those_of_decoding_token_by_token(make_tokenizer: Any) -> None
     for _ in range(200):
         token_ids = tokenizer("".join(random.choice(words, random.integers(0, 8))), add_special_tokens=False).input_ids
         eos = [tokenizer.eos_token_id] * int(random.integers(0, 2))  # one in the middle is left out as well
-        completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :] + [3])
-    reasons = ["stop" if i % 2 else "length" for i in range(len(completions))]
-    expected = [decode_by_token(tokenizer, prompt, *one) for one in zip(completions, reasons, strict=True)]
-    assert decode_completions(tokenizer, prompt, completions, reasons) == expected
+        completions.append(token_ids[: len(token_ids) // 2] + eos + token_ids[len(token_ids) // 2 :])
+    expected = [decode_by_token(tokenizer, prompt, one) for one in completions]
+    assert decode_completions(tokenizer, prompt, completions) == expected
     assert len(set(expected)) > 100 and any(text.startswith(" ") for text in expected)
 
 
-def test_a_character_that_the_end_has_cut_is_left_out() -> None:
+def test_character_cut_by_completion_end_is_omitted() -> None:
     tokenizer = byte_level()
     smile = tokenizer("a🙂", add_special_tokens=False).input_ids
     assert len(smile) == 5
     cut = [smile[:length] for length in range(1, 6)]
-    assert decode_completions(tokenizer, [], cut, ["length"] * 5) == ["a", "a", "a", "a", "a🙂"]
-    # The very token after it ended the completion: the bytes before were never finished.
-    assert decode_completions(tokenizer, [], [[*smile[:3], 0]], ["stop"]) == ["a"]
+    assert decode_completions(tokenizer, [], cut) == ["a", "a", "a", "a", "a🙂"]
 
 
-def test_a_prompt_that_ends_within_a_character_is_no_part_of_the_text() -> None:
+def test_prompt_ending_within_character_is_excluded_from_text() -> None:
     tokenizer = byte_level()
     euro = tokenizer("what? €", add_special_tokens=False).input_ids
     rest = tokenizer(" a", add_special_tokens=False).input_ids
     for cut in (1, 2):
-        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]], ["length"])
+        (text,) = decode_completions(tokenizer, euro[:-cut], [[*euro[-cut:], *rest]])
         assert "what" not in text and text.endswith(" a")
 
 
-def test_a_tokenizer_of_another_kind_is_left_to_vllm() -> None:
-    assert not can_decode(object())
+def test_tokenizer_without_backend_decodes_by_itself() -> None:
+    tokenizer = ByT5Tokenizer()
+    assert not hasattr(tokenizer, "backend_tokenizer")
+    a, b, end = ord("a") + 3, ord("b") + 3, tokenizer.eos_token_id  # three special tokens come before the bytes
+    assert decode_completions(tokenizer, [b], [[a, b, end], [a, end, b]]) == ["ab", "ab"]

@@ -14,7 +14,7 @@ def make_groups(count: int) -> list[Group]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from([1, 2]))
-def test_each_rank_gets_what_it_wants_and_the_rest_is_spread(numbers: list[int], more: int, size: int) -> None:
+def test_each_rank_gets_wanted_groups_remainder_is_spread(numbers: list[int], more: int, size: int) -> None:
     wanted = dict(enumerate(numbers * size))
     total = sum(wanted.values())
     shares = deal(make_groups(total + more if total else 0), wanted, size)

@@ -33,7 +33,7 @@ class Link(EngineLink):
         return EngineDiedError(f"The engine {how}.")
 
 
-def test_time_in_which_the_trainer_did_not_run_is_no_silence_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_stall_does_not_count_as_engine_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
     poll, clock = ours.poll, time.monotonic
 

@@ -100,7 +100,7 @@ def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool
     assert all(answer.result(60) for answer in both)
 
 
-def test_what_is_asked_without_any_engine_waits_and_then_fails(pool: EnginePool) -> None:
+def test_requests_without_engines_wait_then_fail(pool: EnginePool) -> None:
     """The last that needs the pool: no engine of it is left."""
     for member in pool.members:
         member.has_died = True  # once already
@@ -151,8 +151,8 @@ class OnRelease:
             self._happens.pop()()
 
 
-def test_an_engine_that_returns_while_it_is_asked_is_asked_once_it_has_weights(tmp_path: Path) -> None:
-    pool = EnginePool([engine_config("unused", tmp_path / "log")], lambda: None)
+def test_restarted_engine_gets_requests_only_after_weights(tmp_path: Path) -> None:
+    pool = EnginePool([engine_config(save_model(tmp_path / "model"), tmp_path / "log")], lambda: None)
     engine = pool.members[0].engine
     first, second = Link(), Link()
 

@@ -11,15 +11,9 @@ from tiny_models import tiny_config
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
+from rlightning.rollout.engine_arguments import argument_names
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_settings import (
-    RolloutWork,
-    argument_names,
-    batched_tokens,
-    capture_sizes,
-    check_given,
-    derive_settings,
-)
+from rlightning.rollout.engine_settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
 
 GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)
 
@@ -86,20 +80,6 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
         assert settings.get("cudagraph_capture_sizes", 1) == 1
 
 
-def test_names_are_checked() -> None:
-    check_given({"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28, "tensor_parallel_size": 2})
-    check_given({"data_parallel_size": 1})
-    with pytest.raises(ConfigError, match=r"Did you mean 'max_num_seqs'\?"):
-        check_given({"max_num_seq": 8})
-
-
-@pytest.mark.parametrize("name", ["data_parallel_size", "pipeline_parallel_size"])
-def test_engines_are_parallel_by_tensor_alone(name: str) -> None:
-    message = rf"^rollout\.engine\.{name}=2 must be 1: .*tensor_parallel_size.*rollout\.num_engines"
-    with pytest.raises(ConfigError, match=message):
-        EngineOptions(arguments={name: 2}).check()
-
-
 @pytest.mark.parametrize(
     ("kind", "device", "given", "backend"),
     [
@@ -118,18 +98,20 @@ def test_experts_are_computed_as_they_are_stored(
     assert config.engine_args.get("moe_backend") == backend
 
 
-def test_an_engine_takes_no_longer_sequences_than_the_actor(tmp_path: Path) -> None:
-    module = SimpleNamespace(model_path="unused", max_model_length=64)
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28, "max_model_len": 65})
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.max_model_len=65 is more than the actor's 64 tokens"):
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "apertus"])
+def test_what_vllm_computes_otherwise_on_a_cpu_is_refused(kind: str, tmp_path: Path) -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28})
+    with pytest.raises(ConfigError, match=rf"vLLM on a CPU gives a {kind} other log-probabilities.* Use a GPU"):
         options.configure(module, torch.device("cpu"), Sampling(max_new_tokens=8), 16, tmp_path)
+    options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("placement", "sleep", "can_sleep"),
     [("colocated", True, True), ("colocated", False, False), ("standalone", True, False)],
 )
-def test_engines_that_share_no_device_with_an_actor_do_not_sleep(
+def test_engines_not_sharing_actor_device_never_sleep(
     placement: Any, sleep: bool, can_sleep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

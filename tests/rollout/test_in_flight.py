@@ -52,7 +52,7 @@ def choose(flight: InFlight, version: int, *, per_step: int, spare: int = 0) -> 
     return sorted(indices(flight.choose(per_step, version, per_step=per_step, room=room)))
 
 
-def test_the_first_that_end_are_taken_in_the_order_of_admission() -> None:
+def test_first_finished_groups_are_taken_in_admission_order() -> None:
     flight = InFlight(1)
     groups = begin(flight, 0, 0, 1, 2, 3)
     finish(flight, groups[3])
@@ -83,7 +83,7 @@ def test_what_no_later_step_could_take_is_waited_for() -> None:
     assert flight.running == [old[1]]
 
 
-def test_what_two_steps_cannot_take_in_time_is_waited_for_too() -> None:
+def test_step_awaits_old_groups_beyond_later_capacity() -> None:
     flight = InFlight(2)
     old = begin(flight, 0, *range(8))
     new = begin(flight, 1, *range(8, 12))
@@ -96,7 +96,7 @@ def test_what_two_steps_cannot_take_in_time_is_waited_for_too() -> None:
     assert choose(flight, 1, per_step=4) == [3]
 
 
-def test_steps_to_come_take_their_share_of_what_is_old() -> None:
+def test_later_steps_capacity_reduces_awaited_old_groups() -> None:
     flight = InFlight(2)
     begin(flight, 0, *range(5))
     finish(flight, *begin(flight, 1, *range(5, 9)))
@@ -112,7 +112,7 @@ def test_more_than_a_step_takes_is_not_waited_for() -> None:
     assert choose(flight, 1, per_step=3) == [0, 1, 2]  # the other two begin again
 
 
-def test_a_refill_waits_for_none_that_its_step_has_waited_for() -> None:
+def test_refill_does_not_wait_for_old_groups() -> None:
     flight = InFlight(1)
     begin(flight, 0, 0)
     new = begin(flight, 1, 1, 2, 3)
@@ -121,7 +121,7 @@ def test_a_refill_waits_for_none_that_its_step_has_waited_for() -> None:
 
 
 @pytest.mark.parametrize("num_old", [1, 2])
-def test_few_are_not_waited_for_when_many_others_are_complete(num_old: int) -> None:
+def test_large_surplus_ends_wait_for_few_old_groups(num_old: int) -> None:
     flight, beyond = InFlight(3), num_old * PATIENCE
     old = begin(flight, 0, *range(num_old))
     new = begin(flight, 3, *range(num_old, num_old + 6 + beyond))
@@ -133,7 +133,7 @@ def test_few_are_not_waited_for_when_many_others_are_complete(num_old: int) -> N
     assert flight.expire(4) == old
 
 
-def test_the_last_that_a_step_needs_is_one_of_the_old() -> None:
+def test_last_place_of_step_waits_for_old_group() -> None:
     flight = InFlight(2)
     old = begin(flight, 0, 0, 1)
     finish(flight, *begin(flight, 2, 2, 3))
@@ -142,7 +142,7 @@ def test_the_last_that_a_step_needs_is_one_of_the_old() -> None:
     assert choose(flight, 2, per_step=3) == [0, 3]  # nothing but the other one is left to run
 
 
-def test_what_is_more_than_a_step_needs_may_grow_too_old() -> None:
+def test_spare_old_groups_may_exceed_max_staleness() -> None:
     flight = InFlight(1)
     begin(flight, 0, 0, 1)
     new = begin(flight, 1, 2, 3)
@@ -151,7 +151,7 @@ def test_what_is_more_than_a_step_needs_may_grow_too_old() -> None:
     assert choose(flight, 1, per_step=1, spare=2) == [2]
 
 
-def test_what_an_unfinished_step_has_chosen_is_there_for_the_next() -> None:
+def test_groups_selected_by_unfinished_step_stay_available() -> None:
     flight = InFlight(1)
     finish(flight, *begin(flight, 0, 0), *begin(flight, 1, 1))
     assert choose(flight, 1, per_step=2) == [0, 1]
@@ -336,7 +336,7 @@ class Engines:
 @pytest.mark.long
 @settings(deadline=None)
 @given(max_staleness=st.integers(0, 4), data=st.data())
-def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: int, data: Any) -> None:
+def test_staleness_bound_holds_and_no_prompt_is_lost(max_staleness: int, data: Any) -> None:
     per_step, flight, engines = 3, InFlight(max_staleness), Engines()
     consumed: list[int] = []
     handed_in = 0
@@ -369,7 +369,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(max_staleness: i
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_one_that_never_ends_does_not_hold_up_all_steps(max_staleness: int) -> None:
+def test_group_that_never_finishes_does_not_block_steps(max_staleness: int) -> None:
     flight, engines = InFlight(max_staleness), Engines()
     num_begun = 0
     for version in range(8):

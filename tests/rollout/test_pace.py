@@ -43,7 +43,7 @@ def test_a_run_in_balance_is_left_in_peace(clock: list[float]) -> None:
     assert window(Pace(max_staleness=1, num_engines=1, engines_key="rollout.num_engines"), clock, 0.5, 0.5) == []
 
 
-def test_engines_that_are_named_are_added_where_they_are_named(clock: list[float]) -> None:
+def test_bottleneck_advice_names_the_engines_key(clock: list[float]) -> None:
     (sentence,) = window(Pace(max_staleness=1, num_engines=2, engines_key="rollout.engines"), clock, 1.0, 0.2)
     assert "Add engines (rollout.engines, now 2)" in sentence
 
@@ -51,7 +51,7 @@ def test_engines_that_are_named_are_added_where_they_are_named(clock: list[float
 @pytest.mark.parametrize(
     ("engines", "key"), [(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "rollout.engines"), ([], "rollout.num_engines")]
 )
-def test_the_key_is_the_users_also_where_a_controller_names_its_engines(engines: list[str], key: str) -> None:
+def test_engines_key_ignores_urls_set_by_controller(engines: list[str], key: str) -> None:
     rollout = VLLMRollout(placement="standalone", num_engines=2, engines=engines)
     knowing = copy.copy(rollout)
     knowing.options = replace(rollout.options, engines=("tcp://127.0.0.1:3", "tcp://127.0.0.1:4"))

@@ -224,7 +224,7 @@ def test_tokens_are_of_their_version_all_computed_anew(trainer: Trainer, policy:
     assert np.median(wrong) > 0.01
 
 
-def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer: Trainer, policy: Policy) -> None:
+def test_tokens_over_kept_kv_cache_match_their_version(trainer: Trainer, policy: Policy) -> None:
     differences = []
     for prompt, sample in sample_through_swaps(trainer, keeps_cache=True):
         np.testing.assert_allclose(sample["logprobs"], policy.cached_logprobs(prompt, sample), atol=1e-4)
@@ -235,7 +235,7 @@ def test_tokens_are_of_their_version_over_the_keys_and_values_that_were(trainer:
 
 
 @pytest.mark.processes
-def test_all_that_was_sampled_is_there_when_a_pause_has_begun(policy: Policy, tmp_path: Path) -> None:
+def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> None:
     config = VLLMConfig(
         engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
     )

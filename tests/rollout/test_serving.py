@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.engine_wire import TOKEN, NotNowError, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.rollout.vllm_engine import vllm_sampling
 
@@ -125,8 +127,8 @@ def make_config(project: Path, url: str, **kwargs: Any) -> VLLMConfig:
         "log_file": project / "unused.log",
         "url": url,
         "start_timeout": PATIENCE_SECONDS,
-    }
-    return VLLMConfig(**arguments | kwargs)
+    } | kwargs
+    return VLLMConfig(**arguments, files=ModelFiles.read(arguments["engine_args"]["model"]))
 
 
 @contextlib.contextmanager
@@ -206,7 +208,7 @@ def test_the_address_that_engines_reach_the_trainer_at() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a second user")
 @pytest.mark.parametrize("user", [0, 65534])
-def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
+def test_without_token_only_same_user_is_authenticated(user: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.seteuid(user)
         try:
@@ -230,7 +232,7 @@ def test_without_a_token_only_the_same_user_is_let_in(user: int) -> None:
     [(True, "it does not answer"), (False, ".*refused")],
     ids=["a port that answers nothing", "nobody listens"],
 )
-def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_listening: bool, reason: str) -> None:
+def test_unreachable_engine_raises_clear_error_in_time(project: Path, is_listening: bool, reason: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if not is_listening:
@@ -242,7 +244,9 @@ def test_an_engine_that_is_not_there_is_a_clear_error_in_time(project: Path, is_
 
 
 @pytest.mark.long
-def test_what_an_engine_has_said_counts_when_it_is_silent_later(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_refusal_is_reported_when_engine_stops_responding(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problems = chain([NotNowError("it serves another trainer")], repeat(BlockingIOError()))
 
     def fail(*_: Any) -> None:
@@ -308,9 +312,9 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert folder is None or list(folder.iterdir()) == []
 
 
-def test_a_trainer_that_goes_leaves_nothing_behind_for_the_next(project: Path, server: Server) -> None:
+def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Server) -> None:
     config = make_config(project, server.url)
-    sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0) | {"ignore_eos": True}
+    sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0, end_token_ids=())
     with connected(config) as first:
         assert first.submit("adopt", 0, False).result(PATIENCE_SECONDS)
         with pytest.raises(RequestRefusedError, match="refused a request:\nTraceback"):
@@ -339,13 +343,65 @@ def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> N
     other = save_model(project / "deeper", num_hidden_layers=3)
     config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
     with connected(config) as link:
-        with pytest.raises(EngineError, match="num_hidden_layers 2, not 3; max_model_len 80, not 81 or more") as caught:
+        message = r"num_hidden_layers 2, not 3; .*; max_model_len 80, not 81 or more\."
+        with pytest.raises(EngineError, match=message) as caught:
+            link.ready.result(PATIENCE_SECONDS)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def end_elsewhere(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
+
+
+def swap_tokens(folder: Path) -> None:
+    """Another tokenizer of equal size: two characters change places."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    path.write_text(json.dumps(content))
+
+
+def rotate_otherwise(folder: Path) -> None:
+    change_json(folder / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 123.0})
+
+
+def sample_colder(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "differences"),
+    [
+        (end_elsewhere, r"end_token_ids \[0\], not \[0, 5\]"),
+        (swap_tokens, r"It has tokenizer [0-9a-f]{12}, not [0-9a-f]{12}\. Start"),
+        (rotate_otherwise, r"rope_theta [\d.]+, not 123\.0"),
+        (sample_colder, r"generation_config\.temperature \S+, not 0\.5"),
+    ],
+)
+def test_engine_of_a_changed_copy_is_refused(
+    change: Callable[[Path], None], differences: str, project: Path, server: Server, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(project / "model", copy)
+    same = make_config(project, server.url, engine_args={"model": str(copy), "max_model_len": 80})
+    with connected(same) as link:
+        link.ready.result(PATIENCE_SECONDS)
+    change(copy)
+    other = make_config(project, server.url, engine_args={"model": str(copy), "max_model_len": 80})
+    with connected(other) as link:
+        with pytest.raises(EngineError, match=differences) as caught:
             link.ready.result(PATIENCE_SECONDS)
         assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.processes
-def test_nothing_is_unpickled_from_who_does_not_know_the_token(
+def test_unauthenticated_data_is_never_unpickled(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(project, token="the secret") as server:
@@ -406,7 +462,7 @@ def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Pat
             fit(project, tmp_path, [url], start_timeout=5.0)
 
 
-def test_a_run_goes_on_when_one_of_two_servers_is_killed(
+def test_run_continues_after_one_server_is_killed(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(project) as other:
@@ -430,7 +486,7 @@ def test_a_run_goes_on_when_one_of_two_servers_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
-def test_a_served_engine_that_dies_is_started_again_by_its_server(
+def test_dead_served_engine_is_restarted_by_server(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed = []
@@ -446,7 +502,7 @@ def test_a_served_engine_that_dies_is_started_again_by_its_server(
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_noticed_and_may_come_back(
+def test_hung_server_is_detected_and_may_reconnect(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go_on() -> None:

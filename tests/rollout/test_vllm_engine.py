@@ -6,7 +6,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ import torch
 from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
-from rlightning.rollout.vllm_engine import VLLMEngine, make_completions
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -102,14 +106,14 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
     stopped = [completion for completion in group if completion.finish_reason == "stop"]
     by_string = [completion for completion in stopped if completion.token_ids[-1] != 0]
     assert by_string
-    assert not any("1" in completion.text or "+2" in completion.text for completion in group)
-    # Its tokens were sampled and belong to the policy's output, so they are there, and no more after them.
+    # It was sampled and is trained, so it is in the tokens and in the text, and no more after it.
     for completion in by_string:
         whole = "".join(CHARACTERS[token - 1] for token in completion.token_ids)
-        assert whole.endswith(("1", "+2")) and whole.startswith(completion.text)
+        assert completion.text == whole and whole.endswith(("1", "+2"))
+        assert not any(stop in whole[:-1] for stop in ("1", "+2"))
 
 
-def test_the_text_is_what_vllm_decodes_where_it_looks_for_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
+def test_decoded_text_matches_vllm_with_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
     def sample(stop: tuple[str, ...]) -> list[list[str]]:
         return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
 
@@ -125,8 +129,51 @@ def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> Non
     for completion in group:
         assert not set(tokens) & set(completion.token_ids[:-1].tolist())
         assert completion.is_truncated == (completion.token_ids[-1] not in (0, *tokens))
+        assert completion.text == "".join(CHARACTERS[token - 1] for token in completion.token_ids if token)
 
 
+def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let the trainer have read something else of the model's files than the engine has."""
+    own = engine.config.files
+    assert own is not None and own.end_token_ids == (0,)
+    monkeypatch.setattr(engine, "config", replace(engine.config, files=replace(own, **changes)))
+
+
+@pytest.mark.processes
+def test_trainer_decides_what_ends_a_completion_and_what_it_says(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has read that token 0 ends one; the trainer has read that 3 does, and that "1" stands for token 2."""
+    vocabulary = {character: (3 - token if token in (1, 2) else token) for character, token in VOCABULARY.items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    change_files(engine, monkeypatch, end_token_ids=(3,), tokenizer=tokenizer)
+    (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, seed=1))
+    swapped = {token: character for character, token in vocabulary.items()}
+    assert any(0 in completion.token_ids[:-1] for completion in group)
+    for completion in group:
+        *before, last = completion.token_ids.tolist()
+        assert 3 not in before and (last == 3) == (completion.finish_reason == "stop")
+        kept = before if last == 3 else [*before, last]
+        assert completion.text == "".join(swapped[token] for token in kept if token)
+
+
+@pytest.mark.processes
+def test_neighbouring_seeds_sample_independently(
+    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_files(engine, monkeypatch, end_token_ids=())  # short completions are alike by chance
+
+    def sample(seed: int) -> list[list[str]]:
+        return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=seed)))
+
+    runs = [sample(seed) for seed in (0, 1, 2)]
+    # Each with each, and each sample with those of all other prompts and numbers.
+    assert len({text for run in runs for group in run for text in group}) == 3 * len(PROMPTS) * 8
+
+
+@pytest.mark.processes
 def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> None:
     def sample(seed: int | None, prompts: list[Prompt] = PROMPTS) -> list[list[str]]:
         return texts(engine.generate(prompts, 4, Sampling(max_new_tokens=16, seed=seed)))
@@ -144,7 +191,8 @@ def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> No
     sampling = Sampling(max_new_tokens=16, seed=7)
     whole = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
     (rest,) = engine.ask([(PROMPTS[2], 10)], 4, sampling)
-    assert texts([make_completions(rest.result())]) == texts([make_completions(whole[2].result())])
+    again, first = (engine.read(PROMPTS[2], answer.result()) for answer in (rest, whole[2]))
+    assert texts([again]) == texts([first])
 
 
 def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
@@ -153,7 +201,7 @@ def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> 
         assert not np.isnan(completion.logprobs).any() and (completion.logprobs <= 0).all()
 
 
-def test_after_an_update_the_engine_samples_from_the_new_weights(engine: VLLMEngine, actor: Actor) -> None:
+def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor: Actor) -> None:
     prompts = [*PROMPTS, LONG_PROMPT]
     before = engine.generate(prompts, 1, GREEDY)
     for version in (1, 2, 3):
@@ -302,7 +350,7 @@ def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("device", "asked", "threads"), [("cuda", None, "1"), ("cuda", "3", "3"), ("cpu", None, "own")]
 )
-def test_an_engine_has_few_threads_unless_the_user_says_how_many(
+def test_engine_threads_are_limited_unless_user_sets_them(
     device: str, asked: str | None, threads: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -313,7 +361,7 @@ def test_an_engine_has_few_threads_unless_the_user_says_how_many(
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-def test_its_process_holds_the_weights_once_and_nothing_that_trains(
+def test_engine_process_holds_weights_once_without_trainer_state(
     engine: VLLMEngine, actor: Actor, census: Path
 ) -> None:
     """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""

@@ -204,7 +204,7 @@ def test_logprobs_come_in_order_and_seldom(
     assert sum(len(tokens) > TOKENS_AT_ONCE for tokens in core.tokens.values()) > 10
 
 
-def test_who_wants_more_columns_gets_them_at_once_and_changes_nothing_for_others(folder: str) -> None:
+def test_request_with_more_logprobs_does_not_affect_others(folder: str) -> None:
     core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
     whole, wide = (
         make_request(name, hasher, length=60, prompt=0, prompt_tokens=20, streams=name == "1") for name in ("0", "1")
@@ -221,7 +221,7 @@ def test_who_wants_more_columns_gets_them_at_once_and_changes_nothing_for_others
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_pause_begins_when_all_is_sent_and_changes_nothing(folder: str, is_ahead: bool) -> None:
+def test_pause_delivers_all_tokens_and_preserves_results(folder: str, is_ahead: bool) -> None:
     """The process in front counts tokens while it changes the weights."""
 
     def make(core: Core, hasher: Any) -> dict[int, list[Request]]:

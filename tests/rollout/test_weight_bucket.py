@@ -30,7 +30,7 @@ def test_a_tensor_larger_than_the_bucket_makes_it_larger() -> None:
     assert size == 2000
 
 
-def test_the_other_end_sees_each_chunk_in_the_engines_dtype() -> None:
+def test_receiver_reads_each_chunk_in_engine_dtype() -> None:
     weights = {"a": torch.randn(3, 5), "scalar": torch.tensor(2.5), "b": torch.randn(64)}
     shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     bucket = WeightBucket(shapes, torch.bfloat16, CPU, 300)

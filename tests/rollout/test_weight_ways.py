@@ -183,7 +183,7 @@ def test_two_workers_get_all_of_every_sync(
 
 
 @pytest.mark.slow
-def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Callable[[int], list[Worker]]) -> None:
+def test_workers_of_one_device_receive_weights_in_turn(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(3)
     end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=PATIENCE_SECONDS)
     connect(end, workers, groups=[0, 1, 0])
@@ -195,7 +195,7 @@ def test_workers_of_one_device_are_sent_to_one_after_the_other(start_workers: Ca
 
 
 @pytest.mark.long
-def test_a_worker_of_the_second_group_that_never_comes_ends_the_first_too(
+def test_missing_worker_in_second_group_stops_first_group(
     start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (worker,) = start_workers(1)
@@ -315,7 +315,7 @@ def test_strangers_cannot_reach_where_the_workers_meet() -> None:
         elsewhere.handles([0])
 
 
-def test_an_old_file_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+def test_stale_weight_file_is_rejected(tmp_path: Path) -> None:
     """As a disk behind a network may show one."""
     weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
     bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
@@ -343,7 +343,7 @@ def test_an_old_file_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sync_that_breaks_off_leaves_no_file_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_interrupted_sync_leaves_no_file_next_succeeds(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
     bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
     (end,) = (open_end(handle, CPU) for handle in bucket.handles([0]))
@@ -359,7 +359,7 @@ def test_a_sync_that_breaks_off_leaves_no_file_and_the_next_is_whole(tmp_path: P
     bucket.close()
 
 
-def test_what_a_killed_run_left_in_the_folder_is_removed(tmp_path: Path) -> None:
+def test_leftover_weight_files_of_killed_run_are_removed(tmp_path: Path) -> None:
     for name in ("weights-0-00000.safetensors", ".weights-0-00001.safetensors.partial", "mine.safetensors"):
         (tmp_path / name).touch()
     FolderBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, folder=tmp_path).close()

@@ -1,0 +1,36 @@
+"""Text that comes from outside of the package, such as exceptions' messages and processes' logs, cut to a length.
+
+Whatever quotes such text in a log line or an error passes it through one of these functions. Standard library only.
+"""
+
+MAX_CHARACTERS = 8000
+"""Of a traceback or of the end of a log."""
+LINE_CHARACTERS = 300
+"""Of an exception's message in a line of ours."""
+VALUE_CHARACTERS = 60
+"""Of a value in a line of ours."""
+
+
+def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """Return a text without its middle where it is longer than ``limit`` characters.
+
+    The start and the end stay: a traceback has its cause last, a long message what it is about first. Characters that
+    no file can hold (lone surrogates) are written as escapes.
+    """
+    if len(text) > limit:
+        half = limit // 2
+        gap = f"\n[... {len(text) - 2 * half} characters left out ...]\n"
+        text = f"{text[:half]}{gap}{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
+    """Return a text, or an exception's message, in one line of at most ``limit`` characters."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= limit else f"{line[: limit - 3]}..."
+    return line.encode("utf-8", "backslashreplace").decode()
+
+
+def cut_value(value: object, limit: int = VALUE_CHARACTERS) -> str:
+    """Return how Python writes a value, in one line of at most ``limit`` characters."""
+    return cut_line(repr(value), limit)

@@ -1,0 +1,124 @@
+"""The steps of whatever ``configure_optimizers`` returns: one optimizer or several, with schedules or without."""
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rlightning.errors import ConfigError
+from rlightning.optimization import ConfiguredLR
+
+log = logging.getLogger(__name__)
+
+METHOD = "configure_optimizers"
+
+
+def prepare_optimizers(
+    network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]
+) -> None:
+    """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
+
+    Args:
+        network: what they train.
+        optimizers: as ``configure_optimizers`` returned them.
+        schedules: the same, in Lightning's form.
+
+    Raises:
+        ConfigError: for an optimizer that needs a closure, a schedule that needs a metric, a parameter in two
+            optimizers, and optimizers without any parameter of ``network``.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{METHOD}: {type(optimizer).__name__} computes the loss again within a step, and a rollout's loss is "
+                "computed in micro-batches before it. Use an optimizer that steps without a closure, such as AdamW."
+            )
+    for config in schedules:
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{METHOD}: ReduceLROnPlateau steps by a metric, and schedules are stepped by the count of rollouts. "
+                "Return the optimizer without it, and call its step(metric) in on_train_batch_end or "
+                "on_validation_end of a callback, or return another schedule, such as LambdaLR."
+            )
+        if isinstance(config.scheduler, ConfiguredLR):
+            config.scheduler.add_groups()
+    _check_parameters(network, optimizers)
+
+
+def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    held = Counter(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if not held.keys() & names.keys():
+        raise ConfigError(
+            f"{METHOD} returns no optimizer of the model's parameters: nothing would be trained. Return one of "
+            "self.actor.parameters(), or what super() returns."
+        )
+    twice = [names.get(parameter, "a parameter") for parameter, count in held.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{METHOD}: {len(twice)} parameters, such as {twice[0]}, are in two optimizers, which would both step "
+            "them. Leave them to one."
+        )
+    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]
+    if left:
+        log.warning(
+            "%d parameters are in no optimizer and stay as they are, such as %s. Give them to one in "
+            "configure_optimizers, or set requires_grad to False.",
+            len(left),
+            left[0],
+        )
+
+
+def listed(found: Any) -> list[Any]:
+    """Return as a list what Lightning gives bare where there is one: ``module.optimizers()``."""
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
+    """Step all optimizers, and clear the gradients.
+
+    Lightning counts the steps of its own wrappers. One of them steps once a rollout, so that ``max_steps`` counts
+    rollouts.
+
+    Args:
+        wrapped: by Lightning.
+        is_last: whether this is the rollout's last step.
+    """
+    for number, optimizer in enumerate(wrapped, start=1):
+        is_counted = is_last and number == len(wrapped)
+        (optimizer if is_counted else optimizer.optimizer).step()
+        optimizer.zero_grad()
+
+
+def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
+    """Step each schedule after every rollout, or after each n-th where its ``frequency`` is n.
+
+    Args:
+        schedules: in Lightning's form.
+        num_rollouts: trained on, this one included.
+    """
+    for config in schedules:
+        if num_rollouts % config.frequency == 0:
+            scheduler: Any = config.scheduler
+            scheduler.step()
+
+
+def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return the learning rates by metric name.
+
+    Returns:
+        ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different
+        rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = {f"optim/lr/{group.get('name', number)}": float(group["lr"]) for number, group in enumerate(groups)}
+    first = {"optim/lr": float(groups[0]["lr"])}
+    is_alike = len(optimizers) == 1 and len(set(rates.values())) == 1 and not any("name" in group for group in groups)
+    return first if is_alike else first | rates

@@ -1,0 +1,27 @@
+"""Text of a model or a data set where people look: shown as it was written, whatever shows it."""
+
+import re
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What hides, moves or reorders other text: control characters but tab and newline, other ends of lines, changes of the
+direction of writing, and lone surrogates, which UTF-8 does not have."""
+
+_MARKDOWN = re.compile(r"[\\`*_~#!\[\]<>&|]")
+_SPACES = re.compile(r"^ | $|(?<= ) |(?<=\n) |\t")
+
+
+def visible(text: str) -> str:
+    r"""Return the text with control characters as escapes, such as ``\r`` and ``\x1b``; newlines and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def visible_on_one_line(text: str) -> str:
+    """Return the text as :func:`visible`, with one space in place of each run of white space."""
+    return " ".join(visible(text).split())
+
+
+def markdown_cell(text: str) -> str:
+    """Return Markdown for a table's cell that is rendered as the text, its line breaks and spaces included."""
+    spaced = _SPACES.sub(lambda found: "\xa0" * (4 if found[0] == "\t" else 1), visible(text))
+    escaped = _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", spaced)
+    return escaped.replace("\n", "<br>")

@@ -1,0 +1,167 @@
+"""The JSONL file of a prediction, which a run that was cut short goes on with.
+
+While it grows it is ``<name>.partial``: a line a prompt, as completions come. Beside it, ``<name>.partial.settings`` is
+what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order of the prompts.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlightning.atomic_save import written_aside
+from rlightning.errors import ConfigError
+from rlightning.types import Completion, Prompt
+
+_BEGINNING = b'{"index": '
+_INDEX = re.compile(rb'\{"index": (-?\d+),')
+_UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
+"""Lone surrogates, which UTF-8 does not have, and what some readers take for the end of a line."""
+
+
+class PredictionFile:
+    """The predictions of one rank.
+
+    Args:
+        path: the final name.
+        settings: what completions are sampled with, by configuration key; all of it can be written as JSON.
+
+    Attributes:
+        num_prompts: that are in the file.
+        num_completions: likewise.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+        self.num_prompts = 0
+        self.num_completions = 0
+        self._settings_path = path.with_name(f"{path.name}.partial.settings")
+        self._settings = json.loads(to_json(settings))
+        self._num_bytes = 0  # of whole lines
+        self._file: BinaryIO | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something may be written to it."""
+        return self._file is not None
+
+    def read(self) -> dict[int, int]:
+        """Return what an earlier run has left: the hash of each prompt's text by the prompt's index.
+
+        Raises:
+            ConfigError: the partial file is no such file, or was begun with other settings.
+        """
+        self.num_prompts = self.num_completions = self._num_bytes = 0
+        self._check_settings()
+        found: dict[int, int] = {}
+        for number, line in enumerate(_lines(self.partial), 1):
+            try:
+                if not line.endswith(b"\n"):
+                    if line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
+                        break  # the kill came in the middle of it
+                    raise ValueError
+                row = json.loads(line)
+                found[row["index"]] = hash(row["prompt"])
+                self.num_completions += len(row["completions"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise self._refuse(f"holds no prediction in line {number}") from error
+            self.num_prompts += 1
+            self._num_bytes += len(line)
+        return found
+
+    def open(self) -> None:
+        """Open the file for what comes next, behind the lines that :meth:`read` has found."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(self._settings_path) as aside:
+            aside.write_text(to_json(self._settings), encoding="utf-8")
+        self._file = self.partial.open("ab")
+        self._file.truncate(self._num_bytes)
+
+    def write(self, prompt: Prompt, completions: list[Completion]) -> None:
+        """Add a prompt and its completions; they are the operating system's when this returns."""
+        assert self._file is not None, "open() comes before write()"
+        self._file.write(f"{to_json(prediction(prompt, completions))}\n".encode())
+        self._file.flush()
+        self.num_prompts += 1
+        self.num_completions += len(completions)
+
+    def finish(self) -> None:
+        """Give the file its name, its lines in the prompts' order."""
+        self.close()
+        places, place = [], 0
+        for line in _lines(self.partial):
+            index = _INDEX.match(line)
+            assert index is not None
+            places.append((int(index[1]), place))
+            place += len(line)
+        with written_aside(self.path) as aside, self.partial.open("rb") as lines, aside.open("wb") as ordered:
+            for _, place in sorted(places):
+                lines.seek(place)
+                ordered.write(lines.readline())
+        self.partial.unlink()
+        self._settings_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file and leave it partial. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _check_settings(self) -> None:
+        if not (self.partial.exists() and self._settings_path.exists()):
+            return
+        earlier = json.loads(self._settings_path.read_bytes())
+        for key in sorted(earlier.keys() | self._settings.keys()):
+            before, now = earlier.get(key), self._settings.get(key)
+            if before != now:
+                raise self._refuse(f"was begun with {key}={before}, and now it is {now}")
+
+    def _refuse(self, rule: str) -> ConfigError:
+        return ConfigError(f"'{self.partial}' {rule}. It is not overwritten: move it away, or name another output.")
+
+
+def prediction(prompt: Prompt, completions: list[Completion]) -> dict[str, Any]:
+    """Return the object of one prompt; ``index`` comes first."""
+    return {
+        "index": prompt.index,
+        "prompt": prompt.text,
+        "completions": [completion.text for completion in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "columns": prompt.columns,
+    }
+
+
+def to_json(value: Any) -> str:
+    """Return JSON on one line that every reader of UTF-8 and JSON takes.
+
+    Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type their text. Lone
+    surrogates are escaped.
+    """
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in JSON's types."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # NumPy's arrays
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that may not be there."""
+    if path.exists():
+        with path.open("rb") as lines:
+            yield from lines

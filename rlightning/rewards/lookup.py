@@ -1,0 +1,99 @@
+"""From a dotted path to a reward function, and whether what is found is one."""
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+from typing import Any
+
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
+
+
+def import_function(path: str) -> Any:
+    """Import what a dotted path names: a function of a module, or of a class or an object in one.
+
+    Raises:
+        ConfigError: there is no such module or attribute.
+    """
+    if "." not in path:
+        raise ConfigError(
+            f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
+        )
+    found, names = _import_module(path)
+    if len(names) > 1 and not hasattr(found, names[0]):
+        known = [name for name in vars(found) if not name.startswith("_")]
+        raise ConfigError(
+            f"The reward '{path}' cannot be imported: No module named '{found.__name__}.{names[0]}', and no class. "
+            f"{did_you_mean(names[0], known)}"
+        )
+    for name in names:
+        if not hasattr(found, name):
+            known = [n for n in getattr(found, "__all__", None) or vars(found) if not n.startswith("_")]
+            owner = getattr(found, "__name__", None) or type(found).__name__
+            raise ConfigError(f"'{owner}' has no reward function '{name}'. {did_you_mean(name, known)}")
+        found = getattr(found, name)
+    return found
+
+
+def _import_module(path: str) -> tuple[Any, list[str]]:
+    """The longest module that the path begins with, and what is left of the path."""
+    names = path.split(".")
+    for length in range(len(names) - 1, 0, -1):
+        module = ".".join(names[:length])
+        try:
+            return importlib.import_module(module), names[length:]
+        except ImportError as error:
+            if length > 1 and isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+                continue  # the last name may be of a class
+            raise ConfigError(
+                f"The reward '{path}' cannot be imported: {cut_line(error)}. Is its folder on PYTHONPATH?"
+            ) from error
+        except SyntaxError as error:
+            raise ConfigError(f"The reward '{path}' cannot be imported: {cut_line(error)}. Fix its module.") from error
+    raise AssertionError("the first name has been imported or refused")
+
+
+def check_kind(function: Any, name: str) -> None:
+    """Refuse what is callable, or nearly so, and yet no reward function.
+
+    Raises:
+        ConfigError: it is not callable, a class, a method without its object, or a generator.
+    """
+    inner = unwrap(function)
+    if not callable(function):
+        raise ConfigError(f"The reward '{name}' is a {type(function).__name__}, not a function. Name a function.")
+    if inspect.isclass(inner):
+        raise ConfigError(
+            f"The reward '{name}' is a class: a call would make an object of it, not a number. Make the object in its "
+            f"module, as in judge = {inner.__name__}(), and name that one."
+        )
+    owner = _class_of(inner)
+    if owner is not None:
+        raise ConfigError(
+            f"The reward '{name}' is a method of the class {owner.__name__} without an object. Make one in its module, "
+            f"as in judge = {owner.__name__}(), and name judge.{inner.__name__}; or make it a staticmethod."
+        )
+    called = inner if inspect.isroutine(inner) else type(inner).__call__
+    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise ConfigError(f"The reward '{name}' is a generator: it yields, and has to return a number.")
+
+
+def unwrap(function: Any) -> Any:
+    """Return the function or object that a functools.partial is of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _class_of(function: Any) -> type | None:
+    """The class whose method with a ``self`` a function is."""
+    if not isinstance(function, types.FunctionType) or function.__code__.co_varnames[:1] != ("self",):
+        return None
+    owner: Any = sys.modules.get(function.__module__)
+    *path, name = function.__qualname__.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    is_method = inspect.isclass(owner) and inspect.getattr_static(owner, name, None) is function
+    return owner if is_method else None

@@ -1,0 +1,107 @@
+"""The event loop that async reward functions run on: one in a process, from the first call until the process ends.
+
+A client, a lock or a semaphore that a module keeps is bound to the event loop that first used it, and fails on any
+other. So steps, validations and runs of one process share one loop.
+"""
+
+import asyncio
+import atexit
+import os
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+BEAT = 0.1
+"""Seconds between two signs of life of a loop."""
+GRACE = 0.5
+"""Seconds over a call's timeout after which a loop without a sign of life counts as blocked by it."""
+END_SECONDS = 2.0
+"""In which tasks may clean up when the process ends."""
+OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
+"""Whose call a task belongs to; tasks that it creates inherit it."""
+
+
+class LoopThread:
+    """An event loop in a daemon thread; it is closed when the process ends.
+
+    Attributes:
+        loop: runs in the thread.
+        last_beat: when it was last free, as time.monotonic() counts.
+        lost_seconds: in which the loop did not run, in all.
+        is_blocked: set for a loop that calls are no longer given to; the loop resets it when it is free again.
+        owners: by task, what :data:`OWNER` was where the task was created.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._make_task)
+        self.owners: WeakKeyDictionary[asyncio.Task[Any], object] = WeakKeyDictionary()
+        self.last_beat = time.monotonic()
+        self.lost_seconds = 0.0
+        self.is_blocked = False
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def ident(self) -> int:
+        """Of the thread."""
+        return self._thread.ident or 0
+
+    def run(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
+        """Run a coroutine on the loop and wait for it, for a limited time: the loop may be blocked."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        with suppress(TimeoutError):
+            future.result(seconds + GRACE)
+
+    def close(self) -> None:
+        """Cancel all tasks, let them and asynchronous generators clean up, and close the loop, unless it is blocked."""
+        if self.is_blocked or time.monotonic() - self.last_beat > END_SECONDS:
+            return
+        self.run(self._end_tasks(), END_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(END_SECONDS)
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_SECONDS)
+        await self.loop.shutdown_asyncgens()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self._beat()
+        self.loop.run_forever()
+        self.loop.close()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+        self.owners[task] = OWNER.get()
+        return task
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self.lost_seconds += max(now - self.last_beat - BEAT, 0.0)
+        self.last_beat = now
+        self.is_blocked = False
+        self.loop.call_later(BEAT, self._beat)
+
+
+_loops: list[LoopThread] = []
+"""The process's loop, and those that took its place while it was blocked."""
+os.register_at_fork(after_in_child=_loops.clear)
+
+
+def free_loop() -> LoopThread:
+    """The process's event loop or, while that is blocked, another."""
+    for thread in _loops:
+        if not thread.is_blocked:
+            return thread
+    _loops.append(LoopThread())
+    return _loops[-1]

@@ -1,0 +1,172 @@
+"""The source that reward functions had when the run began, which every worker process of the run executes.
+
+A worker that is started later than others, or in place of one that was killed, would import what the files say by then.
+So the source of a function's module, and of the modules beside it that it imports, is read once and sent to each
+worker. Installed packages are imported as usual. Worker processes import this: the standard library only.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import linecache
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+INSTALLED = frozenset(("dist-packages", "site-packages"))
+"""Folders of installed packages."""
+
+
+class ModuleSource(NamedTuple):
+    """A module as it was when the run began.
+
+    Attributes:
+        name: dotted.
+        path: its file.
+        is_package: whether the file is a package's ``__init__.py``.
+        source: what the file held.
+    """
+
+    name: str
+    path: str
+    is_package: bool
+    source: bytes
+
+
+class KeptSources:
+    """The source of reward functions, and of the modules of the user's that these import anywhere in their code.
+
+    Args:
+        names: of the functions' modules, which this process has imported.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.modules: dict[str, ModuleSource] = {}
+        self._said: set[str] = set()
+        specs: dict[str, ModuleSpec | None] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in specs:
+                continue
+            parent = name.rpartition(".")[0]
+            if parent and parent not in specs:
+                waiting += [name, parent]
+                continue
+            specs[name] = spec = _find(name, specs.get(parent))
+            if spec is not None and _is_own(spec):
+                self.modules[name] = module = _read(spec)
+                waiting += _imports(module)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hexadecimal digits; of nothing, an empty text."""
+        found = hashlib.sha256()
+        for name, module in sorted(self.modules.items()):
+            found.update(f"{name}\0{len(module.source)}\0".encode() + module.source)
+        return found.hexdigest() if self.modules else ""
+
+    def report_changes(self) -> None:
+        """Log, once for each file, that it is not what the run began with."""
+        for module in self.modules.values():
+            path = Path(module.path)
+            if module.path not in self._said and path.is_file() and path.read_bytes() != module.source:
+                self._said.add(module.path)
+                logger.warning(
+                    "%s has changed since the run began. This run goes on with the rewards that it began with; start "
+                    "another for the new ones.",
+                    path,
+                )
+
+
+def install(modules: Mapping[str, ModuleSource]) -> None:
+    """Let this process import these modules from what was kept of them."""
+    sys.meta_path.insert(0, _KeptFinder(modules))
+    for module in modules.values():  # for tracebacks
+        lines = importlib.util.decode_source(module.source).splitlines(keepends=True)
+        linecache.cache[module.path] = (len(module.source), None, lines, module.path)
+
+
+class _KeptFinder:
+    """Finds kept modules before any file is looked for."""
+
+    def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
+        self.modules = modules
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See importlib.abc.MetaPathFinder."""
+        module = self.modules.get(name)
+        if module is None:
+            return None
+        folders = [str(Path(module.path).parent)] if module.is_package else None
+        return importlib.util.spec_from_file_location(
+            name, module.path, loader=_KeptLoader(module), submodule_search_locations=folders
+        )
+
+
+class _KeptLoader(SourceFileLoader):
+    """Loads a kept module, without a look at its file or at bytecode of it."""
+
+    def __init__(self, module: ModuleSource) -> None:
+        super().__init__(module.name, module.path)
+        self.module = module
+
+    def get_data(self, path: str) -> bytes:
+        """See SourceFileLoader."""
+        return self.module.source if path == self.module.path else super().get_data(path)
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        """See SourceFileLoader: without any, no bytecode is read or written."""
+        raise OSError(f"{path} may have changed")
+
+
+def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
+    """Where a module is, without importing anything."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None)
+    if "." not in name:
+        return PathFinder.find_spec(name)
+    folders = None if parent is None else parent.submodule_search_locations
+    try:
+        return None if folders is None else PathFinder.find_spec(name, folders)
+    except KeyError:  # in a namespace package inside of one that has not been imported
+        return None
+
+
+def _is_own(spec: ModuleSpec) -> bool:
+    """Whether it is a source file that belongs neither to Python, nor to an installed package, nor to rlightning."""
+    if not isinstance(spec.loader, SourceFileLoader) or spec.origin is None or not Path(spec.origin).is_file():
+        return False
+    path = Path(spec.origin)
+    is_installed = path.is_relative_to(sysconfig.get_path("stdlib")) or not INSTALLED.isdisjoint(path.parts)
+    return spec.name.partition(".")[0] != "rlightning" and not is_installed
+
+
+def _read(spec: ModuleSpec) -> ModuleSource:
+    assert spec.origin is not None
+    is_package = spec.submodule_search_locations is not None
+    return ModuleSource(spec.name, spec.origin, is_package, Path(spec.origin).read_bytes())
+
+
+def _imports(module: ModuleSource) -> Iterator[str]:
+    """The names that a module imports, at its top or in a function; some are of no module."""
+    package = module.name if module.is_package else module.name.rpartition(".")[0]
+    try:
+        nodes = list(ast.walk(ast.parse(module.source)))
+    except (SyntaxError, ValueError):  # of a module that only some calls import
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level <= package.count(".") + bool(package):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

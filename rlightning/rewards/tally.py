@@ -1,0 +1,132 @@
+"""From the outcomes of calls to scores, and how many samples may fail on the way."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from rlightning.errors import RewardError
+from rlightning.rewards.calls import Call, Outcome
+from rlightning.rewards.config import BoundReward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_REWARD = 1.5e38
+"""The largest total: advantages, which are differences of two, are float32."""
+
+
+class RewardScores(NamedTuple):
+    """What the reward functions said about ``N`` samples.
+
+    Attributes:
+        rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
+        components: [N] float64 each, by the function's name, unweighted; NaN where it gave none.
+        failed: how many of ``rewards`` are NaN.
+    """
+
+    rewards: "Tensor"
+    components: "dict[str, Tensor]"
+    failed: int
+
+
+class FailureCount:
+    """Counts the samples without a reward among those that belong together: of a step, or of a validation set.
+
+    Args:
+        num_samples: how many there are at least, over all ranks.
+        max_share: of them that may fail.
+        of: what they are, for the error, such as " of the step".
+
+    Attributes:
+        num_scored: samples of this rank that have been scored.
+        num_failed: those of them without a reward.
+    """
+
+    def __init__(self, num_samples: int, max_share: float, of: str = "") -> None:
+        self.num_samples = num_samples
+        self.max_share = max_share
+        self.of = of
+        self.num_scored = self.num_failed = 0
+        self._first = ""
+
+    def add(self, name: str, sample: int, error: str) -> None:
+        """Count a failure.
+
+        Raises:
+            RewardError: it is one too many, even if no other rank has any.
+        """
+        self.num_failed += 1
+        self._first = self._first or f"The first failure, of '{name}' on sample {sample}:\n{error}"
+        self.check(self.num_failed, max(self.num_samples, self.num_scored))
+
+    def check(self, num_failed: int, num_samples: int) -> None:
+        """Raise a RewardError if that many failures, of all ranks, are too many."""
+        if num_failed > self.max_share * num_samples:
+            count = f"{num_failed} of {num_samples} samples{self.of} have no reward"
+            first = self._first or "Other ranks have logged the failures."
+            raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {first}")
+
+
+class Tally:
+    """The outcomes of one batch.
+
+    Args:
+        functions: that score it.
+        num_samples: N.
+        failures: counts those of its samples.
+        said: the names of what has been logged as failing; it is logged once.
+    """
+
+    def __init__(
+        self, functions: Sequence[BoundReward], num_samples: int, failures: FailureCount, said: set[str]
+    ) -> None:
+        self.functions = functions
+        self.values: list[list[float | None]] = [[None] * num_samples for _ in functions]
+        self.num_samples = num_samples
+        self.failures = failures
+        self.said = said
+        self.failed: set[int] = set()
+        failures.num_scored += num_samples
+
+    def add(self, call: Call, outcome: Outcome) -> None:
+        """Record the outcome of a call; a RewardError when that is one failure too many."""
+        if outcome.error is None:
+            self.values[call.function][call.sample] = outcome.value
+        else:
+            self._fail(call.sample, self.functions[call.function].name, outcome.error)
+
+    def total(self) -> RewardScores:
+        """Return the scores, when every call has been added."""
+        import torch
+
+        for sample in range(self.num_samples):
+            if sample not in self.failed and all(values[sample] is None for values in self.values):
+                error = "ValueError: no reward function applies to the sample: all gave None"
+                self._fail(sample, "every function", error)
+        totals = [self._weighted_sum(sample) for sample in range(self.num_samples)]
+        for sample, total in enumerate(totals):
+            if sample not in self.failed and not abs(total) <= MAX_REWARD:
+                error = f"ValueError: a reward of {total:g} is beyond {MAX_REWARD:g}, and advantages beyond float32"
+                self._fail(sample, "the weighted sum", error)
+        rewards = torch.tensor(totals, dtype=torch.float64)
+        rewards[sorted(self.failed)] = float("nan")
+        components = {
+            function.name: torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float64)
+            for function, values in zip(self.functions, self.values, strict=True)
+        }
+        return RewardScores(rewards, components, len(self.failed))
+
+    def _weighted_sum(self, sample: int) -> float:
+        """The sum over the functions that apply, in float64: float32 would round equal totals of other parts apart."""
+        pairs = zip(self.functions, self.values, strict=True)
+        return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
+
+    def _fail(self, sample: int, name: str, error: str) -> None:
+        if name not in self.said:
+            self.said.add(name)
+            logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
+        if sample not in self.failed:
+            self.failed.add(sample)
+            self.failures.add(name, sample, error)

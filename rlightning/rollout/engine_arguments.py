@@ -1,0 +1,128 @@
+"""Arguments of vLLM's engine that a user gives: which are passed through, and which belong to the run."""
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlightning.errors import ConfigError, did_you_mean
+
+OF_THE_RUN: dict[str, tuple[str, ...]] = {
+    "the engine runs the actor's model, model.model": (
+        "model", "model_weights", "model_class_overrides", "hf_config_path", "hf_overrides", "config_format",
+        "revision", "code_revision", "runner", "convert", "pooler_config",
+    ),
+    "completions are decoded by the tokenizer of model.model": (
+        "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "tokens_only",
+    ),
+    "use rollout.dtype, which the weights are sent in too": ("dtype",),
+    "all weights come from the trainer, in rollout.dtype": (
+        "load_format", "model_loader_extra_config", "quantization", "quantization_config",
+        "allow_deprecated_quantization", "weight_transfer_config",
+    ),
+    "the actor has no adapters": (
+        "enable_lora", "max_loras", "max_lora_rank", "default_mm_loras", "fully_sharded_loras", "max_cpu_loras",
+        "lora_dtype", "lora_target_modules", "enable_tower_connector_lora", "specialize_active_lora",
+        "enable_mixed_moe_lora_format", "enable_moe_shared_loras", "max_lora_cls_labels", "lora_modules",
+    ),
+    "weights are received by it": ("worker_cls", "worker_extension_cls"),
+    "use rollout.seed": ("seed",),
+    "use rollout.gpu_memory_utilization": ("gpu_memory_utilization",),
+    "use rollout.sleep": ("enable_sleep_mode", "enable_cumem_allocator"),
+    "the trainer compares log-probabilities after the temperature": ("logprobs_mode",),
+    "sampling values are keys of rollout, and the run's own ends of sequence end a completion": (
+        "generation_config", "override_generation_config",
+    ),
+    "the engine would sample from another distribution than the trainer computes": (
+        "logits_processors", "watermark_config", "diffusion_config", "return_sampling_mask",
+    ),
+    "weight versions and log-probabilities are counted by one token a step": (
+        "speculative_config", "spec_method", "spec_model", "spec_tokens",
+    ),
+    "all prompts of a step wait in the engine at once": ("max_num_queued_reqs", "max_num_queued_tokens"),
+    "an engine's devices are those that the run gives it": (
+        "device_ids", "nnodes", "node_rank", "master_addr", "master_port", "data_parallel_rank",
+        "data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
+        "data_parallel_backend", "enable_elastic_ep", "elastic_ep_max_dp_size",
+    ),
+}  # fmt: skip
+"""Engine arguments that are not passed through, by the reason and the way out."""
+OTHER_PARALLELISM = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Engine arguments that would take further devices, which nobody has set aside and no weights are sent to."""
+COUNTS = (
+    "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens",
+    "max_num_active_seqs", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",
+)  # fmt: skip
+EXECUTORS = ("mp", "uni")
+"""Of ``distributed_executor_backend``: those whose workers end with the engine's process."""
+CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
+"""Engine arguments that cut prompts into chunks."""
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Refuse what of ``rollout.engine`` belongs to the run, cannot work, or is unknown to the installed vLLM."""
+    reasons = {name: reason for reason, names in OF_THE_RUN.items() for name in names}
+    known = argument_names()
+    for name, value in given.items():
+        key = f"rollout.engine.{name}"
+        if name in reasons:
+            raise ConfigError(f"{key} cannot be set: {reasons[name]}.")
+        if name not in known:
+            raise ConfigError(f"{key} is not an argument of vLLM's engine. {did_you_mean(name, known - set(reasons))}")
+        if name in OTHER_PARALLELISM and value not in (None, 1):
+            raise ConfigError(
+                f"{key}={value} must be 1: an engine spans tensor_parallel_size devices. Use rollout.num_engines for "
+                "more of them."
+            )
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if name in COUNTS and value is not None and not is_count:
+            raise ConfigError(f"{key}={value} must be a number, at least 1. Leave it out for what the run needs.")
+        if name == "distributed_executor_backend" and value not in (None, *EXECUTORS):
+            raise ConfigError(f"{key}={value} must be one of {', '.join(EXECUTORS)}. Leave it out.")
+
+
+def check_length(given: Mapping[str, Any], needed: int, explanation: str, model_limit: int) -> None:
+    """Refuse a ``max_model_len`` that would cut the run's completions, or that the model has no positions for.
+
+    Args:
+        given: ``rollout.engine``.
+        needed: tokens of the longest prompt and completion.
+        explanation: where that comes from.
+        model_limit: tokens of the longest sequence that the model takes.
+    """
+    length = given.get("max_model_len")
+    if length is not None and not needed <= length <= model_limit:
+        raise ConfigError(
+            f"rollout.engine.max_model_len={length} must be from {needed} ({explanation}) to {model_limit}, the "
+            "model's positions. Leave it out."
+        )
+
+
+def check_cpu(given: Mapping[str, Any], max_model_len: int) -> None:
+    """Refuse what would cut prompts into chunks on a CPU, where vLLM ends when it does so with seeded requests."""
+    rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
+    for name in CHUNKING:
+        if given.get(name):
+            raise ConfigError(f"rollout.engine.{name}={given[name]} cannot be set on a CPU: {rule}. Leave it out.")
+    batch = given.get("max_num_batched_tokens")
+    if batch is not None and batch < max_model_len:
+        raise ConfigError(
+            f"rollout.engine.max_num_batched_tokens={batch} must be at least max_model_len={max_model_len} on a CPU: "
+            f"{rule}. Leave it out."
+        )
+
+
+def argument_names() -> set[str]:
+    """Return the fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    return {
+        field.target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }

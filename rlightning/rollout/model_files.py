@@ -1,0 +1,80 @@
+"""What a run reads of a model's files beside its weights; the trainer and all of its engines must read the same."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from rlightning.run_settings import flatten
+
+IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
+"""Keys of a model's configurations that change no sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's files as they were read when the run began.
+
+    Attributes:
+        tokenizer: decodes completions.
+        end_token_ids: each ends a completion: the tokenizer's end of sequence and the generation configuration's.
+        facts: what an engine must have read, too: plain values by name.
+    """
+
+    tokenizer: Tokenizer
+    end_token_ids: tuple[int, ...]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, model: str) -> "ModelFiles":
+        """Read a model's files, by transformers alone: an engine's process does not import the actor's code.
+
+        Args:
+            model: a folder, or a name on the Hugging Face hub.
+
+        Raises:
+            OSError, ValueError: if the configuration or the tokenizer cannot be read.
+        """
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        generation = load_generation_config(model, config)
+        ends = generation.eos_token_id if generation.eos_token_id is not None else []
+        end_token_ids = {ends} if isinstance(ends, int) else set(ends)
+        if tokenizer.eos_token_id is not None:
+            end_token_ids.add(int(tokenizer.eos_token_id))
+        facts = {
+            **_relevant(flatten(config.to_dict())),
+            **_relevant(flatten(generation.to_dict(), "generation_config")),
+            **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "special_token_ids": sorted(tokenizer.all_special_ids),
+            "end_token_ids": sorted(end_token_ids),
+            "tokenizer": digest_tokenizer(tokenizer),
+        }
+        return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
+
+
+def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationConfig:
+    """Read ``generation_config.json``; without one, what ``config`` says of generation."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def digest_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return a digest of what maps texts to tokens and back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+
+
+def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that may change what is sampled, under plain names."""
+    names = {name: name.rpartition(".")[2] for name in values}
+    return {
+        name: values[name]
+        for name, last in names.items()
+        if last not in IRRELEVANT and not last.startswith("_") and not last.endswith(("dropout", "pdrop"))
+    }

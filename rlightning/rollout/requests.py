@@ -1,0 +1,98 @@
+"""What a run asks of its engines: prompts, how they are sampled, and from which random streams."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from rlightning.distributed.collectives import gather_objects, global_rank
+from rlightning.errors import ConfigError
+from rlightning.rollout.engine import Request, Sampling
+from rlightning.seeds import mix_seed, run_seed
+from rlightning.types import Prompt
+
+Purpose = Literal["training", "evaluation"]
+
+
+class RandomStreams:
+    """Numbers of random streams for prompts; all ranks make one, and call it alike.
+
+    No prompt has the number of another one, or its own of other weights or of another purpose; one that comes again, on
+    another rank or in a refill, gets another number. A resumed run gives the same numbers, on any number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.purpose: Purpose = "training"
+        self._num_drawn: Counter[int] = Counter()  # of each prompt since begin()
+
+    def begin(self, purpose: Purpose) -> None:
+        """Begin a training step, or a validation of one or several sets."""
+        self.purpose = purpose
+        self._num_drawn.clear()
+
+    def draw(self, prompts: Sequence[Prompt], weight_version: int) -> list[int]:
+        """Return a number for each of this rank's prompts; a collective.
+
+        Args:
+            prompts: of this rank.
+            weight_version: of the weights that complete them.
+        """
+        drawn_by_rank = gather_objects([prompt.index for prompt in prompts], name="prompts to complete")
+        seen = self._num_drawn + Counter(index for drawn in drawn_by_rank[: global_rank()] for index in drawn)
+        self._num_drawn.update(index for drawn in drawn_by_rank for index in drawn)
+        numbers = []
+        for prompt in prompts:
+            numbers.append(mix_seed(self.purpose, weight_version, prompt.index, seen[prompt.index]))
+            seen[prompt.index] += 1
+        return numbers
+
+    def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Request]:
+        """Return each prompt with the number of its stream; without a seed, which nobody asks for streams, with 0."""
+        numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
+        return list(zip(prompts, numbers, strict=True))
+
+
+def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
+    """Return ``sampling`` with the seed of ``seed_everything``, unless it has one.
+
+    On a GPU vLLM draws for each seeded request by itself, which slows sampling: there ``rollout.seed`` decides alone.
+    """
+    is_wanted = sampling.seed is None and device.type == "cpu"
+    return replace(sampling, seed=run_seed()) if is_wanted else sampling
+
+
+def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:
+    """Refuse what an engine would cut, or refuse itself in the midst of a step.
+
+    Args:
+        prompts: to complete.
+        num_samples: completions of each.
+        sampling: how.
+        max_model_len: tokens of the longest sequence that the engine takes.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if sampling.temperature == 0 and num_samples > 1:
+        raise ConfigError(
+            f"temperature=0 makes all {num_samples} samples of a prompt alike. Ask for one, or use a temperature."
+        )
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    total = longest + sampling.max_new_tokens
+    if total > max_model_len:
+        raise ConfigError(
+            f"A prompt of {longest} tokens + max_new_tokens={sampling.max_new_tokens} = {total}, but the engine takes "
+            f"{max_model_len} tokens, and would cut completions. Lower max_new_tokens by {total - max_model_len}, or "
+            "use shorter prompts."
+        )
+
+
+def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse stop tokens that the model does not have."""
+    if any(token >= vocab_size for token in sampling.stop_token_ids):
+        raise ConfigError(
+            f"rollout.stop_token_ids={list(sampling.stop_token_ids)} must be below {vocab_size}, the size of the "
+            "model's vocabulary."
+        )

@@ -1,0 +1,100 @@
+"""Async reward functions with clients at module level, as judges behind a network have them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from rlightning.rewards import answer_checker
+
+
+class Client:
+    """Keeps connections as HTTP clients do: each is bound to the event loop that opened it."""
+
+    def __init__(self) -> None:
+        self.limit = asyncio.Semaphore(2)
+        self.connections: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+        self.loops: set[asyncio.AbstractEventLoop] = set()
+
+    async def ask(self) -> float:
+        """Wait for one of two places, and answer on a connection."""
+        async with self.limit:
+            loop = asyncio.get_running_loop()
+            self.loops.add(loop)
+            connection = self.connections.get_nowait() if self.connections.qsize() else asyncio.Event()
+            loop.call_later(0.001, connection.set)
+            await connection.wait()
+            self.connections.put_nowait(connection)
+        return 1.0
+
+
+client = Client()
+
+
+async def judge(completion: str) -> float:
+    return await client.ask()
+
+
+@answer_checker
+async def judge_answer(completion: str, answer: str) -> float:
+    return await client.ask()
+
+
+async def end_oddly(completion: str) -> float:
+    """Raises what event loops treat as no exception of a task."""
+    if completion == "exit":
+        raise SystemExit(3)
+    if completion == "cancel":
+        raise asyncio.CancelledError
+    return 1.0
+
+
+async def block_in_task(completion: str) -> float:
+    """Blocks the loop in a task of its own, for three seconds."""
+
+    async def compute() -> None:
+        if completion == "block":
+            time.sleep(3.0)
+
+    await asyncio.gather(compute(), client.ask())
+    return 1.0
+
+
+async def hold_on(folder: str) -> float:
+    """Waits for ever; when it is cancelled it takes a moment to clean up."""
+    (Path(folder) / "begun").touch()
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(0.05)
+        (Path(folder) / "cleaned up").touch()
+    return 1.0
+
+
+async def hold_unless(completion: str, folder: str) -> float:
+    """Waits for ever, unless the completion says "go"."""
+    return 1.0 if completion == "go" else await hold_on(folder)
+
+
+kept: list[object] = []
+
+
+async def leave_behind(folder: str) -> float:
+    """Leaves a task and an asynchronous generator, which write a file each as they end."""
+
+    async def watch() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            (Path(folder) / "task ended").touch()
+
+    async def stream() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            (Path(folder) / "generator ended").touch()
+
+    values = stream()
+    kept.extend([asyncio.create_task(watch()), values])
+    return float(await anext(values))

@@ -1,0 +1,107 @@
+"""Async reward functions over a whole run: one event loop, whatever happens on it, and its end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import judges
+import pytest
+import sample_rewards
+import tiny
+from test_runner import MakeRunner, make_runner, make_samples, score, values, wait_for  # noqa: F401 (a fixture)
+
+from rlightning.algorithms import GRPO
+from rlightning.data import ValidationSet
+from rlightning.rewards import RewardFunction, loop_thread
+
+
+@pytest.fixture(autouse=True)
+def new_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "client", judges.Client())
+
+
+def test_module_level_client_serves_batches_and_runners(make_runner: MakeRunner) -> None:  # noqa: F811
+    first, second = make_runner(judges.judge, max_failed_share=0.0), make_runner(judges.judge, max_failed_share=0.0)
+    for _ in range(3):
+        assert score(first, ["a"] * 8).failed == 0
+    first.close()
+    assert score(first, ["a"] * 8).failed == 0
+    assert score(second, ["a"] * 8).failed == 0
+    assert len(judges.client.loops) == 1
+
+
+@pytest.mark.long
+def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model")
+    validation = {"sums": ValidationSet(tiny.write_sums(tmp_path))}
+    for _ in range(2):  # the answers are checked before each
+        module = GRPO(model, rewards=[judges.judge_answer], prompts_per_step=2, samples_per_prompt=2)
+        data = tiny.make_data(tmp_path, validation=validation, validation_batch_size=5)
+        tiny.make_trainer(tmp_path, 3).fit(module, data)
+        assert module.trainer.callback_metrics["reward/failed"] == 0
+        assert module.trainer.callback_metrics["val/sums/reward"] == 1
+        tiny.make_trainer(tmp_path, 1).test(module, data, verbose=False)
+    assert len(judges.client.loops) == 1
+
+
+def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner(RewardFunction(judges.end_oddly, timeout=60.0), judges.judge)
+    for _ in range(2):
+        scores = score(runner, ["fine", "exit", "cancel", "fine"])
+        assert values(scores.rewards) == [2.0, None, None, 2.0]
+    assert len(judges.client.loops) == 1
+
+
+@pytest.mark.long
+def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner(RewardFunction(judges.block_in_task, timeout=2.0))
+    for _ in range(2):
+        assert values(score(runner, ["a", "b", "block", "c", "d"]).rewards) == [1.0, 1.0, None, 1.0, 1.0]
+    assert len(judges.client.loops) == 1
+
+
+@pytest.mark.long
+def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> None:  # noqa: F811
+    judge = make_runner(judges.judge)
+    assert score(judge, ["a", "b"]).failed == 0
+    sample_rewards.released.clear()
+    try:
+        runner = make_runner(RewardFunction(sample_rewards.misbehave_async, timeout=0.5))
+        assert values(score(runner, ["block", "fine"]).rewards) == [None, 1.0]
+    finally:
+        sample_rewards.released.set()
+    wait_for(lambda: not loop_thread._loops[0].is_blocked)
+    assert score(judge, ["a", "b"]).failed == 0
+    assert len(judges.client.loops) == 1
+
+
+def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+    runner = make_runner(RewardFunction(judges.hold_on, timeout=3600.0))
+    runner.begin(*make_samples([""], folder=[str(tmp_path)]))
+    wait_for(lambda: (tmp_path / "begun").exists())
+    runner.close()
+    assert (tmp_path / "cleaned up").exists(), "closing waits for it"
+
+
+def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+    runner = make_runner(RewardFunction(judges.hold_unless, timeout=3600.0))
+    prompts, completions = make_samples(["wait", "go"], folder=[str(tmp_path)] * 2)
+    runner.begin(prompts, completions)
+    wait_for(lambda: (tmp_path / "begun").exists())
+    assert runner.score(prompts[1:], completions[1:]).failed == 0
+    wait_for(lambda: (tmp_path / "cleaned up").exists())
+
+
+@pytest.mark.processes
+def test_process_end_closes_the_loop_in_order(tmp_path: Path) -> None:
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_runner import score\n"
+        "from rlightning.rewards import RewardRunner\n"
+        "runner = RewardRunner(['judges.leave_behind'])\n"
+        f"assert score(runner, [''], folder=[{str(tmp_path)!r}]).failed == 0\n"
+        "runner.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generator ended", "task ended"]
+    assert done.stderr == ""

@@ -1,0 +1,105 @@
+"""What a run reads of a model's files, and how an engine that has read something else is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_models import save_model
+
+from rlightning.errors import EngineError
+from rlightning.rollout.engine_hello import check_hello, make_hello
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.model_files import ModelFiles
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(save_model(tmp_path / "model"))
+
+
+def write(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file, which need not be there."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | values))
+
+
+def hello_of(files: ModelFiles, **changes: Any) -> dict[str, Any]:
+    """Of an engine that has read ``files``."""
+    facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
+    return make_hello(facts=dict(files.facts), **facts | changes)
+
+
+def config_of(folder: Path, **kwargs: Any) -> VLLMConfig:
+    """Of a run that reads the folder now."""
+    return VLLMConfig(
+        engine_args={"model": str(folder), "max_model_len": 64},
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        log_file=folder / "engine.log",
+        files=ModelFiles.read(str(folder)),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": 5}, {}, (0, 5)),  # 0 is the tokenizer's
+        ({"eos_token_id": [5, 3]}, {}, (0, 3, 5)),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (0,)),  # the model's configuration counts without the other alone
+        (None, {"eos_token_id": 7}, (0, 7)),
+        (None, {"eos_token_id": None}, (0,)),
+    ],
+)
+def test_ends_are_those_of_tokenizer_and_generation(
+    generation: dict[str, Any] | None, config: dict[str, Any], ends: tuple[int, ...], folder: Path
+) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        write(folder / "generation_config.json", **generation)
+    write(folder / "config.json", **config)
+    assert ModelFiles.read(str(folder)).end_token_ids == ends
+
+
+def test_keys_that_change_no_token_do_not_count(folder: Path) -> None:
+    before = ModelFiles.read(str(folder)).facts
+    write(
+        folder / "config.json", use_cache=False, transformers_version="4.0.0", dtype="bfloat16", initializer_range=9.0
+    )
+    assert ModelFiles.read(str(folder)).facts == before
+
+
+def test_engine_with_the_runs_files_is_taken(folder: Path) -> None:
+    check_hello(config_of(folder), hello_of(ModelFiles.read(str(folder))))
+
+
+def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> None:
+    config = config_of(folder)
+    write(folder / "config.json", rms_norm_eps=0.5)
+    write(folder / "generation_config.json", eos_token_id=[0, 3])
+    with pytest.raises(EngineError) as caught:
+        check_hello(config, hello_of(ModelFiles.read(str(folder))))
+    assert str(caught.value) == (
+        "The engine is not for this run. It has rms_norm_eps 0.5, not 1e-06; generation_config.eos_token_id [0, 3], "
+        f"not 0; end_token_ids [0, 3], not [0]. The files of {folder} must stay as they were when the run began."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"dtype": "torch.bfloat16"}, "dtype torch.bfloat16, not torch.float32"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2, not 1"),
+        ({"max_model_len": 63}, "max_model_len 63, not 64 or more"),
+        ({"device": "cuda"}, "device cuda, not cpu"),
+    ],
+)
+def test_engine_that_vllm_has_configured_otherwise_is_refused(
+    changes: dict[str, Any], difference: str, folder: Path
+) -> None:
+    config = config_of(folder, url="tcp://127.0.0.1:1")
+    with pytest.raises(EngineError) as caught:
+        check_hello(config, hello_of(ModelFiles.read(str(folder)), **changes))
+    assert f"tcp://127.0.0.1:1 is not for this run. It has {difference}. Start `rlightning serve`" in str(caught.value)

@@ -1,0 +1,205 @@
+"""What ``configure_optimizers`` may return: each of Lightning's forms trains, or is refused in a line at the start."""
+
+import csv
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
+from torch.optim import LBFGS, SGD, AdamW, Muon
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from rlightning.algorithms import GRPO
+from rlightning.errors import ConfigError
+from rlightning.rewards import RewardFunction
+
+
+class Own(GRPO):
+    """A GRPO whose optimizers a test gives."""
+
+    make: ClassVar[Callable[["Own"], Any]]
+
+    def configure_optimizers(self) -> Any:
+        return type(self).make(self)
+
+
+def usual(module: Own) -> Any:
+    """What the module would return without an override."""
+    return GRPO.configure_optimizers(module)
+
+
+def by_shape(module: Own) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Matrices and vectors."""
+    parameters = list(module.loaded_actor.parameters())
+    return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def run(
+    folder: Path, model: str, make: Callable[[Own], Any], *callbacks: Callback, steps: int = 3, **kwargs: Any
+) -> Own:
+    kind = type("Own", (Own,), {"make": make})
+    rewards = [RewardFunction(share_of_ones)]
+    module: Own = kind(model, rewards=rewards, prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=2, lr=1e-3)
+    folder.mkdir(exist_ok=True)
+    logger = CSVLogger(folder, name="", version="")
+    trainer = make_trainer(folder, steps, *callbacks, logger=logger)
+    trainer.fit(module, make_data(folder), **kwargs)
+    return module
+
+
+def column(folder: Path, name: str) -> list[float]:
+    with (folder / "metrics.csv").open() as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+
+
+def single(module: Own) -> Any:
+    return AdamW(module.parameters(), lr=0.01)
+
+
+def pair(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+def dictionary(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+def muon_and_adamw(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    muon, adamw = Muon(matrices, lr=0.02), AdamW(vectors, lr=0.01)
+    return [muon, adamw], [StepLR(muon, 1, gamma=0.5), {"scheduler": StepLR(adamw, 1, gamma=0.1)}]
+
+
+def two_dictionaries(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    first, second = SGD(matrices, lr=0.01), AdamW(vectors, lr=0.01)
+    return {"optimizer": first, "lr_scheduler": StepLR(first, 1, gamma=0.5)}, {"optimizer": second}
+
+
+def added_group(module: Own) -> Any:
+    (optimizer,), schedules = usual(module)
+    last = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [last], "lr": 0.05, "name": "last"})
+    return [optimizer], schedules
+
+
+RATES: dict[Callable[[Own], Any], dict[str, list[float]]] = {
+    usual: {"optim/lr": [1e-3] * 3},
+    single: {"optim/lr": [0.01] * 3},
+    pair: {"optim/lr": [0.01, 0.005, 0.0025]},
+    dictionary: {"optim/lr": [0.01, 0.01, 0.005]},
+    muon_and_adamw: {
+        "optim/lr": [0.02, 0.01, 0.005],
+        "optim/lr/0": [0.02, 0.01, 0.005],
+        "optim/lr/1": [0.01, 0.001, 0.0001],
+    },
+    two_dictionaries: {"optim/lr/0": [0.01, 0.005, 0.0025], "optim/lr/1": [0.01] * 3},
+    added_group: {"optim/lr": [1e-3] * 3, "optim/lr/1": [1e-3] * 3, "optim/lr/last": [0.05] * 3},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", RATES, ids=lambda make: make.__name__)
+def test_each_form_trains_all_parameters(make: Callable[[Own], Any], model_folder: str, tmp_path: Path) -> None:
+    before: dict[str, torch.Tensor] = {}
+
+    class Keep(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            before.update(copy_weights(module))
+
+    module = run(tmp_path, model_folder, make, Keep())
+    assert module.trainer.global_step == module.weight_version == 3  # two optimizer steps each
+    after = copy_weights(module)
+    assert [name for name in after if torch.equal(after[name], before[name])] == []
+    for name, rates in RATES[make].items():
+        assert column(tmp_path, name) == pytest.approx(rates)
+    if not any(name.startswith("optim/lr/") for name in RATES[make]):
+        assert "optim/lr/" not in (tmp_path / "metrics.csv").read_text()
+
+
+@pytest.mark.long
+def test_several_optimizers_resume(model_folder: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", model_folder, muon_and_adamw, steps=3)
+    run(tmp_path / "first", model_folder, muon_and_adamw, steps=2).trainer.save_checkpoint(tmp_path / "2.ckpt")
+    resumed = run(tmp_path / "second", model_folder, muon_and_adamw, steps=3, ckpt_path=tmp_path / "2.ckpt")
+    for name, weight in copy_weights(resumed).items():
+        assert torch.equal(weight, copy_weights(whole)[name]), name
+    assert column(tmp_path / "second", "optim/lr/1") == pytest.approx([0.0001])
+
+
+def plateau(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "reward/mean"},
+    }
+
+
+def bare_plateau(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return [optimizer], [ReduceLROnPlateau(optimizer)]
+
+
+def nothing(module: Own) -> Any:
+    return None
+
+
+def of_something_else(module: Own) -> Any:
+    return AdamW([torch.nn.Parameter(torch.ones(1))])
+
+
+def needs_closure(module: Own) -> Any:
+    return LBFGS(module.parameters())
+
+
+def overlapping(module: Own) -> Any:
+    return [AdamW(module.parameters()), SGD(by_shape(module)[1], lr=0.1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
+        (bare_plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
+        (nothing, "configure_optimizers returns no optimizer of the model's parameters"),
+        (of_something_else, "configure_optimizers returns no optimizer of the model's parameters"),
+        (needs_closure, "configure_optimizers: LBFGS computes the loss again within a step"),
+        (overlapping, r"configure_optimizers: \d+ parameters, such as actor\.model\..*, are in two optimizers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_forms_that_cannot_work_are_refused_at_start(
+    make: Callable[[Own], Any], message: str, model_folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, model_folder, make)
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def matrices_only(module: Own) -> Any:
+    return SGD(by_shape(module)[0], lr=0.1)
+
+
+@pytest.mark.long
+def test_parameters_without_optimizer_are_named_once(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rlightning"):
+        run(tmp_path, model_folder, matrices_only, steps=1)
+    (line,) = [record.getMessage() for record in caplog.records if "in no optimizer" in record.getMessage()]
+    # two norms and those of queries and keys in each of two layers, and the last one
+    assert line.startswith("9 parameters are in no optimizer and stay as they are, such as actor.model.layers.0.")
