@@ -215,7 +215,7 @@ class PromptEncoder:
         where = table.where(place)
         if not prompt and text:
             raise ConfigError(
-                f"{where}: the prompt {_shorten(text)} ends within the completion's first token, and nothing before it "
+                f"{where}: the prompt {cut_value(text)} ends within the completion's first token, and nothing before it "
                 "could predict that. Remove the row or lengthen its prompt."
             )
         if not prompt:
@@ -290,7 +290,7 @@ class _TemplateFormatter(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
-            raise TypeError(f"it would write {_shorten(value)} into the prompt, where texts and numbers can stand")
+            raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
         return str(super().format_field(value, format_spec))
 
 
