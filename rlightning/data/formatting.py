@@ -215,8 +215,8 @@ class PromptEncoder:
         where = table.where(place)
         if not prompt and text:
             raise ConfigError(
-                f"{where}: the prompt {cut_value(text)} ends within the completion's first token, and nothing before it "
-                "could predict that. Remove the row or lengthen its prompt."
+                f"{where}: the prompt {cut_value(text)} ends within the completion's first token, and nothing before "
+                "that could predict it. Remove the row or lengthen its prompt."
             )
         if not prompt:
             raise ConfigError(f"{where}: the prompt is empty. Remove the row or give it a text.")
