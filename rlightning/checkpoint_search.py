@@ -124,10 +124,10 @@ def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
         has_keys = hasattr(entry, "get")
         path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):
-            arguments = entry.get("init_args") if has_keys else None
-            given = [arguments.get(name) if hasattr(arguments, "get") else None for name in ("dirpath", "filename")]
-            dirpath, depth = given[0] or None, str(given[1] or "").count("/")
-            if dirpath is None:
+            written: Any = entry.get("init_args") if has_keys else None
+            arguments = written if hasattr(written, "get") else {}
+            dirpath, depth = arguments.get("dirpath"), str(arguments.get("filename") or "").count("/")
+            if not dirpath:
                 yield None, depth
             elif isinstance(dirpath, str | Path) and "://" not in str(dirpath):
                 yield Path(dirpath).expanduser(), depth
