@@ -4,6 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.loop_ranks import rank_in
@@ -16,6 +18,7 @@ class SaveHF(RunCallback):
     """Saves the policy in Hugging Face's format at the end of a run, and on the way if asked to.
 
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
+    Wherever it is listed, it is called after all other callbacks of a Trainer: they may change weights at the end.
 
     From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a
     ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank, because ranks that hold parts of
@@ -47,7 +50,7 @@ class SaveHF(RunCallback):
         self._seen_step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what could not be saved, or not there, before the run."""
+        """Refuse what could not be saved, or not there, before the run; become the last of the callbacks."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -58,6 +61,10 @@ class SaveHF(RunCallback):
         folder = self._folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, a model is saved as a folder. Name another one.")
+        if isinstance(trainer, Trainer):
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            # A new list: Lightning is going through this one.
+            trainer.callbacks = [*(other for other in callbacks if other is not self), self]  # type: ignore[attr-defined]
 
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
         """Save after each n-th step in a loop without batches."""

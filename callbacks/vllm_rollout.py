@@ -226,6 +226,7 @@ class VLLMRollout(RLCallback, Generator):
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Send the weights to engines that go on generating; forgive a death a step, in a loop without batches too."""
         if self.max_staleness and self._engines is not None:
+            self._count_change()
             self._update_engines()
         self._begin_step()
 

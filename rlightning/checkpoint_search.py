@@ -1,16 +1,16 @@
 """Which checkpoints a run's folder holds, and which of them ``--ckpt_path last`` is."""
 
-import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.atomic_save import find_saved
+from rlightning.config_files import read_keys
 from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints
 from rlightning.errors import ConfigError
 
@@ -41,17 +41,18 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
         root: the run's folder.
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments.
     """
-    listed = [callbacks]
-    for file in sorted(root.glob("config*.yaml")):
-        with contextlib.suppress(yaml.YAMLError, OSError, AttributeError):  # a file of the user's with such a name
-            listed.append(yaml.safe_load(file.read_text(encoding="utf-8"))["trainer"]["callbacks"])
-    depths: dict[Path, int] = {root / FOLDER: FOLDER_DEPTH}
-    for arguments in (found for entries in listed for found in _checkpoint_arguments(entries)):
-        folder = Path(arguments.get("dirpath") or root / FOLDER).expanduser()
-        if "://" not in str(arguments.get("dirpath")):
-            depth = str(arguments.get("filename") or "").count("/")
-            depths[folder] = max(depth, depths.get(folder, 0))
-    return [Place(folder, depth) for folder, depth in depths.items()]
+    places = {root / FOLDER: FOLDER_DEPTH}
+    moved = set()
+    for former_root, entries in [*_saved_callbacks(root), (None, callbacks)]:
+        for written, depth in _find_folders(entries):
+            folder = written or root / FOLDER
+            if written and former_root:
+                folder = _locate(written, former_root, root)
+                moved |= {written} if folder.is_dir() and folder.resolve() != written.resolve() else set()
+            elif written in moved:
+                continue  # it names the folder of the run that this one is a copy of
+            places[folder] = max(depth, places.get(folder, 0))
+    return [Place(folder, depth) for folder, depth in places.items()]
 
 
 def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
@@ -105,15 +106,47 @@ def _list(places: Iterable[Place]) -> list[Path]:
     return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
 
 
-def _checkpoint_arguments(callbacks: Any) -> list[Mapping[str, Any]]:
-    """The ``init_args`` of each ``ModelCheckpoint`` among configured callbacks."""
-    found: list[Mapping[str, Any]] = []
+def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
+    """Of each configuration that the run's folder keeps: the folder that it names for the run, and the callbacks."""
+    for file in sorted(root.glob("config*.yaml")):
+        try:
+            trainer = read_keys(str(file)).get("trainer")
+        except ConfigError:  # a file of the user's with such a name, as are those without the keys
+            continue
+        if isinstance(trainer, Mapping):
+            former_root = trainer.get("default_root_dir")
+            yield Path(former_root if isinstance(former_root, str) else root).expanduser(), trainer.get("callbacks")
+
+
+def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
+    """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
     for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
-        path = entry.get("class_path") if hasattr(entry, "get") else entry
+        has_keys = hasattr(entry, "get")
+        path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):
-            arguments = entry.get("init_args") if hasattr(entry, "get") else None
-            found.append(dict(arguments or {}))
-    return found
+            written: Any = entry.get("init_args") if has_keys else None
+            arguments = written if hasattr(written, "get") else {}
+            dirpath, depth = arguments.get("dirpath"), str(arguments.get("filename") or "").count("/")
+            if not dirpath:
+                yield None, depth
+            elif isinstance(dirpath, str | Path) and "://" not in str(dirpath):
+                yield Path(dirpath).expanduser(), depth
+
+
+def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
+    """Where a run's ``dirpath`` is now.
+
+    Args:
+        dirpath: as the run has written it down; a relative one counts from the folder that it was started in.
+        former_root: the run's folder then.
+        root: the run's folder now: another one if it has been copied, or is named from another folder.
+    """
+    inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
+    if inside.is_relative_to(former):
+        return root / inside.relative_to(former)
+    # A run's folder is most often below the folder that it was started in.
+    folders = [above / dirpath for above in (root.resolve(), *root.resolve().parents)]
+    return next((folder for folder in folders if folder.is_dir()), dirpath)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -122,6 +155,7 @@ def _is_checkpoint(path: str) -> bool:
         return name == ModelCheckpoint.__name__
     try:
         kind = getattr(import_module(module), name)
-    except (ImportError, AttributeError):  # of an earlier run, whose class is not there any more
+    except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
+        log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
         return False
     return isinstance(kind, type) and issubclass(kind, ModelCheckpoint)

@@ -285,9 +285,9 @@ def find_callback(name: str) -> Any:
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """That of the engine in front (:mod:`rlightning.hooks`), and exports behind all that may change weights."""
-    rollout, export = find_callback("VLLMRollout"), find_callback("SaveHF")
-    return sorted(callbacks, key=lambda callback: isinstance(callback, export) - isinstance(callback, rollout))
+    """That of the engine in front (:mod:`rlightning.hooks`), the others in their order."""
+    rollout = find_callback("VLLMRollout")
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 
 def new_run_folder() -> str:

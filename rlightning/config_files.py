@@ -1,6 +1,8 @@
-"""Reading configuration files so that nothing that they say is lost or becomes something else.
+"""Reading and writing configuration so that nothing that it says is lost or becomes something else.
 
-YAML 1.1, which PyYAML reads, takes ``no`` for false, and PyYAML keeps the last of several keys of one name.
+PyYAML reads YAML 1.1, in which ``no`` is false, ``010`` is 8 and ``1:30`` is 90, and keeps the last of several keys of
+one name. Here files are read by version 1.2, with keys as they are written, and written so that both versions read them
+alike.
 """
 
 import json
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import set_dumper
 from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
 
 from rlightning.errors import ConfigError, did_you_mean
@@ -22,22 +25,51 @@ NO_KEYS = "the file holds no keys. It needs lines such as 'name: value'."
 _TAG = "tag:yaml.org,2002:"
 
 
+_DIGITS = "0123456789"
+_RESOLVERS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+" + _DIGITS)),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+." + _DIGITS),
+    ),
+    "merge": ("<<", ["<"]),
+}
+"""What a plain scalar is, by YAML 1.2's core schema and the merge key: a pattern, and the letters it may begin with."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that either version of YAML would take for something else."""
+
+
+for _name in ("int", "float"):
+    _pattern, _letters = _RESOLVERS[_name]
+    _Dumper.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_pattern})$"), _letters)
+
+
 def use_strict_yaml() -> None:
-    """Have jsonargparse read YAML as :func:`load_yaml` does. May be called twice."""
+    """Have jsonargparse read YAML as :func:`load_yaml` and write it as :func:`dump_yaml` does. May be called twice."""
     loader: Any = get_yaml_default_loader()
-    resolvers = {
-        letter: [(tag, pattern) for tag, pattern in known if tag != f"{_TAG}bool"]
-        for letter, known in loader.yaml_implicit_resolvers.items()
-    }
-    loader.yaml_implicit_resolvers = resolvers
-    loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+    loader.yaml_implicit_resolvers = {}
+    for name, (pattern, letters) in _RESOLVERS.items():
+        loader.add_implicit_resolver(f"{_TAG}{name}", re.compile(rf"^(?:{pattern})$"), letters)
+    loader.add_constructor(f"{_TAG}int", _construct_int)
+    loader.add_constructor(f"{_TAG}float", _construct_float)
+    loader.add_constructor(f"{_TAG}merge", loader.construct_yaml_str)
     loader.add_constructor(f"{_TAG}map", _construct_mapping)
+    set_dumper("yaml", dump_yaml)
 
 
 def load_yaml(text: str) -> Any:
-    """Read YAML as version 1.2 has it: ``yes``, ``no``, ``on`` and ``off`` are texts; no mapping has a key twice."""
+    """Read YAML by version 1.2: ``yes`` and ``1:30`` are texts. Keys are texts, too, and no mapping has one twice."""
     use_strict_yaml()
     return yaml.load(text, Loader=get_yaml_default_loader())
+
+
+def dump_yaml(content: Any) -> str:
+    """Write YAML, as which every text is a text again, whichever version reads it."""
+    return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def read_config(path: str, key: str = "config") -> Any:
@@ -46,8 +78,13 @@ def read_config(path: str, key: str = "config") -> Any:
     Args:
         path: the file.
         key: what it is given for, for the error.
+
+    Raises:
+        ConfigError: whatever keeps the file from being read.
     """
     file, where = Path(path).expanduser(), f"--{key} {path}"
+    if file.is_dir():
+        raise ConfigError(f"{where} is a folder. Name a YAML file.")
     if not file.is_file():
         near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
@@ -57,26 +94,31 @@ def read_config(path: str, key: str = "config") -> Any:
             f"{where}: rows are no configuration. Name a prompt set by data.train, data.validation or data.predict."
         )
     try:
-        text = file.read_text(encoding="utf-8")
-        content = _load_json(text, path) if file.suffix == ".json" else load_yaml(text)
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
+    is_json = file.suffix == ".json"
+    try:
+        text = content.decode()
+        loaded = _load_json(text, path) if is_json else load_yaml(text)
+    except ConfigError:
+        raise
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: the file is not in UTF-8. Name a YAML file.") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line}: not valid YAML ({error.problem}).") from error
-    if not isinstance(content, dict | list):
+    except (ValueError, yaml.YAMLError) as error:
+        line, reason = _locate(error, content)
+        raise ConfigError(f"{path}, line {line}: not valid {'JSON' if is_json else 'YAML'} ({reason}).") from error
+    if not isinstance(loaded, dict | list):
         raise ConfigError(f"{where}: {NO_KEYS}")
-    return content
+    return loaded
 
 
 def read_keys(path: str, key: str = "config") -> dict[str, Any]:
     """Return the content of a configuration file that holds keys, not a list; see :func:`read_config`."""
-    content = read_config(path, key)
-    if not isinstance(content, dict):
+    loaded = read_config(path, key)
+    if not isinstance(loaded, dict):
         raise ConfigError(f"--{key} {path}: {NO_KEYS}")
-    return content
+    return loaded
 
 
 def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +145,7 @@ def replace_files(options: list[str], contents: list[Any]) -> list[str]:
             continue
         content = next(rest)
         if content is not None:
-            text = yaml.safe_dump(content, sort_keys=False)
+            text = dump_yaml(content)
             replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
     return replaced
 
@@ -121,16 +163,57 @@ def _load_json(text: str, path: str) -> Any:
     return json.loads(text, object_pairs_hook=unique)
 
 
+def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
+    """The line in which a file's content is not valid, counted from 1, and why it is not."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        return error.problem_mark.line + 1 if error.problem_mark else "?", str(error.problem)
+    if isinstance(error, json.JSONDecodeError):
+        return error.lineno, error.msg
+    if isinstance(error, yaml.reader.ReaderError):
+        line = content[: error.position].count(b"\n") + 1
+        return line, f"U+{error.character:04X} is a control character: write it as an escape in double quotes"
+    return "?", str(error)
+
+
+def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    try:
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    except ValueError as error:
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
+def _construct_float(loader: Any, node: yaml.ScalarNode) -> float:
+    text = loader.construct_scalar(node)
+    try:
+        return float(re.sub(r"\.(inf|nan)$", r"\1", text, flags=re.IGNORECASE))
+    except ValueError as error:
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Iterator[Any]:
-    """Construct a mapping whose keys are texts or numbers, each once."""
+    _check_keys(node)
+    yield from loader.construct_yaml_map(node)
+
+
+def _check_keys(node: Any) -> None:
+    """Make texts of a mapping's keys, and refuse one that is there twice, before what is merged stands among them."""
+    if getattr(node, "has_checked_keys", False):
+        return
+    node.has_checked_keys = True
     lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
             continue
+        is_merge = key.tag == f"{_TAG}merge"
         if key.value in lines:
-            rule = f"the key '{key.value}' is in line {lines[key.value]} already: remove or rename one of them"
+            way_out = "give both in one, as '<<: [*a, *b]'" if is_merge else "remove or rename one of them"
+            rule = f"the key '{key.value}' is in line {lines[key.value]} already: {way_out}"
             raise yaml.constructor.ConstructorError(None, None, rule, key.start_mark)
         lines[key.value] = key.start_mark.line + 1
-        if key.tag in (f"{_TAG}bool", f"{_TAG}null"):
+        if not is_merge:
             key.tag = f"{_TAG}str"
-    yield from loader.construct_yaml_map(node)
+            continue
+        for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if isinstance(part, yaml.MappingNode):
+                _check_keys(part)

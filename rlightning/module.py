@@ -23,7 +23,7 @@ from rlightning.evaluation import check_failed_share, log_validation, validate_i
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
-from rlightning.monitoring import adapt_monitoring
+from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
@@ -198,6 +198,8 @@ class RLModule(PolicyModule):
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
+        if stage == "fit":
+            check_monitors(self.trainer, self)
         own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
         return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.metric_names import find_names, is_among
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,18 @@ def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
                 names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
                 adapted: Any = own if kind is base else type(kind.__name__, (kind, own), names)
                 callback.__class__ = adapted
+
+
+def check_monitors(trainer: Any, module: LightningModule) -> None:
+    """Refuse a metric that the run cannot log, where all that logs is known: before an engine starts."""
+    names = find_names(trainer, module)
+    for callback in trainer.callbacks:
+        is_needed = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+        monitor = getattr(callback, "monitor", None)
+        if names is None or not is_needed or monitor in (None, "epoch", "step"):
+            continue
+        if not is_among(monitor, names):
+            raise ConfigError(_unknown(callback, names))
 
 
 def has_validation(trainer: Trainer) -> bool:
@@ -47,15 +60,9 @@ class _Monitor:
     _has_trained = False
     _is_known = False
 
-    @property
-    def _name(self) -> str:
-        """The class that the user listed."""
-        kind = type(self)
-        return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
-
     def _generate_state_key(self, **kwargs: Any) -> str:
         """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
-        return f"{self._name}{kwargs!r}"
+        return f"{_name_of(self)}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
@@ -70,13 +77,7 @@ class _Monitor:
             return
         if trainer.current_epoch == 0 and logs_at_epoch_end(trainer, module):
             return
-        raise ConfigError(self._unknown(trainer))
-
-    def _unknown(self, trainer: Trainer) -> str:
-        name, metrics = self._name, self._metrics(trainer)
-        return (
-            f"{name}.monitor='{self.monitor}' is not a metric of this run. {did_you_mean(str(self.monitor), metrics)}"
-        )
+        raise ConfigError(_unknown(self, self._metrics(trainer)))
 
     def _metrics(self, trainer: Trainer) -> set[str]:
         return {*trainer.callback_metrics, "epoch", "step"}
@@ -92,6 +93,17 @@ class _Monitor:
         if self._validated_step == trainer.global_step:
             return self.monitor in trainer.callback_metrics
         return self.monitor in _training_metrics(trainer)
+
+
+def _name_of(callback: Any) -> str:
+    """The class that the user listed."""
+    kind = type(callback)
+    return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
+
+
+def _unknown(callback: Any, metrics: Iterable[str]) -> str:
+    monitor = callback.monitor
+    return f"{_name_of(callback)}.monitor='{monitor}' is not a metric of this run. {did_you_mean(monitor, metrics)}"
 
 
 def _training_metrics(trainer: Trainer) -> set[str]:
@@ -150,7 +162,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         """Save the last state."""
         self._save_last_state(trainer)
         if self.monitor is not None and self.monitor not in self._metrics(trainer):
-            log.warning("%s No checkpoint was chosen by it.", self._unknown(trainer))
+            log.warning("%s No checkpoint was chosen by it.", _unknown(self, self._metrics(trainer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last state before SIGTERM ends the run, which Lightning stops between two steps."""

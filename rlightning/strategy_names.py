@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from rlightning.config_files import load_yaml
 from rlightning.errors import ConfigError, did_you_mean
 
 KEY = "trainer.strategy"
@@ -95,7 +96,7 @@ def _spell_out_each(options: list[str]) -> Iterator[str]:
 def _spell_out_text(text: str, key: str) -> str:
     """An option's value; the text itself where there is nothing to replace."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError:
         return text
     spelled = spell_out(value, key)

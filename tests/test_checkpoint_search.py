@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from cli_project import fit_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.checkpoint_search import Place, check_checkpoints, find_last, find_places
@@ -57,6 +58,84 @@ def test_last_is_found_where_checkpoint_callbacks_wrote(tmp_path: Path, monkeypa
     earlier = [{"class_path": f"{__name__}.OwnCheckpoint", "init_args": named}, "gone.Callback"]
     (root / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": earlier}}))
     assert find_last("fit", find_places(root, listed)).path == nested
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"just text",
+        b"- a\n- b\n",
+        b"trainer:\n",
+        b"trainer: [1]\n",
+        b"trainer: {max_steps: 3}\n",
+        b"trainer: {callbacks: 5}\n",
+        b"trainer: {callbacks: [5, null, [1], {a: b}, {class_path: 5}, {class_path: ..x}, .Relative]}\n",
+        b"trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: [1]}]}\n",
+        b"trainer: {callbacks: {class_path: ModelCheckpoint, init_args: text}}\n",
+        b"trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: 5, filename: [1]}}]}\n",
+        b"trainer: {callbacks: [{class_path: fails_now.Checkpoint}]}\n",
+        b"trainer: [\n",
+        b"a: \xff\n",
+        b"a: \x01\n",
+        b"a: !!int x\n",
+    ],
+)
+def test_other_files_named_like_configurations_are_skipped(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_now.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(content)
+    (tmp_path / "config-2.yaml").mkdir()
+    saved = save(tmp_path / "checkpoints/epoch=0-step=2.ckpt", 2)
+    assert find_last("fit", find_places(tmp_path, None)).path == saved
+
+
+def write_config(root: Path, dirpath: object, former_root: object) -> None:
+    arguments = {"dirpath": str(dirpath), "filename": "{step}"}
+    callbacks = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}]
+    content = {"trainer": {"default_root_dir": str(former_root), "callbacks": callbacks}}
+    (root / "config.yaml").write_text(yaml.safe_dump(content))
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_last_of_a_copied_run_is_its_own(is_absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    former = tmp_path / "a" if is_absolute else Path("a")
+    save(former / "ck/step=6.ckpt", 6)
+    write_config(former, former / "ck", former)
+    shutil.copytree("a", "b")
+    save(former / "ck/last.ckpt", 9)  # the other run has gone on
+    for given in (None, [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(former / "ck")}}]):
+        assert find_last("fit", find_places(Path("b"), given)).path == Path("b/ck/step=6.ckpt")
+        assert find_last("fit", find_places(Path("a"), given)).path.resolve() == tmp_path / "a/ck/last.ckpt"
+
+
+def test_new_run_with_a_copied_configuration_is_refused_the_other_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path("a/ck/step=6.ckpt"), 6)
+    Path("b").mkdir()
+    write_config(Path("b"), "a/ck", "a")
+    given = [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "a/ck"}}]
+    with pytest.raises(ConfigError, match=r"dirpath of ModelCheckpoint=a/ck holds a run's checkpoints already"):
+        run_of(Path("b"), callbacks=given)
+
+
+@pytest.mark.parametrize("dirpath", ["runs/first/ck", "kept/first"])
+def test_last_with_a_relative_dirpath_is_found_from_other_folders(
+    dirpath: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "runs/first"
+    last = save(tmp_path / dirpath / "step=6.ckpt", 6)
+    root.mkdir(parents=True, exist_ok=True)
+    write_config(root, dirpath, "runs/first")
+    (tmp_path / "elsewhere").mkdir()
+    for folder, seen in (("elsewhere", root), ("runs", Path("first")), (".", Path("runs/first"))):
+        monkeypatch.chdir(tmp_path / folder)
+        assert find_last("fit", find_places(seen, None)).path.resolve() == last
 
 
 def test_last_prefers_a_link_to_what_it_leads_to(tmp_path: Path) -> None:
@@ -124,3 +203,14 @@ def test_checkpoint_that_is_not_there_is_refused(command: str, tmp_path: Path) -
     save(tmp_path / "checkpoints" / "epoch=0-step=2.ckpt", 2)
     with pytest.raises(ConfigError, match=r"ckpt_path=best.*only the run itself knew.* such as .*step=2\.ckpt"):
         run_of(tmp_path, ckpt_path="best", command=command)
+
+
+@pytest.mark.long
+def test_users_own_config_file_in_the_runs_folder_is_no_earlier_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "config.yaml").write_text((project / "run.yaml").read_text())
+    options = ("--trainer.default_root_dir", ".", "--ckpt_path", "last")
+    code, errors = fit_here(capsys, "--config", "config.yaml", *options)
+    assert code == 2
+    assert errors.splitlines()[-1].startswith("error: ckpt_path=last, but there is no checkpoint in checkpoints")

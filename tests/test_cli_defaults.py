@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, SaveHF, VLLMRollout
+from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, VLLMRollout
 from rlightning.cli import (
     add_checkpoint_io,
     expand_home,
@@ -52,9 +52,9 @@ def test_an_interval_in_steps_counts_over_epochs(given: dict[str, Any], every_n_
     assert config["check_val_every_n_epoch"] == every_n_epochs
 
 
-def test_rollout_stands_first_and_exports_last() -> None:
-    empty, rollout, export, offload = EmptyCacheAfterUpdate(), VLLMRollout(), SaveHF(), OffloadDuringRollout()
-    assert order_callbacks([empty, export, rollout, offload]) == [rollout, empty, offload, export]
+def test_rollout_stands_first() -> None:
+    empty, rollout, offload = EmptyCacheAfterUpdate(), VLLMRollout(), OffloadDuringRollout()
+    assert order_callbacks([empty, rollout, offload]) == [rollout, empty, offload]
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

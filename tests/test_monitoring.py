@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +110,27 @@ def test_checkpoint_time_interval_saves_under_manual_optimization(tmp_path: Path
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, train_time_interval=timedelta(0))
     fit(tmp_path, Scripted(), 3, checkpoint)
     assert list(steps_in(tmp_path).values()) == [1, 2, 3]
+
+
+def test_checkpoint_time_interval_saves_once_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TakesTime(Scripted):
+        """A step takes a minute."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            monkeypatch.setattr("time.monotonic", lambda: started + 60 * self.trainer.global_step)
+
+    started = time.monotonic()
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, train_time_interval=timedelta(seconds=150))
+    fit(tmp_path, TakesTime(), 8, checkpoint)
+    # Over after 3 minutes, then after 3 more; the last state is saved anyway.
+    assert list(steps_in(tmp_path).values()) == [3, 6, 8]
+
+
+def test_last_state_is_named_by_the_epoch_of_its_step(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    fit(tmp_path, Scripted(), 8, checkpoint)  # two epochs of four steps, both of them over
+    assert steps_in(tmp_path) == {"epoch=0-step=3.ckpt": 3, "epoch=1-step=6.ckpt": 6, "epoch=1-step=8.ckpt": 8}
 
 
 @pytest.mark.parametrize("every", [2, 1])

@@ -4,6 +4,8 @@ import logging
 import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date, time, timedelta
+from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
@@ -211,6 +213,11 @@ class PromptEncoder:
     def _finish(self, text: str, note: Note, tokens: Tokens, table: RowTable, place: int) -> dict[str, Any]:
         prompt = tokens.prompt
         where = table.where(place)
+        if not prompt and text:
+            raise ConfigError(
+                f"{where}: the prompt {cut_value(text)} ends within the completion's first token, and nothing before "
+                "that could predict it. Remove the row or lengthen its prompt."
+            )
         if not prompt:
             raise ConfigError(f"{where}: the prompt is empty. Remove the row or give it a text.")
         note |= Note.DROPPED_BOS if tokens.has_dropped_bos else Note(0)
@@ -278,12 +285,22 @@ def _template_columns(template: str) -> list[str]:
     return columns
 
 
+class _TemplateFormatter(string.Formatter):
+    """Fills templates with texts, numbers and times; anything else would show as Python writes it, such as ``None``."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not isinstance(value, str | Number | date | time | timedelta) or value != value:
+            raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
+        return str(super().format_field(value, format_spec))
+
+
 def _fill_template(template: str, row: Row, where: str) -> str:
     try:
-        return template.format_map(row)
+        return _TemplateFormatter().vformat(template, (), row)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ConfigError(
-            f"{where}: prompt_template={template!r} cannot be filled: {error!r}. Correct the row."
+            f"{where}: prompt_template={template!r} cannot be filled: {reason}. Correct or remove the row."
         ) from error
 
 

@@ -28,7 +28,7 @@ def tokenize(
     """Tokenise prompts, each with its completion as one text that is split by offsets afterwards.
 
     Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token that
-    begins in the prompt and ends in the completion belongs to the completion.
+    begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a token.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -95,7 +95,6 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
 def _trim(tokenizer: Any, ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
     """Leave out all but one BOS token in front, and EOS tokens after the prompt and the completion."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    border = max(border, min(1, len(ids)))  # nothing could predict a sequence's first token
     prompt, completion = ids[:border], ids[border:]
     while has_completion and completion and completion[-1] == eos:
         completion.pop()

@@ -123,6 +123,26 @@ def test_steps_without_signal_are_skipped_while_engines_run_ahead(model_folder: 
     assert sorted(trained + in_flight) == sorted(drawn(trainer, trainer.datamodule.stream.position))
 
 
+class Swaps(RLCallback):
+    """Changes the weights once engines that run ahead have been sent those of the update."""
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        for _, weight in module.named_weights():
+            weight.data.mul_(1.1)
+
+
+def test_weights_changed_after_an_asynchronous_sync_are_sent(model_folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rollout = make_rollout(placement="standalone", max_staleness=1)
+    module = make_module(model_folder)
+    make_trainer(tmp_path, 3, rollout, Swaps(), witness).fit(module, make_data(tmp_path))
+    # Each update has a version, and so has each of the two changes that a rollout follows.
+    assert module.weight_version == 3 + 2
+    assert [event for event in witness.events if event.startswith("sync")] == [
+        f"sync {version}" for version in range(6)
+    ]
+
+
 class Asks(RLCallback):
     """Goes on only when a completion has been sampled meanwhile, after those that had been asked for before."""
 

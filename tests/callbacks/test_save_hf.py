@@ -3,7 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from observed_run import ObservedModule, PlainLoop, loader, make_trainer, messages, save_run
 
 from rlightning.callbacks import SaveHF
@@ -20,6 +21,22 @@ def test_saved_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_saved_on_the_way(tmp_path: Path) -> None:
     make_trainer(tmp_path, SaveHF(every_n_steps=2), max_steps=5).fit(module := ObservedModule(), loader(5))
     assert [path.name for path in module.saved] == ["hf_step_000002", "hf_step_000004", "hf"]
+
+
+def test_exports_hold_what_later_callbacks_make_of_the_weights(tmp_path: Path) -> None:
+    class Averages(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.weight.data.fill_(100)
+
+    class Exports(ObservedModule):
+        def save_hf(self, path: Path) -> None:
+            self.saved.append(Path(path.name, str(self.weight.item())))
+
+    exports = [SaveHF(), SaveHF("other")]
+    trainer = make_trainer(tmp_path, *exports, Averages(), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    trainer.fit(module := Exports(), loader())
+    assert [str(path) for path in module.saved] == ["hf/100.0", "other/100.0"]
+    assert trainer.callbacks[-2:] == exports  # type: ignore[attr-defined]
 
 
 def test_a_path_of_ones_own(tmp_path: Path) -> None:

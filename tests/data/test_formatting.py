@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from prompt_files import make_byte_tokenizer, make_metaspace_tokenizer, make_tokenizer, write_rows
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data.formatting import PromptFormat, build_prompts
@@ -35,6 +36,14 @@ def test_plain_text_template_and_system_prompt(tokenizer: PreTrainedTokenizerFas
     assert build(path, tokenizer, column="question") == [("1+1?", 4)]
     assert build(path, tokenizer, template="Q: {question}\nA:") == [("Q: 1+1?\nA:", 10)]
     assert build(path, tokenizer, system="Be.") == [("Be.\n\nabc", 8)]
+
+
+def test_template_takes_texts_numbers_and_parts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    row = {"a": "x", "b": 7, "c": 0.5, "d": True, "e": ["u", {"f": "v"}]}
+    path = write_rows(tmp_path / "train.jsonl", [row])
+    assert build(path, tokenizer, template="{a}{b:03d} {c:.2f} {d} {e[0]}{e[1][f]}{{}}") == [
+        ("x007 0.50 True uv{}", 19)
+    ]
 
 
 def test_the_row_is_kept_as_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -67,6 +76,12 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> No
         ([{"prompt": "x"}], {"template": "Q: {}"}, "must name columns in its braces"),
         ([{"prompt": "x"}], {"template": "no column"}, "must name columns in its braces"),
         ([{"prompt": "x"}], {"template": "{prompt:d}"}, r"line 1: prompt_template='\{prompt:d\}' cannot be filled"),
+        ([{"q": "x"}, {"q": None}], {"template": "Q {q}"}, r"line 2: prompt_template='Q \{q\}' .* write None into the"),
+        ([{"q": ["a"]}], {"template": "Q {q}"}, r"line 1: .* it would write \['a'\] into the prompt, where texts and"),
+        ([{"q": {"a": 1}}], {"template": "Q {q}"}, r"line 1: .* would write \{'a': 1\} into .*Correct or remove the"),
+        ([{"q": {"a": None}}], {"template": "Q {q[a]:>4}"}, r"line 1: .* it would write None into the prompt"),
+        ([{"q": float("nan")}], {"template": "Q {q}"}, r"line 1: .* it would write nan into the prompt"),
+        ([{"q": [1]}], {"template": "Q {q[1]}"}, r"line 1: .* cannot be filled: IndexError: list index out of range"),
         ([{"prompt": "x"}, {"prompt": None}], {}, r"line 2: column 'prompt' holds None\. Write a text, or a list"),
         ([{"prompt": [{"content": "x"}]}], {}, r"line 1: column 'prompt' holds \[\{'content': 'x'\}\]"),
         ([{"prompt": MESSAGES}], {}, "line 1 holds chat messages, but no chat template is applied"),
@@ -204,3 +219,21 @@ def test_a_token_beyond_the_embedding_says_where(tmp_path: Path, column: str) ->
         build_prompts(
             read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), vocab_size=34
         )
+
+
+def test_completion_without_a_prompt_needs_a_bos(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "A", "completion": "T"}, {"prompt": "", "completion": "T"}])
+    learns = PromptFormat(completion_column="completion")
+    with pytest.raises(ConfigError, match=r"line 2: the prompt is empty\. Remove the row or give it a text\."):
+        build_prompts(read_rows(path), make_byte_tokenizer(), learns)
+    prompts = build_prompts(read_rows(path), make_metaspace_tokenizer(), learns)
+    # <s> ▁A T </s>, and <s> ▁T </s>
+    assert [(prompt.token_ids, prompt.completion_ids) for prompt in prompts] == [([0, 6], [5, 1]), ([0], [7, 1])]
+
+
+def test_prompt_that_ends_within_the_completions_first_token_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": " ", "completion": "T"}])
+    tokenizer = make_metaspace_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    with pytest.raises(ConfigError, match=r"line 1: the prompt ' ' ends within the completion's first token"):
+        build_prompts(read_rows(path), tokenizer, PromptFormat(completion_column="completion"))

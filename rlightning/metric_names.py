@@ -1,0 +1,59 @@
+"""The names of the metrics that this package logs, and which of them a run may have: docs/metrics.md explains them."""
+
+import re
+from typing import Any
+
+from lightning.pytorch.callbacks import LambdaCallback
+
+from rlightning.data import PromptDataModule
+
+OF_SECTIONS = {
+    "reward": "mean std no_signal failed <function>",
+    "completion": "length length_max truncated",
+    "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max correction_weight "
+    "correction_out_of_bounds",
+    "optim": "grad_norm skipped lr lr/<group>",
+    "throughput": "tokens_per_second update_mfu",
+    "time": "step generate reward update sync offload restore",
+    "memory": "rss_gib allocated_gib reserved_gib peak_gib <moment>/reserved_before_gib <moment>/reserved_after_gib "
+    "<moment>/allocated_before_gib <moment>/allocated_after_gib <moment>/empty_cache_ms offloaded_gib",
+    "rollout": "stopped",
+    "async": "age_mean age_max age_<n> version_trained version_sampled_mean version_sampled_min expired trainer_waited "
+    "engines_idle swap_pause running finished",
+    "val": "<set>/reward <set>/pass@<k> <set>/length <set>/truncated <set>/loss",
+}
+"""By the part in front of the first slash; ``<placeholders>`` as in docs/metrics.md."""
+
+
+def find_names(trainer: Any, module: Any) -> list[str] | None:
+    """Return the names that a run may log, before it does.
+
+    Args:
+        trainer: with its callbacks and its data module.
+        module: the algorithm.
+
+    Returns:
+        Names, with a ``<placeholder>`` for numbers and moments; None where a class of the user's may log others.
+    """
+    sources = [module, trainer.datamodule, *trainer.callbacks]
+    is_own = any(not type(source).__module__.startswith(("lightning.", "rlightning.")) for source in sources)
+    if is_own or any(isinstance(source, LambdaCallback) for source in sources):
+        return None
+    if not isinstance(trainer.datamodule, PromptDataModule):
+        return None
+    replacements = {
+        "<function>": [function.name for function in module.rewarder.functions],
+        "<set>": [chosen.name for chosen in trainer.datamodule.validation_sets],
+    }
+    names = [f"{section}/{name}" for section, written in OF_SECTIONS.items() for name in written.split()]
+    for placeholder, given in replacements.items():
+        open_names = [name for name in names if placeholder in name]
+        names = [name for name in names if placeholder not in name]
+        names += [name.replace(placeholder, one) for name in open_names for one in given]
+    return names
+
+
+def is_among(name: str, names: list[str]) -> bool:
+    """Whether a metric's name is one of :func:`find_names`, as it is or of a step or an epoch in Lightning's way."""
+    patterns = (re.sub(r"<\w+>", "[^/]+", re.escape(known)) for known in names)
+    return any(re.fullmatch(rf"{pattern}(_step|_epoch)?", name) for pattern in patterns)
