@@ -9,9 +9,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
-from rlightning.models.stored_form import StoredForm
 from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.process_group import die_with_parent
+from rlightning.rollout.stored_form import StoredForm
 from rlightning.rollout.weights import ReceivingEnd, open_end
 
 die_with_parent()  # the workers must not outlive an engine process that is killed and can end nobody any more

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
-
-from rlightning.models.policy import load_config
 
 
 class StoredForm:
@@ -24,7 +22,7 @@ class StoredForm:
 
     def __init__(self, model: str) -> None:
         with torch.device("meta"):
-            policy: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(model))
+            policy: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
 
     def convert(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
