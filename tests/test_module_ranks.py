@@ -64,7 +64,8 @@ class WriteResult(Callback):
 def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwargs: Any) -> None:
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
     module = make_algorithm(algorithm, save_model(folder / "model"), **usual | arguments)
-    make_trainer(folder, 3, WriteResult(), **kwargs).fit(module, make_data(folder))
+    # In float32 Adam takes a whole step where a gradient is nothing but rounding.
+    make_trainer(folder, 3, WriteResult(), precision="64-true", **kwargs).fit(module, make_data(folder))
 
 
 @pytest.mark.parametrize(
