@@ -226,8 +226,12 @@ def test_subclass_of_checkpoint_keeps_hooks_and_state_key(tmp_path: Path) -> Non
 
 def test_sigterm_saves_last_state_and_exits_with_143(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
-    with pytest.raises(SIGTERMException) as stop:
-        fit(tmp_path, Scripted(kill_at=3), 8, checkpoint)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray leaves a handler of its own in a process
+    try:
+        with pytest.raises(SIGTERMException) as stop:
+            fit(tmp_path, Scripted(kill_at=3), 8, checkpoint)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert stop.value.code == 143
     assert steps_in(tmp_path) == {"step=3.ckpt": 3}
     trainer = bare_trainer(tmp_path, 8, ModelCheckpoint(tmp_path), enable_checkpointing=True)
