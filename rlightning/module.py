@@ -423,13 +423,13 @@ class RLModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizer: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
-        optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
-        optimizer.step()
-        lr = optimizer.param_groups[0]["lr"]
-        schedule.step()
-        return {"optim/skipped": 1.0, "optim/lr": lr}
+        optimizers = listed(self.optimizers())
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+        step_optimizers(optimizers, is_last=True)
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return {"optim/skipped": 1.0} | rates
 
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
         """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""

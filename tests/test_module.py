@@ -364,6 +364,26 @@ def test_a_step_without_signal_skips_its_update_and_counts(
 
 
 @pytest.mark.long
+def test_skipped_update_steps_several_optimizers_without_schedules(model_folder: str, tmp_path: Path) -> None:
+    class TwoOptimizers(SometimesSilent):
+        silent = (1,)
+
+        def configure_optimizers(self) -> Any:
+            parameters = list(self.loaded_actor.parameters())
+            matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+            return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+
+    steps = Steps()
+    module = TwoOptimizers(model_folder, rewards=REWARDS, max_refills=1, overlong_cache=0, **SMALL)
+    train(module, tmp_path, 3, steps)
+    assert module.trainer.global_step == module.weight_version == 3
+    assert_close(steps.weights[1], steps.weights[0])
+    assert [step["optim/skipped"] for step in steps.metrics] == [0.0, 1.0, 0.0]
+    for name, rate in (("optim/lr", 0.1), ("optim/lr/0", 0.1), ("optim/lr/1", 1e-3)):
+        assert [step[name] for step in steps.metrics] == pytest.approx([rate] * 3)
+
+
+@pytest.mark.long
 def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: Path) -> None:
     steps, limited = Steps(), {"max_steps_without_signal": 3}
     with pytest.raises(ConfigError, match=r"Step 6: none of .*; model\.max_steps_without_signal=3 such steps in a row"):
