@@ -106,6 +106,10 @@ def run(args: list[str]) -> None:
         sys.stdout.write(HELP)
         return
     with ending_at_once():
+        if args[0] not in ("plan", "serve"):
+            from rlightning.config_precheck import check_early
+
+            check_early(args[0], args[1:])
         quieten()
         # An installed script does not have the folder it is called from on its path, and a user's classes are there.
         if os.getcwd() not in sys.path and "" not in sys.path:

@@ -26,7 +26,7 @@ import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
 from rlightning.config_files import load_yaml, replace_files, use_strict_yaml
-from rlightning.config_keys import ConfigKeys
+from rlightning.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
@@ -158,20 +158,15 @@ class RLCLI(LightningCLI):
         """Check every key by hand, then let jsonargparse parse."""
         command, options = args[0], spell_out_options(args[1:])
         keys = ConfigKeys(
-            self._subcommand_parsers[command],
+            parameters_of(self._subcommand_parsers[command]),
             {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
         )
         RLArgumentParser.keys = keys
-        asks_for_help = any(option in ("-h", "--help") or option.endswith(".help") for option in options)
-        if not asks_for_help:
+        if not asks_for_help(options):
             keys.check_options(options)
             check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
             options = replace_files(options, keys.files)
-            if "model" not in keys.classes:
-                raise ConfigError(
-                    "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
-                    "init_args: {model: ...}}' to the YAML file that --config names."
-                )
+            check_model(keys)
         self.config = parser.parse_args([command, *options])
 
     def _parse_ckpt_path(self) -> None:

@@ -39,15 +39,15 @@ class ConfigKeys:
     """Reads configuration files and options, in their order, and raises on the first key that nothing accepts.
 
     Attributes:
-        parser: of the command, with all its arguments.
+        parameters: the command's keys, see :func:`parameters_of`.
         classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
         seen: every key met, in full.
         files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
     """
 
-    def __init__(self, parser: ArgumentParser, classes: dict[str, type]) -> None:
-        self.parser = parser
-        self.classes = dict(classes)
+    def __init__(self, parameters: dict[str, Any], classes: Mapping[str, Any]) -> None:
+        self.parameters = parameters
+        self.classes: dict[str, Any] = dict(classes)
         self.seen: list[str] = []
         self.files: list[Any] = []
         self._mappings: dict[str, dict[str, Any]] = {}  # by key, as the files so far have set them
@@ -64,7 +64,7 @@ class ConfigKeys:
             if key in ("config", "c"):
                 self.check_file(value)
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
-                self.check_mapping({key: parse_value(value)}, parameters_of(self.parser), "")
+                self.check_mapping({key: parse_value(value)}, self.parameters, "")
 
     def check_file(self, path: str) -> None:
         """Check one YAML file."""
@@ -72,7 +72,7 @@ class ConfigKeys:
         written = deepcopy(content)
         self._is_in_file = True
         self._leaves = set()
-        self.check_mapping(content, parameters_of(self.parser), "")
+        self.check_mapping(content, self.parameters, "")
         self._is_in_file = False
         self.files.append(None if content == written else content)
 
@@ -124,7 +124,7 @@ class ConfigKeys:
             if not takes_text(hint) and Path(value).is_file():
                 self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
             elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
-                self.classes[key] = find_class(value, classes, key)
+                self.classes[key] = self.find_class(value, classes, key)
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 for item_hint in items[:1]:
@@ -158,7 +158,7 @@ class ConfigKeys:
     def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
         """Check a class and its arguments, given under ``init_args`` or directly."""
         if "class_path" in value:
-            self.classes[key] = find_class(str(value["class_path"]), bases, f"{key}.class_path")
+            self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
         if chosen is None:
             return
@@ -169,7 +169,7 @@ class ConfigKeys:
             head = str(name).partition(".")[0]
             if head not in SPEC_KEYS:
                 raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
-        parameters = parameters_of(chosen)
+        parameters = self.parameters_of(chosen)
         direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
         for name, v in direct.items():
             group, _, nested = str(name).partition(".")
@@ -180,6 +180,28 @@ class ConfigKeys:
         init_args = value.get("init_args")
         if isinstance(init_args, dict):
             self.check_mapping(init_args, parameters, f"{key}.init_args")
+
+    def find_class(self, path: str, bases: list[type], key: str) -> Any:
+        """Return the class that a path or a bare name stands for, see :func:`find_class`."""
+        return find_class(path, bases, key)
+
+    def parameters_of(self, kind: Any) -> dict[str, Any]:
+        """Return what a class takes, see :func:`parameters_of`."""
+        return parameters_of(kind)
+
+
+def asks_for_help(options: list[str]) -> bool:
+    """Return whether command line options ask for a page of help, in which case nothing else counts."""
+    return any(option in ("-h", "--help") or option.endswith(".help") for option in options)
+
+
+def check_model(keys: ConfigKeys) -> None:
+    """Refuse a configuration that names no algorithm."""
+    if "model" not in keys.classes:
+        raise ConfigError(
+            "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
+            "init_args: {model: ...}}' to the YAML file that --config names."
+        )
 
 
 def split_options(options: list[str]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from jsonargparse import get_loader, set_loader
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from rlightning.config_files import load_yaml
 from rlightning.errors import ConfigError, did_you_mean
@@ -62,6 +61,8 @@ def check_strategy(name: object) -> None:
     """Refuse a name that stands for nothing, or for what does not work here; objects pass."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
         return
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds
+
     if name not in StrategyRegistry:
         raise ConfigError(
             f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
