@@ -227,7 +227,7 @@ class RLModule(PolicyModule):
         super().configure_model()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         if self.kl_coef and self.reference is None and is_fitting:
-            self.reference = Reference(self.load_model(self.reference_path).requires_grad_(False))
+            self.reference = Reference(self.load_model(self.reference_path, is_trained=False).requires_grad_(False))
 
     def on_train_start(self) -> None:
         """Measure where training starts from."""
