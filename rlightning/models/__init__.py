@@ -4,6 +4,7 @@ from rlightning.models.export import save_policy
 from rlightning.models.logprobs import packed_logprobs
 from rlightning.models.policy import (
     describe_length_limit,
+    hold_as_computed,
     load_config,
     load_policy,
     load_tokenizer,
@@ -12,6 +13,7 @@ from rlightning.models.policy import (
 
 __all__ = [
     "describe_length_limit",
+    "hold_as_computed",
     "load_config",
     "load_policy",
     "load_tokenizer",
