@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import ConfigError, did_you_mean, find_mistake
 from rlightning.plain_text import visible_on_one_line
 
@@ -51,8 +52,6 @@ rlightning --version shows the version.
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 TERMINATED = 128 + signal.SIGTERM
-YIELD_SECONDS = 3.0
-"""How long ranks but rank 0 wait with an error before the ranks have met: it is usually that of all, and shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +178,7 @@ def active_watch() -> Any:
 def yield_to_rank_0() -> None:
     """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
     if is_other_rank():
-        time.sleep(YIELD_SECONDS)
+        time.sleep(intervals.RANK_0_GRACE)
 
 
 def is_other_rank() -> bool:

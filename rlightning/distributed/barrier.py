@@ -16,13 +16,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from rlightning import intervals
 from rlightning.distributed.cpu_group import Connection, StoreError, barrier_timeout, connection, cpu_group
 from rlightning.distributed.platform import synchronize
-
-LOOK_SECONDS = 0.5
-"""How often a waiting rank looks for a verdict; it can be interrupted as often."""
-ROLL_CALL_SECONDS = 2.5
-"""How long ranks get to say that they are there after a connection broke."""
 
 _hooks: list[Callable[[], None]] = []
 
@@ -124,10 +120,10 @@ class _Meeting:
             self._heed_verdict()
             if time.monotonic() > self.deadline:
                 self._fail(self._not_reached)
-            time.sleep(0.02)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
 
     def _await(self, work: dist.Work) -> None:
-        while not _ends_within(work, LOOK_SECONDS):
+        while not _ends_within(work, intervals.POLL_INTERVAL):
             try:
                 self._heed_verdict()
                 if self.notes.get("roll_call"):
@@ -144,7 +140,7 @@ class _Meeting:
 
     def _is_all_but_done(self, work: dist.Work) -> bool:
         """Whether the last rank came just now, and the meeting ends well after all."""
-        return not self._missing(self._places()) and _ends_within(work, ROLL_CALL_SECONDS)
+        return not self._missing(self._places()) and _ends_within(work, intervals.ARRIVALS_GRACE)
 
     def _heed_verdict(self) -> None:
         """Raise what the ranks have agreed on, if they have."""
@@ -162,9 +158,9 @@ class _Meeting:
         verdict = _Verdict(**json.loads(text))
         num_readers = self.notes.add("read", 1)
         # The store may be in this process, and goes with it: the others read the verdict first.
-        leave = time.monotonic() + ROLL_CALL_SECONDS
+        leave = time.monotonic() + intervals.ARRIVALS_GRACE
         while self.rank == 0 and num_readers < self.world_size - len(verdict.missing) and time.monotonic() < leave:
-            time.sleep(0.02)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
             num_readers = self.notes.add("read", 0)
         raise BarrierError(verdict.message, verdict.missing)
 
@@ -180,11 +176,11 @@ class _Meeting:
         """A connection closed: those at this barrier who do not answer a call are gone, too."""
         self.notes.set("roll_call", "1")
         self.notes.set(f"present/{self.rank}", "1")
-        end = time.monotonic() + ROLL_CALL_SECONDS
+        end = time.monotonic() + intervals.ARRIVALS_GRACE
         absent = self._absent()
         while absent and not self._failures(absent) and time.monotonic() < end:
             self._heed_verdict()
-            time.sleep(0.05)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
             absent = self._absent()
         rule = f"Barrier '{self.name}' broke: a connection between the ranks closed"
         if not absent:
@@ -250,10 +246,10 @@ def roll_call(is_over: Callable[[], bool]) -> str:
     notes, ranks = shared.notes, range(dist.get_world_size())
     try:
         notes.set(f"in_roll_call/{dist.get_rank()}", "1")
-        end = time.monotonic() + ROLL_CALL_SECONDS
+        end = time.monotonic() + intervals.ARRIVALS_GRACE
         silent = list(ranks)
         while silent and not is_over() and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
             silent = [rank for rank in silent if notes.get(f"in_roll_call/{rank}") is None]
         if is_over():
             return ""
@@ -285,7 +281,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     # The deadline is ours; that of the operation has to be later, and soon: a process ends after its operations.
-    options.timeout = timedelta(seconds=seconds + ROLL_CALL_SECONDS)
+    options.timeout = timedelta(seconds=seconds + intervals.ARRIVALS_GRACE)
     return group.allreduce([tensor], options)
 
 

@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from rlightning import intervals
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-
-ANSWER_SECONDS = 30.0
-"""How long the store may take for an answer. It usually takes 0.1 ms; on a host with more work than cores, seconds."""
-MIN_ANSWER_SECONDS = 10.0
-"""How long the store gets in any case: who asks at the end of his time asks why it went wrong."""
 
 
 class StoreError(RuntimeError):
@@ -75,7 +72,7 @@ class NoteStore:
         """The same notes, for somebody who does not wait for an answer until after ``deadline``.
 
         Args:
-            deadline: of ``time.monotonic()``; each answer gets ``MIN_ANSWER_SECONDS`` nevertheless.
+            deadline: of ``time.monotonic()``; each answer gets ``intervals.MIN_STORE_TIMEOUT`` nevertheless.
         """
         notes = copy.copy(self)
         notes._deadline = deadline
@@ -89,7 +86,7 @@ class NoteStore:
     def _ask(self, task: Callable[["Store"], T]) -> T:
         answers: queue.SimpleQueue[tuple[T, None] | tuple[None, RuntimeError]] = queue.SimpleQueue()
         self._tasks.put((task, answers))
-        seconds = min(ANSWER_SECONDS, max(MIN_ANSWER_SECONDS, self._deadline - time.monotonic()))
+        seconds = min(intervals.STORE_TIMEOUT, max(intervals.MIN_STORE_TIMEOUT, self._deadline - time.monotonic()))
         try:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
@@ -105,7 +102,7 @@ class NoteStore:
             try:
                 if own is None:
                     own = store.clone()
-                    own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+                    own.set_timeout(timedelta(seconds=intervals.STORE_TIMEOUT))
                 answers.put((task(own), None))
             except RuntimeError as error:
                 answers.put((None, error))

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from rlightning import intervals
 from rlightning.distributed.barrier import barrier, note_failure, roll_call
 from rlightning.distributed.cpu_group import barrier_timeout, connection, leave_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
@@ -26,14 +27,6 @@ from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 15.0
-"""How long ranks get to clean up after the first failure, unless told otherwise."""
-STUCK_SECONDS = 5.0
-"""How long ranks get to begin to clean up once rank 0 is through with it; what does not is stuck in a collective."""
-ANSWER_SECONDS = 5.0
-"""How long a rank that failed waits to hear who was first."""
-REAP_SECONDS = 5.0
-"""How long a process takes at most from closing its connections to its end."""
 INTERRUPTED = 130
 """What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 TERMINATED = 143
@@ -71,7 +64,7 @@ class FailureWatch:
         grace: seconds between the first failure and the hard end of whatever is still there.
     """
 
-    def __init__(self, *, grace: float = GRACE_SECONDS) -> None:
+    def __init__(self, *, grace: float = intervals.CLEANUP_GRACE) -> None:
         self.grace = grace
         self.rank = 0
         self.children: list[subprocess.Popen[bytes]] = []
@@ -114,7 +107,7 @@ class FailureWatch:
         addresses, port, token = json.loads(shared.notes.get("failure_hub") or "")
         if addresses[-1] == socket.gethostname():
             addresses = ["localhost", *addresses]
-        self._link = connect(addresses, port, ANSWER_SECONDS)
+        self._link = connect(addresses, port, intervals.VERDICT_TIMEOUT)
         self._link.send({"token": token, "rank": self.rank})
         os.register_at_fork(after_in_child=self._let_go)
         # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
@@ -177,7 +170,7 @@ class FailureWatch:
                 self._link.send({"ending": True})
             else:
                 self._link.send({"failed": {"rank": own.rank, "text": own.text, "exit_code": own.exit_code}})
-        self._is_known.wait(ANSWER_SECONDS)
+        self._is_known.wait(intervals.VERDICT_TIMEOUT)
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
@@ -203,7 +196,7 @@ class FailureWatch:
         if not 0 < rank <= len(self.children):
             return GONE
         try:
-            code = self.children[rank - 1].wait(REAP_SECONDS)
+            code = self.children[rank - 1].wait(intervals.RANK_EXIT_GRACE)
         except subprocess.TimeoutExpired:
             return GONE
         if code >= 0:
@@ -280,10 +273,10 @@ class FailureWatch:
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
         if self._first is not None and self._hub is not None:
-            hub, end = self._hub, time.monotonic() + STUCK_SECONDS
+            hub, end = self._hub, time.monotonic() + intervals.STUCK_GRACE
             stuck = {rank: child for rank, child in enumerate(self.children, start=1) if child.poll() is None}
             while stuck and time.monotonic() < end:
-                time.sleep(0.05)
+                time.sleep(intervals.SHORT_POLL_INTERVAL)
                 stuck = {r: child for r, child in stuck.items() if child.poll() is None and r not in hub.ending}
             for child in stuck.values():
                 child.kill()

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlightning import intervals
+
 GONE = "is gone: it was killed, or ended without a word"
-SETTLE_SECONDS = 0.1
-"""How long a reported failure waits for word of a death that it may be a consequence of."""
 MESSAGE_BYTES = 4096
 
 
@@ -82,7 +82,7 @@ class FailureHub(threading.Thread):
         """Serve."""
         while self._num_farewells < self._world_size:
             waiting = self._reported is not None and self._first is None
-            for key, _ in self._selector.select(SETTLE_SECONDS if waiting else None):
+            for key, _ in self._selector.select(intervals.VERDICT_DELAY if waiting else None):
                 if key.fileobj is self._server:
                     self._accept()
                 else:
@@ -119,7 +119,7 @@ class FailureHub(threading.Thread):
                 self.ending.add(link.rank)
                 if self._reported is None:
                     self._reported = Failure(**message["failed"])
-                    self._decide_at = time.monotonic() + SETTLE_SECONDS
+                    self._decide_at = time.monotonic() + intervals.VERDICT_DELAY
             elif "ending" in message:
                 self.ending.add(link.rank)
             elif "bye" in message:

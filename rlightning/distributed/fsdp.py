@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
+from rlightning import intervals
 from rlightning.distributed.checkpoint import ShardedCheckpoints
-from rlightning.distributed.failure import GRACE_SECONDS
 from rlightning.distributed.parallel_strategy import ConnectedRanks
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.models.sharding import CPUOffload, Sharding
@@ -120,7 +120,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         reshard_after_forward: bool = True,
         reduce_every_microbatch: bool = True,
         barrier_timeout: float = 1800.0,
-        failure_grace: float = GRACE_SECONDS,
+        failure_grace: float = intervals.CLEANUP_GRACE,
     ) -> None:
         super().__init__(
             barrier_timeout=barrier_timeout,

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from rlightning import intervals
 from rlightning.distributed.execution_mode import ExecutionMode, execution_mode, read_launch
 from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
 from rlightning.distributed.platform import share_host_threads
@@ -19,7 +20,6 @@ from rlightning.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
 PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
 """What the launchers from outside call the number of ranks that they start on a node."""
 
@@ -88,5 +88,5 @@ def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
             exit_now(code if code > 0 else 1)
         if all(code == 0 for code in codes.values()):
             return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(intervals.POLL_INTERVAL)
     watch.children = children

@@ -12,10 +12,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from rlightning import intervals
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
-from rlightning.distributed.failure import GRACE_SECONDS, FailureWatch, active_watch, report_failure
+from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
 from rlightning.distributed.sigterm import SigtermAgreement
 from rlightning.errors import check_rules
@@ -40,7 +41,9 @@ class ConnectedRanks(ParallelStrategy):
 
     _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
 
-    def __init__(self, *, barrier_timeout: float = 1800.0, failure_grace: float = GRACE_SECONDS, **kwargs: Any) -> None:
+    def __init__(
+        self, *, barrier_timeout: float = 1800.0, failure_grace: float = intervals.CLEANUP_GRACE, **kwargs: Any
+    ) -> None:
         timeout = kwargs.get("timeout", default_pg_timeout)
         check_rules(
             {

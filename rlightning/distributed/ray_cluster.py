@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import ConfigError, check_rules
 
 log = logging.getLogger(__name__)
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-CONNECT_SECONDS = 5.0
-"""How long the head of a cluster may take to accept a connection."""
 LONGEST_REASON = 400
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
@@ -90,7 +89,7 @@ def check_reachable(address: str) -> None:
     """Refuse an address where nothing accepts a connection: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((host, int(port)), intervals.CONNECT_TIMEOUT).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"trainer.strategy: no Ray cluster answers at address={address} ({error}). {START_ONE}"
@@ -110,7 +109,7 @@ def check_admitted(where: str, address: str) -> None:
     except ImportError:
         return  # a release of Ray without it, and without authentication
     try:
-        get_cluster_status(address, timeout=int(CONNECT_SECONDS))
+        get_cluster_status(address, timeout=int(intervals.CONNECT_TIMEOUT))
     except ray.exceptions.RayError as error:
         raise _refused(where, error) from error
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rlightning import intervals
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.ray_group import describe_resources
@@ -30,9 +31,6 @@ from rlightning.rollout.engine_service import EngineService, listen
 from rlightning.rollout.engine_wire import SCHEME
 
 log = logging.getLogger(__name__)
-
-START_SECONDS = 300.0
-"""How long the engines' actors may take to find room and to import what they need."""
 
 
 class EngineActor:
@@ -109,12 +107,15 @@ class RayEngines:
         """
         ray = import_ray()
         try:
-            urls: list[str] = ray.get([actor.url.remote() for actor in self.actors], timeout=START_SECONDS)
+            urls: list[str] = ray.get(
+                [actor.url.remote() for actor in self.actors], timeout=intervals.ACTOR_START_TIMEOUT
+            )
         except ray.exceptions.GetTimeoutError:
             raise ConfigError(
-                f"rollout.num_engines={len(self.actors)}: their actors have not started in {START_SECONDS:g} s; free "
-                f"in the Ray cluster are {describe_resources(ray.available_resources())}. Lower num_engines or "
-                "devices_per_engine, or end what else runs there."
+                f"rollout.num_engines={len(self.actors)}: their actors have not started in "
+                f"{intervals.ACTOR_START_TIMEOUT:g} s; free in the Ray cluster are "
+                f"{describe_resources(ray.available_resources())}. Lower num_engines or devices_per_engine, or "
+                "end what else runs there."
             ) from None
         shared = None if self.runs else ray.put(module)
         for number, actor in enumerate([] if self.runs else self.actors):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlightning import intervals
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.distributed.ray_driver import DriverContext
@@ -15,14 +16,6 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
-
-SETTLE_SECONDS = 30.0
-"""How long the cause of a failure may take to be known, once its first sign is: a worker whose neighbour died may say
-so before the neighbour's death has been noticed."""
-PLACE_SECONDS = 60.0
-"""How long a cluster may take to find room for the workers: another run's may be about to end."""
-LEAVE_SECONDS = 2.0
-"""How long workers get to say goodbye to each other at the end of a run."""
 
 
 class WorkerGroup:
@@ -49,14 +42,14 @@ class WorkerGroup:
         self._engines: list[Any] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
         self.actors: list[Any] = []
-        if not self._place.wait(PLACE_SECONDS):
+        if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
             self.kill()
             free = ray.available_resources()
             raise ConfigError(
                 f"trainer.strategy: num_workers={num_workers} x {describe_resources(each)} with placement={placement} "
-                f"found no room in {PLACE_SECONDS:g} s; free in the Ray cluster are {describe_resources(free)}, on "
-                f"{sum(node['Alive'] for node in ray.nodes())} nodes. Lower what is asked for, choose placement=PACK, "
-                "or end what else runs there."
+                f"found no room in {intervals.PLACEMENT_TIMEOUT:g} s; free in the Ray cluster are "
+                f"{describe_resources(free)}, on {sum(node['Alive'] for node in ray.nodes())} nodes. "
+                "Lower what is asked for, choose placement=PACK, or end what else runs there."
             )
         actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
         self.actors = [
@@ -152,7 +145,7 @@ class WorkerGroup:
             ray.wait(
                 [self._call(actor, "leave") for actor in self.actors],
                 num_returns=len(self.actors),
-                timeout=LEAVE_SECONDS,
+                timeout=intervals.GROUP_LEAVE_GRACE,
             )
         self.kill()
 
@@ -212,7 +205,7 @@ class WorkerGroup:
     def _find_first(self, failure: Failed) -> Failed:
         """The failure that was the first of all ranks, or a death; else the one that is known."""
         ray = import_ray()
-        end = time.monotonic() + SETTLE_SECONDS
+        end = time.monotonic() + intervals.CAUSE_GRACE
         asked = {self._call(actor, "failure"): rank for rank, actor in enumerate(self.actors)}
         while asked and (left := end - time.monotonic()) > 0:
             ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)

@@ -10,13 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from rlightning import intervals
 from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
-from rlightning.rewards.loop_thread import GRACE, OWNER, LoopThread, free_loop
+from rlightning.rewards.loop_thread import OWNER, LoopThread, free_loop
 
 MAX_CONCURRENT = 64
 """Async calls of one pool that run at once."""
-CANCEL_SECONDS = 2.0
-"""In which cancelled calls may clean up."""
 
 
 class LoopFunction(NamedTuple):
@@ -144,7 +143,7 @@ class _LoopCalls:
         """Cancel all calls and wait until they have ended, unless the loop is blocked."""
         self.pending.clear()
         if not self.thread.is_blocked:
-            self.thread.run(self._cancel_all(), CANCEL_SECONDS)
+            self.thread.run(self._cancel_all(), intervals.CANCEL_GRACE)
 
     def find_block(self) -> _Block | None:
         """The block of the loop, if it is longer than the timeout of the call that causes it.
@@ -152,7 +151,7 @@ class _LoopCalls:
         Where no task does, as in a callback, all that are running are to blame; where another pool's does, none.
         """
         silence = time.monotonic() - self.thread.last_beat
-        if silence < GRACE or not self.pending:
+        if silence < intervals.REWARD_BLOCKED_GRACE or not self.pending:
             return None
         task = asyncio.current_task(self.thread.loop)
         owner = None if task is None else self.thread.owners.get(task)
@@ -163,12 +162,12 @@ class _LoopCalls:
         pending = self.pending.copy()  # the loop may be free again at any moment
         timed = [pending[index] for index in blamed if index in pending] or pending.values()
         timeout = max((self._function(call).timeout for call in timed), default=silence)
-        if silence < timeout + GRACE:
+        if silence < timeout + intervals.REWARD_BLOCKED_GRACE:
             return None
         frame = sys._current_frames().get(self.thread.ident)
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return _Block(blamed, Outcome.failed(f"{stack}{rule}"), silence > 2 * timeout + GRACE)
+        return _Block(blamed, Outcome.failed(f"{stack}{rule}"), silence > 2 * timeout + intervals.REWARD_BLOCKED_GRACE)
 
     def _start(self, calls: dict[int, Call]) -> None:
         for index, call in calls.items():
@@ -190,7 +189,7 @@ class _LoopCalls:
         for task in ending:
             task.cancel()
         if ending:
-            await asyncio.wait(ending, timeout=CANCEL_SECONDS)
+            await asyncio.wait(ending, timeout=intervals.CANCEL_GRACE)
 
     async def _run_call(self, index: int, call: Call) -> None:
         function = self._function(call)

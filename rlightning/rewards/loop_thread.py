@@ -15,12 +15,10 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rlightning import intervals
+
 BEAT = 0.1
 """Seconds between two signs of life of a loop."""
-GRACE = 0.5
-"""Seconds over a call's timeout after which a loop without a sign of life counts as blocked by it."""
-END_SECONDS = 2.0
-"""In which tasks may clean up when the process ends."""
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
 """Whose call a task belongs to; tasks that it creates inherit it."""
 
@@ -56,22 +54,22 @@ class LoopThread:
         """Run a coroutine on the loop and wait for it, for a limited time: the loop may be blocked."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         with suppress(TimeoutError):
-            future.result(seconds + GRACE)
+            future.result(seconds + intervals.REWARD_BLOCKED_GRACE)
 
     def close(self) -> None:
         """Cancel all tasks, let them and asynchronous generators clean up, and close the loop, unless it is blocked."""
-        if self.is_blocked or time.monotonic() - self.last_beat > END_SECONDS:
+        if self.is_blocked or time.monotonic() - self.last_beat > intervals.CANCEL_GRACE:
             return
-        self.run(self._end_tasks(), END_SECONDS)
+        self.run(self._end_tasks(), intervals.CANCEL_GRACE)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(END_SECONDS)
+        self._thread.join(intervals.CANCEL_GRACE)
 
     async def _end_tasks(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=END_SECONDS)
+            await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
         await self.loop.shutdown_asyncgens()
 
     def _run(self) -> None:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut
 from rlightning.rewards.calls import Answered, Call, Outcome, Report
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 300.0
 """Seconds in which a worker must have imported the functions' modules."""
-GRACE = 2.0
-"""Seconds after a call's timeout in which the worker's own watchdog should have ended it."""
 MAX_CHUNK = 32
 """Calls sent to a worker at once."""
 MAX_LOG_BYTES = 1 << 20
@@ -232,7 +231,7 @@ class WorkerPool:
             return exit_code, log.read(MAX_LOG_BYTES).decode(errors="replace")
 
     def _deadline(self, call: Call) -> float:
-        return time.monotonic() + self.functions[call.function].timeout + GRACE
+        return time.monotonic() + self.functions[call.function].timeout + intervals.REWARD_KILL_GRACE
 
 
 def _stack(log: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlightning import intervals
 from rlightning.errors import EngineError
 from rlightning.foreign_text import cut
 from rlightning.rollout.engine_hello import check_hello
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from rlightning.rollout.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 1.0
-"""Between two looks whether a silent engine has been silent for too long."""
 
 
 class EngineDiedError(EngineError):
@@ -206,7 +204,7 @@ class EngineLink(ABC):
                 for data in self._unsent:
                     connection.send_bytes(data)
             while not self._is_closing:
-                look = min(LOOK_SECONDS, self._timeout)
+                look = min(intervals.POLL_INTERVAL, self._timeout)
                 if connection.poll(look):
                     self._hear(*connection.recv())
                 elif self._is_overdue(look):

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import EngineError
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
@@ -22,11 +23,6 @@ from rlightning.types import Completion, Prompt
 log = logging.getLogger(__name__)
 
 Answer = Future[list[Completion]]
-
-LOOK_SECONDS = 0.1
-"""Between two looks for an engine that is up."""
-LATE_SECONDS = 30.0
-"""That the others get to come up too, when a run begins."""
 
 
 @dataclass(eq=False, slots=True)
@@ -173,12 +169,12 @@ class EnginePool:
             self.check()
             coming = [m.engine.process.ready for m in self._living() if m.engine.is_alive and m.engine.process]
             if coming:
-                wait(coming, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+                wait(coming, timeout=intervals.POLL_INTERVAL, return_when=FIRST_COMPLETED)
             else:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(intervals.POLL_INTERVAL)
         if not self._has_served:  # the first would get everything that is asked
             starting = [m.engine.process.ready for m in self._living() if m.engine.process]
-            wait(starting, timeout=LATE_SECONDS)
+            wait(starting, timeout=intervals.ENGINE_START_GRACE)
 
     def check(self) -> None:
         """Raise the error that ended all engines, if there is one."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import rlightning
+from rlightning import intervals
 from rlightning.errors import EngineError
 from rlightning.foreign_text import cut
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
@@ -27,8 +28,6 @@ LOG_BYTES = 1 << 16
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
 NO_CAUSE = "See root cause above"
 """In vLLM's last error, where it has another one before."""
-EXIT_SECONDS = 10.0
-"""How long an engine that has closed its socket may take to exit, for its exit status."""
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
 )
@@ -87,7 +86,7 @@ class EngineProcess(EngineLink):
         status = None
         if not self._is_closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(EXIT_SECONDS if how == "died" else 0)
+                status = self._process.wait(intervals.ENGINE_EXIT_GRACE if how == "died" else 0)
         end_group(self._process.pid)
         self._process.poll()  # so that no zombie stays
         shutil.rmtree(self._scratch, ignore_errors=True)

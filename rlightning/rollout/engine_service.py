@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import ConfigError
 from rlightning.rollout.engine_link import (
     EngineDiedError,
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 CANCELLABLE = ("generate", "score")
 """Whatever else a trainer has asked for is soon done, and is not to be left half done."""
-RESTART_POLL_SECONDS = 0.05
 
 Message = tuple[int | None, str, Any]
 
@@ -200,7 +200,7 @@ class EngineService:
     def _attend(self, connection: Connection, peer: str) -> None:
         limit_waiting(connection, self.config.hang_timeout)
         while (engine := self._engine) is None or engine.death is not None:
-            time.sleep(RESTART_POLL_SECONDS)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
         log.info("A trainer has come from %s.", peer)
         self._visit = Visit(connection, engine)
         try:

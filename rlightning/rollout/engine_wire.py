@@ -21,14 +21,13 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlightning import intervals
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.engine_link import limit_waiting
 
 TOKEN = "RLIGHTNING_ENGINE_TOKEN"
 """The environment variable."""
 SCHEME = "tcp"
-MEET_SECONDS = 5.0
-"""How long connecting may take, and each message until the other end is known."""
 MIN_SECONDS = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 """A host that is gone is noticed after half a minute; after one if something has been sent to it meanwhile."""
@@ -99,7 +98,7 @@ def reach(host: str, port: int, seconds: float) -> Connection:
     return make_connection(socket.create_connection((host, port), timeout=seconds), seconds)
 
 
-def make_connection(end: socket.socket, seconds: float = MEET_SECONDS) -> Connection:
+def make_connection(end: socket.socket, seconds: float = intervals.CONNECT_TIMEOUT) -> Connection:
     """Of a socket, which is used up; reads and writes fail after some ``seconds``."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

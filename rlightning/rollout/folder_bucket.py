@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
 from rlightning.distributed.platform import host_bytes
 from rlightning.errors import EngineError
 from rlightning.rollout.weights import Shapes, Slot, Weights, gather_chunks, plan_chunks
 
 PREFIX = "weights-"
-POLL_SECONDS = 0.05
 SYNC = "sync"
 """The key, in a file's metadata, of the number of the sync that it belongs to."""
 
@@ -140,7 +140,7 @@ class FolderEnd:
                     f"Chunk {index} of the weights did not come: {self.files[index]} is not there, or of an earlier "
                     f"sync, after {self.timeout:g} s. Trainer and engines must see the same folder by the same name."
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
         return ((slot.name, file.get_tensor(slot.name)) for slot in self.chunks[index])
 
     def _open_fresh(self, index: int) -> Any:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlightning import intervals
+
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-TRACKER_SECONDS = 60.0
-"""How long resource trackers get for cleaning up, and then whatever does not die of SIGKILL."""
 
 
 def die_with_parent() -> None:
@@ -35,23 +35,23 @@ def end_group(group: int) -> None:
     started = time.monotonic()
     while members := _others(group):
         waited = time.monotonic() - started
-        _kill(pid for pid in members if waited > TRACKER_SECONDS or not _is_tracker(pid))
-        if waited > 2 * TRACKER_SECONDS:
+        _kill(pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid))
+        if waited > 2 * intervals.TRACKER_GRACE:
             log.warning("Processes %s of the engine do not end, though killed.", members)
             return
-        time.sleep(0.01)
+        time.sleep(intervals.SHORT_POLL_INTERVAL)
 
 
 def end_own_group(scratch: Path) -> None:
     """Kill the group of this process, this process included, and remove its folder ``scratch``."""
-    deadline = time.monotonic() + TRACKER_SECONDS
+    deadline = time.monotonic() + intervals.TRACKER_GRACE
     while time.monotonic() < deadline:
         # Trackers stay: they see this process go, and clean up behind it.
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:
             break
         _kill(members)
-        time.sleep(0.01)
+        time.sleep(intervals.SHORT_POLL_INTERVAL)
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

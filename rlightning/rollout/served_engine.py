@@ -6,14 +6,12 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, hang_up, limit_waiting
-from rlightning.rollout.engine_wire import MEET_SECONDS, NotNowError, enter, parse_url, reach, read_token
+from rlightning.rollout.engine_wire import NotNowError, enter, parse_url, reach, read_token
 
 log = logging.getLogger(__name__)
-
-TRY_SECONDS = 1.0
-"""Between two tries to connect."""
 
 
 class ServedEngine(EngineLink):
@@ -39,7 +37,7 @@ class ServedEngine(EngineLink):
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                return self._try(min(MEET_SECONDS, max(left, TRY_SECONDS)))
+                return self._try(min(intervals.CONNECT_TIMEOUT, max(left, intervals.RECONNECT_INTERVAL)))
             except (EOFError, OSError) as problem:
                 # EAGAIN is how a read of limited time ends.
                 is_silent = isinstance(problem, BlockingIOError | TimeoutError)
@@ -60,7 +58,7 @@ class ServedEngine(EngineLink):
                     "The engine at %s cannot be reached yet: %s. Trying for %.0f s.", self.config.url, reason, left
                 )
                 is_known = True
-            self._gives_up.wait(min(TRY_SECONDS, left))
+            self._gives_up.wait(min(intervals.RECONNECT_INTERVAL, left))
 
     def _try(self, seconds: float) -> Connection:
         """Connect, and wait so long for each of the engine's messages."""

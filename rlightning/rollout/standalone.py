@@ -22,6 +22,7 @@ from typing import Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlightning import intervals
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
 from rlightning.rollout.engine import OnCompleted, Request, Sampling, sampling_settings
@@ -39,12 +40,6 @@ from rlightning.types import Completion
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TRANSFER_SECONDS = 60.0
-"""That connecting, or sending a chunk of weights, may take."""
-MEET_SECONDS = 60.0
-"""After which the other ranks are met, whose barrier would otherwise take the owner for lost."""
-LOOK_SECONDS = 1.0
-"""Between two looks, in case that nothing has been heard."""
 
 
 @dataclass
@@ -372,9 +367,9 @@ class StandaloneEngines:
                     return "done"
                 if self._pool.has_joiners():
                     return "weights"
-                if time.monotonic() - began > MEET_SECONDS:
+                if time.monotonic() - began > intervals.RANK_SYNC_INTERVAL:
                     return "waiting"
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(intervals.POLL_INTERVAL)
         finally:
             self._waited_seconds += time.monotonic() - began
 
@@ -390,7 +385,7 @@ def sending_end(shapes: Shapes, configs: Sequence[VLLMConfig]) -> SendingEnd:
     bucket = (shapes, config.dtype, config.device, config.bucket_bytes)
     destination = OWNER if world_size() > 1 else None
     # A worker that receives answers nothing else, and must not count as hanging.
-    timeout = min(TRANSFER_SECONDS, config.hang_timeout / 2)
+    timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
     if config.weight_folder is not None:
         config.weight_folder.mkdir(parents=True, exist_ok=True)
         return FolderBucket(*bucket, folder=config.weight_folder, timeout=timeout, destination=destination)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlightning import intervals
 from rlightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
 
 SENDER = 0
 """The rank."""
-TRANSFER_POLL_SECONDS = 0.0005
-STORE_POLL_SECONDS = 0.02
-GIVE_UP_POLL_SECONDS = 0.2
-"""Between two looks whether to go on waiting at all."""
-LEAVE_SECONDS = 2.0
-"""How long leaving a group may take before that is left to its thread."""
 
 _c10d: Any = dist
 """Not each build of torch has NCCL, and much of what is used of it here has no types."""
@@ -127,7 +122,7 @@ class TransferSender:
             return not missing
 
         try:
-            _wait_until(are_all_there, self._check, self._place.timeout, STORE_POLL_SECONDS)
+            _wait_until(are_all_there, self._check, self._place.timeout, intervals.SHORT_POLL_INTERVAL)
         except TimeoutError as error:
             numbers = ", ".join(str(rank - 1) for rank in sorted(missing))
             raise TimeoutError(f"no sign of number {numbers} of 0 to {len(self.places) - 1}, and {error}") from None
@@ -151,7 +146,9 @@ class TransferReceiver:
         self._group = _Group()
         self._store.set(f"joined/{place.rank}", "")
         try:
-            _wait_until(lambda: self._store.check(["connect"]), self._check, place.timeout, STORE_POLL_SECONDS)
+            _wait_until(
+                lambda: self._store.check(["connect"]), self._check, place.timeout, intervals.SHORT_POLL_INTERVAL
+            )
             self._group.connect(self._store, place, device, self._check)
             self._store.set(f"ready/{place.rank}", "")
         except (OSError, RuntimeError):
@@ -230,7 +227,7 @@ class _Group:
         if self._torch_group is None:
             raise GivenUpError("There is no connection.")
         work = self._torch_group.broadcast(data, SENDER)
-        _wait_until(work.is_completed, check, timeout, TRANSFER_POLL_SECONDS)
+        _wait_until(work.is_completed, check, timeout, intervals.TRANSFER_POLL_INTERVAL)
         work.wait()  # It is over: this raises what went wrong, and lets the current stream go on after the transfer's.
 
     def end(self) -> None:
@@ -245,7 +242,7 @@ class _Group:
         if self._torch_group is not None:
             thread = threading.Thread(target=end, name="end-transfer-group", daemon=True)
             thread.start()
-            thread.join(LEAVE_SECONDS)
+            thread.join(intervals.GROUP_LEAVE_GRACE)
 
 
 def _make_nccl_group(store: Any, place: Place) -> Any:
@@ -302,7 +299,7 @@ def _call_in_thread(call: Callable[[], None], check: Callable[[], None], timeout
             results.put(error)
 
     threading.Thread(target=run, name="connect-transfer-group", daemon=True).start()
-    _wait_until(lambda: not results.empty(), check, timeout, STORE_POLL_SECONDS)
+    _wait_until(lambda: not results.empty(), check, timeout, intervals.SHORT_POLL_INTERVAL)
     error = results.get()
     if error is not None:
         raise error
@@ -313,7 +310,7 @@ def _wait_until(is_done: Callable[[], bool], check: Callable[[], None], timeout:
 
     Args:
         is_done: asked every ``poll`` seconds.
-        check: raises when it is no use to wait any longer; asked every :data:`GIVE_UP_POLL_SECONDS`.
+        check: raises when it is no use to wait any longer; asked every :data:`~rlightning.intervals.POLL_INTERVAL`.
         timeout: seconds.
         poll: seconds.
 
@@ -326,7 +323,7 @@ def _wait_until(is_done: Callable[[], bool], check: Callable[[], None], timeout:
         now = time.monotonic()
         if now >= next_check:
             check()
-            next_check = now + GIVE_UP_POLL_SECONDS
+            next_check = now + intervals.POLL_INTERVAL
         if is_done():
             return
         if now - start > timeout:

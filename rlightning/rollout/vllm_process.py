@@ -22,16 +22,11 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlightning import intervals
 from rlightning.rollout.engine_hello import make_hello
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.process_group import end_own_group
 from rlightning.rollout.vllm_server import ArgumentsRefusedError, VLLMServer, start_engine
-
-HEARTBEAT_SECONDS = 2.0
-PARENT_SECONDS = 2.0
-"""Between two looks whether the trainer is there."""
-CORE_SECONDS = 0.5
-"""Between two looks whether vLLM's core, a process of its own, is there."""
 
 
 class Mailbox:
@@ -53,7 +48,7 @@ class Mailbox:
         with contextlib.suppress(EOFError, OSError):
             # A child that the trainer has forked holds the socket open too: its end alone does not tell.
             while os.getppid() == self._parent:
-                if self.connection.poll(PARENT_SECONDS):
+                if self.connection.poll(intervals.HEARTBEAT_INTERVAL):
                     loop.call_soon_threadsafe(inbox.put_nowait, self.connection.recv())
         self.is_ending.set()
         end_own_group(self.scratch)
@@ -127,7 +122,7 @@ async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
 
     async def heartbeat() -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(intervals.HEARTBEAT_INTERVAL)
             if calls:
                 await server.ping()
                 mailbox.send(None, "alive", None)
@@ -135,7 +130,7 @@ async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
     async def core() -> None:
         # A call other than generate() that its end finds waiting would wait for ever.
         while not server.engine.errored:
-            await asyncio.sleep(CORE_SECONDS)
+            await asyncio.sleep(intervals.POLL_INTERVAL)
         raise server.engine.dead_error
 
     async def requests() -> None:

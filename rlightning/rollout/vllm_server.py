@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlightning import intervals
 from rlightning.foreign_text import cut_line
 from rlightning.rollout.token_versions import TokenVersions
 
@@ -221,5 +222,5 @@ class VLLMServer:
         for _ in range(RESET_TRIES):
             if await self.engine.reset_prefix_cache():
                 return True
-            await asyncio.sleep(0.02)  # a step that was scheduled ahead may still run
+            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)  # a step that was scheduled ahead may still run
         return False

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rank_processes import end_ranks, results, run_script, start_ranks
 from torch._C._distributed_c10d import HashStore
 
+from rlightning import intervals
 from rlightning.distributed import barrier as barriers
 from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier, remove_barrier_hook
 from rlightning.distributed.cpu_group import Connection, NoteStore
@@ -19,6 +20,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from rlightning.distributed.barrier import BarrierError, add_barrier_hook, barrier
+from rlightning import intervals
 from rlightning.distributed import barrier as barriers, cpu_group
 from rlightning.distributed.cpu_group import set_barrier_timeout
 
@@ -98,8 +100,8 @@ GOING = (
     + """
 barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
-cpu_group.ANSWER_SECONDS, cpu_group.MIN_ANSWER_SECONDS = 600, 5
-barriers.ROLL_CALL_SECONDS = 10  # also who is slow answers
+intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 5
+intervals.ARRIVALS_GRACE = 10  # also who is slow answers
 if rank == int(sys.argv[1]):
     shared = cpu_group.connection()
     for other in {0, 1, 2} - {rank}:  # have left the first one and come to the next
@@ -193,7 +195,7 @@ def test_barrier_failure_after_deadline_is_reported_as_timeout(
     """Who stalls beyond the deadline finds the all-reduce at its own end of time, before a look at the clock."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(barriers, "ROLL_CALL_SECONDS", 0)
+    monkeypatch.setattr(intervals, "ARRIVALS_GRACE", 0)
     shared = Connection(NoteStore(HashStore(), ""), num_barriers=1)
     meeting = barriers._Meeting("save", seconds, shared)
     monkeypatch.setattr(barriers, "_start_max", lambda tensor, seconds: Failed())

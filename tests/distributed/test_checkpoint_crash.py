@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rlightning import atomic_save
+from rlightning import atomic_save, intervals
 from rlightning.atomic_save import find_saved
 from rlightning.distributed import barrier, checkpoint_folder
 from rlightning.distributed.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
@@ -83,7 +83,7 @@ def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
 
 def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
     """On one of two ranks, of which one is killed at a moment of the second save."""
-    barrier.ROLL_CALL_SECONDS = 0.1
+    intervals.ARRIVALS_GRACE = 0.1
     store = path.parent.with_name(f"store-{doomed}-{moment}")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

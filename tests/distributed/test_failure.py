@@ -7,7 +7,7 @@ import pytest
 from fork_server import START_BY_EXEC
 from rank_processes import end_ranks, start_ranks
 
-from rlightning.distributed import failure_hub
+from rlightning import intervals
 from rlightning.distributed.failure import describe, exit_code, is_failure
 from rlightning.distributed.failure_hub import Failure, FailureHub, connect
 from rlightning.errors import ConfigError
@@ -131,7 +131,7 @@ def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypa
 
 def test_failure_hub_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' connections to the dead break, too, and may be seen first."""
-    monkeypatch.setattr(failure_hub, "SETTLE_SECONDS", 600)  # a death decides at once
+    monkeypatch.setattr(intervals, "VERDICT_DELAY", 600)  # a death decides at once
     decided: list[Failure] = []
     hub = FailureHub(3, decided.append)
     hub.start()

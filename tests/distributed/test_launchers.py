@@ -27,6 +27,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from rlightning import intervals
 from rlightning.distributed import failure
 """
 
@@ -51,7 +52,7 @@ class Fails(Callback):
     def __init__(self, rank: int, how: str, others: str = "sleep"):
         self.rank, self.how, self.others = rank, how, others
         if others == "sleep":
-            failure.STUCK_SECONDS = 60  # nobody is stuck, however slow
+            intervals.STUCK_GRACE = 60  # nobody is stuck, however slow
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx != 1:

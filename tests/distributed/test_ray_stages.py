@@ -15,7 +15,8 @@ from rank_processes import finish, start_controller
 from ray.util.placement_group import placement_group_table
 from ray_nodes import start_nodes
 
-from rlightning.distributed import FSDP, RayController, ray_engines, ray_group
+from rlightning import intervals
+from rlightning.distributed import FSDP, RayController
 from rlightning.distributed.ray_cluster import join_cluster
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.ray_engines import EngineActor, RayEngines
@@ -93,12 +94,12 @@ def test_unusable_ray_address_from_environment_raises_at_once(
 def test_unplaceable_workers_and_engines_raise_after_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.init("local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
-        monkeypatch.setattr(ray_group, "PLACE_SECONDS", 1.0)
+        monkeypatch.setattr(intervals, "PLACEMENT_TIMEOUT", 1.0)
         asked = r"num_workers=2 x 1 CPUs, 0 GPUs with placement=STRICT_SPREAD"
         with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 1 nodes"):
             WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD", DriverContext.here([]))
         assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
-        monkeypatch.setattr(ray_engines, "START_SECONDS", 1.0)
+        monkeypatch.setattr(intervals, "ACTOR_START_TIMEOUT", 1.0)
         engines = RayEngines(4, 1, DriverContext.here([]), uses_gpus=False)
         with pytest.raises(ConfigError, match=r"num_engines=4: their actors have not started in 1 s"):
             engines.start(None, None, None, tmp_path)

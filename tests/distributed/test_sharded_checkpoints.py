@@ -9,7 +9,7 @@ from sft_run import SIZES, CountSteps, pose_as_launched, train, write_rows
 from sharded_net import run_ranks
 from tiny import full_weights, save_model
 
-from rlightning.distributed import failure_hub
+from rlightning import intervals
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, stored_tensors
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
@@ -42,7 +42,7 @@ def two_ranks(folder: Path, port: int) -> None:
     trainer.save_checkpoint(folder / "copies.ckpt")
     stored = stored_tensors(folder / "copies.ckpt")
     assert all(len(entry.chunks) == 1 for entry in stored.values())  # of two copies one is written
-    failure_hub.SETTLE_SECONDS = 600  # each rank raises by itself, the later one too
+    intervals.VERDICT_DELAY = 600  # each rank raises by itself, the later one too
     with pytest.raises(ConfigError, match=r"is of another model: it should hold .* Name the checkpoint's own model"):
         train(folder / "other", 6, devices=2, strategy=FSDP(), ckpt_path=folder / "data_parallel.ckpt")
     dist.barrier()  # the end of one ends the other

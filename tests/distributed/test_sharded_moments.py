@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from rlightning.distributed import failure_hub
+from rlightning import intervals
 from rlightning.distributed.checkpoint_folder import read_whole
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
@@ -118,7 +118,7 @@ def two_ranks(folder: Path, states: OptimizerStates) -> None:
         assert_state_of(path, seen)
     if states == "8bit":
         odd = folder / "odd"
-        failure_hub.SETTLE_SECONDS = 600  # each rank raises by itself, the later one too
+        intervals.VERDICT_DELAY = 600  # each rank raises by itself, the later one too
         with pytest.raises(
             ConfigError, match=r"blocks of 62 numbers, and tensor parallelism cuts rows of 62 into .* 31"
         ):

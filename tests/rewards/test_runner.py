@@ -22,6 +22,7 @@ import pytest
 import sample_rewards
 import torch
 
+from rlightning import intervals
 from rlightning.errors import ConfigError, RewardError
 from rlightning.rewards import RewardFunction, RewardRunner, RewardScores, pool
 from rlightning.types import Completion, Prompt
@@ -261,7 +262,7 @@ def test_reward_arriving_during_trainer_stall_still_counts(
 
     runner = make_runner(RewardFunction("sample_rewards.length", timeout=60.0), num_workers=1)
     monkeypatch.setattr(pool, "multiprocessing", SimpleNamespace(connection=SimpleNamespace(wait=look), Pipe=Pipe))
-    monkeypatch.setattr(pool, "GRACE", -60.0)  # all are overdue
+    monkeypatch.setattr(intervals, "REWARD_KILL_GRACE", -60.0)  # all are overdue
     assert values(score(runner, ["a", "bb", "ccc"]).rewards) == [1.0, 2.0, 3.0]
 
 

@@ -1,0 +1,61 @@
+"""How often the processes of a run poll, and how long they wait for each other where no argument of the user's says so.
+
+All in seconds, and read when they are used, so that a test can set them.
+"""
+
+POLL_INTERVAL = 0.25
+"""Between two checks of what may take long: a rank in a barrier, a child process, the start of an engine."""
+SHORT_POLL_INTERVAL = 0.02
+"""Between two checks of what usually comes within milliseconds: an entry of a store, a file, the end of a process."""
+TRANSFER_POLL_INTERVAL = 0.0005
+"""Between two checks whether a chunk of weights has arrived."""
+HEARTBEAT_INTERVAL = 2.0
+"""Between two heartbeats of an engine, and between two checks whether its trainer is there."""
+RECONNECT_INTERVAL = 1.0
+"""Between two tries to connect to an engine."""
+RANK_SYNC_INTERVAL = 60.0
+"""After which the rank that collects trajectories meets the other ranks, before their barrier takes it for lost."""
+
+CONNECT_TIMEOUT = 5.0
+"""Of connecting to another process, and of each message until the two know each other."""
+STORE_TIMEOUT = 30.0
+"""Of an answer of torch's store, which usually takes 0.1 ms, and seconds on a host with more work than cores."""
+MIN_STORE_TIMEOUT = 10.0
+"""The same where a deadline is closer: a rank that asks at its deadline asks what went wrong."""
+TRANSFER_TIMEOUT = 60.0
+"""Of connecting an engine for weights, and of sending it a chunk of them."""
+PLACEMENT_TIMEOUT = 60.0
+"""Of finding room for workers in a Ray cluster, where another run may be about to end."""
+ACTOR_START_TIMEOUT = 300.0
+"""Of the actors of engines, which have to find room and to import what they need."""
+VERDICT_TIMEOUT = 5.0
+"""Of the answer to a rank that failed which rank was the first to fail."""
+
+VERDICT_DELAY = 0.1
+"""Between a reported failure and the verdict, for a report of a death that it may be a consequence of."""
+CAUSE_GRACE = 30.0
+"""For the cause of a failure of Ray workers to be known: one whose neighbour died may report that before Ray does."""
+ARRIVALS_GRACE = 2.5
+"""For ranks to report that they have reached a barrier, after a connection broke."""
+CLEANUP_GRACE = 15.0
+"""For the other ranks to clean up after the first failure, unless ``failure_grace`` is set."""
+STUCK_GRACE = 5.0
+"""For the other ranks to begin to clean up once rank 0 has; a rank that does not is stuck in a collective."""
+RANK_EXIT_GRACE = 5.0
+"""For a rank to exit after its connections were closed."""
+ENGINE_EXIT_GRACE = 10.0
+"""The same for an engine, whose exit status is reported."""
+ENGINE_START_GRACE = 30.0
+"""For the other engines to start, once the first one has, when a run begins."""
+GROUP_LEAVE_GRACE = 2.0
+"""For a process to leave a process group, before it is left behind."""
+TRACKER_GRACE = 60.0
+"""For resource trackers to clean up, and then for what does not end by SIGKILL at once."""
+RANK_0_GRACE = 3.0
+"""For rank 0 to report an error first, which is usually that of all ranks."""
+REWARD_KILL_GRACE = 2.0
+"""For a reward worker to end a call by itself after the call's timeout, before the worker is killed."""
+REWARD_BLOCKED_GRACE = 0.5
+"""Over a reward's timeout, after which an event loop without a heartbeat counts as blocked by it."""
+CANCEL_GRACE = 2.0
+"""For cancelled rewards to clean up."""
