@@ -23,6 +23,13 @@ class TearDown:
     def __del__(self, write=os.write):
         write(2, b"the interpreter goes\\n")
 
+def is_in_call(path):
+    pid = path.read_text().strip() if path.exists() else ""
+    if not pid:
+        return False
+    state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    return state == "S" or others == "device"  # the main thread sleeps; one that waits for a device may spin
+
 last = TearDown()
 rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("nccl" if others == "device" else "gloo")
@@ -30,11 +37,10 @@ at_work = [Path(__file__).with_name(f"at-work-{i}") for i in range(dist.get_worl
 with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
     try:
         if others != "stuck":
-            at_work[rank].touch()
+            at_work[rank].write_text(str(os.getpid()))
         if rank == failing:
-            while not all(path.exists() for i, path in enumerate(at_work) if i != rank):
+            while how != "end" and not all(is_in_call(path) for i, path in enumerate(at_work) if i != rank):
                 time.sleep(0.02)
-            time.sleep(0.5)  # most are in the very call by then; what holds there holds just before it
             if how == "raise":
                 raise ValueError("boom")
             if how == "kill":
@@ -52,7 +58,7 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             number.item()
         elif others == "stuck":
             # Like a collective on a device: no signal gets through to Python. The shell says that this rank is in it.
-            command = f"exec >/dev/null 2>&1; touch '{at_work[rank]}'; exec tail -f /dev/null --pid=$PPID"
+            command = f"exec >/dev/null 2>&1; echo $PPID >'{at_work[rank]}'; exec tail -f /dev/null --pid=$PPID"
             ctypes.CDLL(None).system(command.encode())
         elif others == "work":
             time.sleep(rank)

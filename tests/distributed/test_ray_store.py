@@ -112,11 +112,12 @@ def test_the_last_handle_anywhere_frees_the_memory(workers: list[Any]) -> None:
     stored = ray.get(first.store_zeros.remote(2 * MB))
     assert live(first) == (1, 2 * MB)
     ray.get(second.keep.remote([stored]))
+    later = ray.get(first.store_zeros.remote(MB))
     del stored
     # Held by the second worker only, and by nobody in this process: what it sums comes from the first one's memory.
     assert ray.get(second.sum_kept.remote()) == [0.0]
-    sleep(0.3)
-    assert live(first) == (1, 2 * MB)
+    del later  # once this has been freed, so would be what was released before it
+    assert become((1, 2 * MB), lambda: live(first)) == (1, 2 * MB)
     ray.get(second.let_go.remote())
     assert become((0, 0), lambda: live(first)) == (0, 0)
 
