@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import START_BY_EXEC
 from rank_processes import is_alive
 
 SHOW = """
@@ -31,12 +32,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(script: Path, source: str) -> "subprocess.CompletedProcess[str]":
+def run(script: Path, source: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     script.write_text(source)
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    environment = os.environ | variables
+    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("how", [{}, {"START_BY_EXEC": "1"}])
+in_a_fork_and_an_interpreter = pytest.mark.parametrize("how", [{}, {START_BY_EXEC: "1"}], ids=["fork", "exec"])
+
+
+@in_a_fork_and_an_interpreter
 def test_process_has_what_was_asked_for(script: Path, tmp_path: Path, how: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"piped")
@@ -73,8 +78,9 @@ def test_modules_are_there_before_the_program_starts(script: Path) -> None:
         ("import atexit, sys; atexit.register(print, 'at exit', file=sys.stderr)", 0, "at exit"),
     ],
 )
-def test_end_is_an_interpreters_end(script: Path, source: str, code: int, error: str) -> None:
-    done = run(script, source)
+@in_a_fork_and_an_interpreter
+def test_end_is_an_interpreters_end(script: Path, source: str, code: int, error: str, how: dict[str, str]) -> None:
+    done = run(script, source, **how)
     assert done.returncode == code
     assert error in done.stderr
 
