@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,20 +21,45 @@ _ROWS = 4096
 
 
 def find_weights(model: str) -> dict[str, Path]:
-    """The safetensors file of each weight by its name there; empty if the model comes in another format."""
-    index = find_file(model, _INDEX)
-    if index is not None:
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
-        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+    """The safetensors file of each weight by its name there; empty if the model comes in another format.
+
+    As transformers does, it takes a single file before an index of several.
+    """
     single = find_file(model, _SINGLE)
-    if single is None:
-        return {}
     try:
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+        if single is not None:
+            with safe_open(single, "pt") as file:
+                return dict.fromkeys(file.keys(), single)
+        index = find_file(model, _INDEX)
+        if index is None:
+            return {}
+        names = read_index(index)
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
+    paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
+    absent = [file for file, path in paths.items() if path is None]
+    if absent:
+        raise ConfigError(
+            f"model='{model}' lacks {len(absent)} of its {len(paths)} files of weights, such as '{absent[0]}'. Use a "
+            "whole model's folder."
+        )
+    return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each weight by an index of several files.
+
+    Raises:
+        ValueError: if it is no such index.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f'{path.name} has no "weight_map" from names of weights to files')
+    return names
 
 
 def find_file(model: str, name: str) -> Path | None:
@@ -93,6 +118,14 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
     for other in stored[1:]:
         if not _is_equal(files, stored[0], other):
             raise untied_head(model, stored[0], other)
+
+
+def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[int]) -> ConfigError:
+    """The error for a stored weight that does not fit config.json."""
+    return ConfigError(
+        f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it {list(shape)}. "
+        "Use a folder whose files belong together."
+    )
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:

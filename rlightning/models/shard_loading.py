@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter
 from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
-from rlightning.models.files import check_head, find_weights
+from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.policy import load_policy
 from rlightning.models.shards import local_tensor, named_weights
 
@@ -84,7 +84,8 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
             with safe_open(path, "pt") as file:
                 for name in names:
                     stored = file.get_slice(name)
-                    check_shape(model, name, stored.get_shape(), targets[name])
+                    if list(stored.get_shape()) != list(targets[name].shape):
+                        raise other_shape(model, name, stored.get_shape(), targets[name].shape)
                     target = local_tensor(targets[name])
                     if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
                         own = local_slices(targets[name])
@@ -124,12 +125,3 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     box = local_box(tensor)
     return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-
-
-def check_shape(model: str, name: str, stored: list[int], target: Tensor) -> None:
-    """Refuse a file that does not fit its config.json."""
-    if list(stored) != list(target.shape):
-        raise ConfigError(
-            f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it "
-            f"{list(target.shape)}. Use a folder whose files belong together."
-        )
