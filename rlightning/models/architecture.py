@@ -5,7 +5,7 @@ convolution, a bias on attention scores) would run, and let each packed sequence
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
-from rlightning.models.shards import named_weights
+from rlightning.models.shards import local_tensor, named_weights
 from rlightning.models.sizes import head_size, is_set_for_all_layers, num_experts, num_key_value_heads
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -112,7 +112,7 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
     except BUILD_ERRORS as error:
         raise _refusal(model, config, f"it fails on them with {describe_error(error)}") from error
     if not bool(logits.isfinite().all()):
-        raise not_finite(model, policy.named_parameters())
+        raise not_finite(model, find_not_finite(named_weights(policy)))
     if not _agree(hidden[5:], alone):
         raise _refusal(model, config, "a sequence's result depends on the one packed before it")
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
@@ -120,16 +120,24 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
         raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
 
 
-def not_finite(model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> ConfigError:
-    """Return the error for a model whose results are not finite: it names the weights that are not."""
-    names = [name for name, weight in weights if not bool(weight.isfinite().all())]
+def not_finite(model: str, names: Sequence[str]) -> ConfigError:
+    """The error for a model whose results are not finite.
+
+    Args:
+        model: its name.
+        names: of its weights that are not finite.
+    """
+    found = "computes NaN or infinite logits from finite weights"
     if names:
-        found = (
-            f"holds values that are not finite (NaN or infinite) in {len(names)} of its weights, such as '{names[0]}'"
-        )
-    else:
-        found = "computes NaN or infinite logits from finite weights"
+        found = f"has NaN or infinite values in {len(names)} of its weights, such as '{names[0]}'"
     return ConfigError(f"model='{model}' {found}. Use another copy or an earlier checkpoint of it.")
+
+
+def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of those weights that hold a NaN or an infinite value, in this rank's shards."""
+    shards = ((name, local_tensor(weight)) for name, weight in weights)
+    # A sum takes no memory, and is not finite if one of its terms is not.
+    return [name for name, shard in shards if not (bool(shard.sum().isfinite()) or bool(shard.isfinite().all()))]
 
 
 def check_architecture(model: str, config: PreTrainedConfig) -> None:

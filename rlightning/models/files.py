@@ -1,19 +1,28 @@
-"""A model's safetensors files: which holds what, in which dtype, and whether they fit its config.json."""
+"""A model's files of weights: which holds what, in which dtype, and whether they fit its config.json."""
 
 import json
+import logging
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.models.architecture import build_empty
 
+log = logging.getLogger(__name__)
+
+_BIN = "pytorch_model.bin"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 4096
@@ -94,6 +103,63 @@ def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
+def find_names(model: str) -> set[str]:
+    """Return the names of a local folder's weights, in safetensors files or in PyTorch's; empty for other formats."""
+    names = set(find_weights(model))
+    index, single = Path(model) / f"{_BIN}.index.json", Path(model) / _BIN
+    try:
+        if not names and single.is_file():
+            names = set(torch.load(single, map_location="meta", weights_only=True))
+        elif not names and index.is_file():
+            names = set(read_index(index))
+    except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
+    return names
+
+
+def check_folder(model: str, config: PreTrainedConfig) -> None:
+    """Compare a local folder's files with its config.json, before weights are loaded or an engine starts.
+
+    Says how many stored layers are beyond those of config.json.
+
+    Args:
+        model: the folder.
+        config: its.
+
+    Raises:
+        ConfigError: if the output layer is missing, or is not the embedding where it should be.
+    """
+    check_head(model, config, find_weights(model))
+    names, policy = find_names(model), build_empty(config)
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    own = [name for name, weight in policy.named_parameters() if head is not None and weight is head.weight]
+    is_stored = any(name.endswith(".".join(own[0].split(".")[-2:])) for name in names) if own else True
+    if names and not config.get_text_config().tie_word_embeddings and head is not embedding and not is_stored:
+        raise ConfigError(
+            f"model='{model}' says tie_word_embeddings=false in config.json, but its files hold no '{own[0]}'. Use a "
+            "whole model's folder, or write tie_word_embeddings=true if the embedding is its output layer."
+        )
+    _tell_of_unused_layers(model, policy, names)
+
+
+@rank_zero_only
+def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[str]) -> None:
+    used = policy.config.get_text_config().num_hidden_layers
+    base = policy.base_model
+    lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == used]
+    if not lists:
+        return
+    layer = re.compile(rf"(?:{re.escape(policy.base_model_prefix)}\.)?{re.escape(lists[0])}\.(\d+)\.")
+    stored = {int(match[1]) for name in names if (match := layer.match(name))}
+    unused = sorted(number for number in stored if number >= used)
+    if unused:
+        log.warning(
+            "model='%s' stores %d layers, and config.json's num_hidden_layers=%d uses the first %d of them; the other "
+            "%d are left out. For layers that predict further tokens (multi-token prediction) that is as it should be.",
+            model, len(stored), used, used, len(unused),
+        )  # fmt: skip
+
+
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
     """Refuse an output layer of its own in files whose config.json says that it is the embedding.
 
@@ -109,8 +175,7 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
     """
     if not config.get_text_config().tie_word_embeddings:
         return
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    policy = build_empty(config)
     policy.tie_weights()
     embedding = policy.get_input_embeddings().weight
     parameters = policy.named_parameters(remove_duplicate=False)

@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter
 from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
+from rlightning.models.architecture import find_not_finite, not_finite
 from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.policy import load_policy
 from rlightning.models.shards import local_tensor, named_weights
@@ -59,7 +60,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         policy: with memory for its shards.
 
     Raises:
-        ConfigError: if its weights are not all there or of other shapes, on every rank.
+        ConfigError: if its weights are not all there, of other shapes or not finite, on every rank.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)
@@ -68,6 +69,11 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         read_slices(model, targets, files)
     else:
         broadcast_slices(model, targets)
+    broken = [
+        name for names in gather_objects(find_not_finite(targets.items()), name="shards are read") for name in names
+    ]
+    if broken:
+        raise not_finite(model, sorted(set(broken)))
 
 
 def is_converted(policy: PreTrainedModel) -> bool:
