@@ -25,10 +25,11 @@ from rlightning.config_types import (
     is_sequence,
     is_text,
     item_hints,
+    takes_null,
     takes_text,
 )
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.foreign_text import cut_line
+from rlightning.foreign_text import cut_line, cut_value
 from rlightning.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -106,6 +107,8 @@ class ConfigKeys:
                     value = read_keys(value, key)
                 if isinstance(value, dict):
                     self.check_mapping(value, hint, key)
+                elif value is not None:
+                    raise no_keys(key, value, hint)
             else:
                 self.check_value(value, hint, key)
 
@@ -116,6 +119,8 @@ class ConfigKeys:
         if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
             self._merge(value, key.replace(".init_args.", "."))
         bases = [option for option in options if is_configurable(option)]
+        if value is None and not bases and not takes_null(options):
+            raise ConfigError(f"{key}: null is no value for it. Leave the key out for its default, or give a value.")
         items = [item for option in options if is_sequence(option) for item in item_hints(option)]
         alternatives = options if bases else [option for item in items for option in flatten_union(item)]
         classes = [option for option in alternatives if is_configurable(option)]
@@ -125,6 +130,8 @@ class ConfigKeys:
                 self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
             elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
                 self.classes[key] = self.find_class(value, classes, key)
+        elif isinstance(value, list) and bases and not items:
+            raise no_keys(key, value, self.parameters_of(bases[0]))
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 for item_hint in items[:1]:
@@ -202,6 +209,14 @@ def check_model(keys: ConfigKeys) -> None:
             "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
             "init_args: {model: ...}}' to the YAML file that --config names."
         )
+
+
+def no_keys(key: str, value: Any, parameters: Iterable[str]) -> ConfigError:
+    """The error for a value where a mapping of ``parameters`` belongs."""
+    return ConfigError(
+        f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
+        f"'  {next(iter(parameters))}: value'."
+    )
 
 
 def split_options(options: list[str]) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,11 @@ def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
     return line.encode("utf-8", "backslashreplace").decode()
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an exception's class and message in one line: some messages, such as KeyError's, say little alone."""
+    return cut_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
 def cut_value(value: object, limit: int = VALUE_CHARACTERS) -> str:
     """Return how Python writes a value, in one line of at most ``limit`` characters."""
     return cut_line(repr(value), limit)

@@ -125,8 +125,10 @@ class RLModule(PolicyModule):
             epochs_per_rollout=epochs_per_rollout,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
         )
-        if kl_coef < 0:
-            raise ConfigError(f"kl_coef={kl_coef} must be at least 0: it is a penalty. Use 0 for none.")
+        if not 0 <= kl_coef < math.inf:
+            raise ConfigError(f"kl_coef={kl_coef} must be finite and at least 0: it is a penalty. Use 0 for none.")
+        if not math.isfinite(entropy_coef):
+            raise ConfigError(f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus.")
         if max_steps_without_signal < 1:
             raise ConfigError(
                 f"max_steps_without_signal={max_steps_without_signal} must be at least 1, which ends the run at the "
@@ -181,6 +183,10 @@ class RLModule(PolicyModule):
         """As of any policy, and the digest of the reward functions' source."""
         digest = self.rewarder.sources.digest
         return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the module has: all but the trainer and the engine, which belong to the run."""
+        return super().__getstate__() | {"generator": None}
 
     # Set-up
 

@@ -35,7 +35,9 @@ def check_optimizer(
     """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
     rules = {
         f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
+        f"lr={lr} must be finite. Try 1e-6": lr < math.inf,
         f"weight_decay={weight_decay} must be at least 0. Use 0 for none": weight_decay >= 0,
+        f"weight_decay={weight_decay} must be finite. Use 0 for none": weight_decay < math.inf,
         f"betas={list(betas)} must be in [0, 1). Try [0.9, 0.999]": all(0 <= beta < 1 for beta in betas),
         f"warmup_steps={warmup_steps} must be at least 0. Use 0 for none": warmup_steps >= 0,
         f"max_grad_norm={max_grad_norm} must be above 0. Use .inf for no limit": max_grad_norm > 0,

@@ -25,7 +25,7 @@ from rlightning.models import (
     save_policy,
 )
 from rlightning.models.attention import describe_attention
-from rlightning.models.files import check_head, find_weights, stored_dtype
+from rlightning.models.files import check_folder, find_weights, stored_dtype
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights
@@ -90,7 +90,7 @@ class PolicyModule(PromptBatchModule):
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         if Path(model).is_dir():
-            check_head(model, self.model_config, find_weights(model))
+            check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm

@@ -42,7 +42,7 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     table = [("key", "checkpoint", "this run"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(2)]
     lines = (f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in table)
-    return "\n".join(["This run goes on with other settings than its checkpoint's, and obeys its own:", *lines])
+    return "\n".join(["Settings that differ from the checkpoint's; those of this run apply:", *lines])
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

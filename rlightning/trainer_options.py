@@ -21,12 +21,13 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     callbacks.ModelPruning: "would rename the weights that engines are sent. Prune the folder that model.model names",
     callbacks.SpikeDetection: "needs a loss from each training step, which returns none here. Watch policy/loss and "
     "optim/grad_norm; steps whose gradient is not finite are skipped",
-    callbacks.StochasticWeightAveraging: "would copy the module together with its engine. Average exports of SaveHF "
-    "(every_n_steps)",
+    callbacks.StochasticWeightAveraging: "would copy the module before its weights are loaded, and so average none "
+    "of them. Average exports of SaveHF (every_n_steps)",
     callbacks.ThroughputMonitor: "would count prompts alone. The default callback Throughput counts what is sampled "
     "and trained on",
-    callbacks.WeightAveraging: "would copy the module together with its engine. Average exports of SaveHF "
-    "(every_n_steps)",
+    callbacks.WeightAveraging: "would load the model before the strategy has spread it, and put averages into "
+    "checkpoints in place of the trained weights. Average exports of SaveHF (every_n_steps), or a copy of module.actor "
+    "in a callback of your own",
 }
 """Lightning's callbacks that cannot do their work here, and what to do instead."""
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,44 @@ def test_default_correction_weighs_loss_of_stale_tokens(
         assert not [name for name in plain if "correction" in name]
         assert plain["optim/grad_norm"] > 0
         assert corrected["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"].item() / 2, rel=1e-3)
+
+
+class LockedGenerator(ActorGenerator):
+    """Has what no copy can have, as an engine does."""
+
+    def __init__(self, module: RLModule) -> None:
+        super().__init__(module)
+        self.lock = threading.RLock()
+
+
+class CopiedAverage(RLCallback):
+    """An exponential moving average by hand, in a copy of the module."""
+
+    average: Any = None
+
+    def on_update_end(self, trainer: Any, pl_module: Any, batch: RolloutBatch) -> None:
+        if self.average is None:
+            self.average = copy.deepcopy(pl_module)
+        else:
+            for mean, weight in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+                mean.data.lerp_(weight.data, 0.5)
+
+
+@pytest.mark.long
+def test_a_copy_of_the_module_in_a_callback_leaves_the_run_out(model_folder: str, tmp_path: Path) -> None:
+    """The reward functions' loop and threads and the engine are at work when it is made."""
+    rewards = [RewardFunction(share_of_ones), RewardFunction(lambda completion: float("1" in completion), name="one")]
+    copied, module = CopiedAverage(), GRPO(model_folder, rewards=rewards, **SMALL)
+    trained = train(module, tmp_path, 2, UseGenerator(LockedGenerator), copied)
+    average = copied.average
+    assert average._trainer is None and average.generator is None
+    assert average.lr == 1e-3 and average.rewarder.functions[0].name == module.rewarder.functions[0].name
+    assert average.actor is not module.actor
+    for name, weight in copy_weights(average).items():
+        assert weight.shape == trained[name].shape
+        assert not torch.equal(weight, trained[name]) or "norm" in name
+    average.save_hf(tmp_path / "average")
+    assert_close(dict(load_policy(str(tmp_path / "average")).named_parameters()), copy_weights(average))
 
 
 class StepBehind(ActorGenerator):

@@ -179,6 +179,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, caplog: pyt
     [
         ({"lr": -1.0}, r"lr=-1\.0 must be at least 0\. Try 1e-6\."),
         ({"lr": math.nan}, "lr=nan must be at least 0"),
+        ({"lr": math.inf}, r"lr=inf must be finite\. Try 1e-6\."),
+        ({"weight_decay": math.inf}, r"weight_decay=inf must be finite\."),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
         ({"betas": (0.9, 1.5)}, r"betas=\[0\.9, 1\.5\] must be in \[0, 1\)"),
         ({"warmup_steps": -3}, "warmup_steps=-3 must be at least 0"),

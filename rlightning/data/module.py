@@ -232,7 +232,7 @@ class PromptDataModule(LightningDataModule):
 
     def _check_lengths(self) -> None:
         limit, model_limit = self.format.max_tokens, self._module.max_model_length
-        if limit < 1:
+        if limit is None or limit < 1:
             raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
         if limit >= model_limit:
             raise ConfigError(

@@ -5,6 +5,7 @@ convolution, a bias on attention scores) would run, and let each packed sequence
 """
 
 import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.output_layer import scale_logits
-from rlightning.models.shards import named_weights
-from rlightning.models.sizes import num_experts
+from rlightning.models.rotary import scaled_ropes
+from rlightning.models.shards import local_tensor, named_weights
+from rlightning.models.sizes import head_size, is_set_for_all_layers, num_experts, num_key_value_heads
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""That transformers raises for values in config.json that do not go together, or that it does not know."""
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
 
 
@@ -36,6 +41,12 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
     except KeyError as error:
         raise ConfigError(f"model='{model}' ({config.model_type}) is no causal language model. {_WAY_OUT}") from error
     text_config = config.get_text_config()
+    for part in (config, text_config):
+        if getattr(part, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"model='{model}' is quantized (quantization_config={cut_value(part.quantization_config)} in its "
+                "config.json), and such weights cannot be trained. Use the unquantized model that it was made from."
+            )
     other_layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
     scaled = [name for name in ("logits_scaling", "logit_scale") if getattr(text_config, name, 1) not in (None, 1)]
     reason = None
@@ -55,6 +66,19 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
         reason = f"its config has {scaled[0]}"
     if reason:
         raise _refusal(model, config, reason)
+    try:
+        build_empty(config)
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"model='{model}' ({config.model_type}) cannot be built from its config.json: {describe_error(error)}."
+        ) from error
+
+
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without memory for its weights, on the meta device."""
+    with torch.device("meta"):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return policy
 
 
 @torch.no_grad()
@@ -85,11 +109,35 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
         logits = _run(policy, first, second).logits[0]
     except NotImplementedError as error:
         raise _refusal(model, config, str(error)) from error
+    except BUILD_ERRORS as error:
+        raise _refusal(model, config, f"it fails on them with {describe_error(error)}") from error
+    if not bool(logits.isfinite().all()):
+        raise not_finite(model, find_not_finite(named_weights(policy)))
     if not _agree(hidden[5:], alone):
         raise _refusal(model, config, "a sequence's result depends on the one packed before it")
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     if not _agree(scale_logits(hidden @ head.weight.T, 1.0, softcap), logits):
         raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
+
+
+def not_finite(model: str, names: Sequence[str]) -> ConfigError:
+    """The error for a model whose results are not finite.
+
+    Args:
+        model: its name.
+        names: of its weights that are not finite.
+    """
+    found = "computes NaN or infinite logits from finite weights"
+    if names:
+        found = f"has NaN or infinite values in {len(names)} of its weights, such as '{names[0]}'"
+    return ConfigError(f"model='{model}' {found}. Use another copy or an earlier checkpoint of it.")
+
+
+def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of those weights that hold a NaN or an infinite value, in this rank's shards."""
+    shards = ((name, local_tensor(weight)) for name, weight in weights)
+    # A sum takes no memory, and is not finite if one of its terms is not.
+    return [name for name, shard in shards if not (bool(shard.sum().isfinite()) or bool(shard.isfinite().all()))]
 
 
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
@@ -107,22 +155,21 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
     small = copy.deepcopy(config)
     text_config = small.get_text_config()
     heads = text_config.num_attention_heads
-    # A head keeps its size: positions are scaled by lists of that length.
-    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    per_head = head_size(config)  # a head keeps its size: positions are scaled by lists of that length
     sizes: dict[str, Any] = {
         "vocab_size": 128,
         "pad_token_id": 0,
         "num_hidden_layers": 2,
         "layer_types": (sorted(set(getattr(text_config, "layer_types", None) or ())) * 2)[:2],
         "num_attention_heads": 2,
-        "num_key_value_heads": 2 if getattr(text_config, "num_key_value_heads", heads) == heads else 1,
-        "hidden_size": 2 * head_size,
-        "intermediate_size": 4 * head_size,
-        "moe_intermediate_size": head_size,
+        "num_key_value_heads": 2 if num_key_value_heads(config) == heads else 1,
+        "hidden_size": 2 * per_head,
+        "intermediate_size": 4 * per_head,
+        "moe_intermediate_size": per_head,
     }
-    for name, size in sizes.items():
-        if getattr(text_config, name, None) is not None:
-            setattr(text_config, name, size)
+    for name, value in sizes.items():
+        if is_set_for_all_layers(text_config, name):
+            setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
@@ -136,12 +183,9 @@ def describe_traits(config: PreTrainedConfig) -> list[str]:
         config: the model's.
     """
     text_config = config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    scaled = sorted({one["rope_type"] for one in ropes if one.get("rope_type", "default") != "default"})
+    scaled = sorted({rope["rope_type"] for rope in scaled_ropes(config)})
     layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"})
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    policy = build_empty(config)
     saved = {name.rpartition(".")[2] for name, _ in named_weights(policy)} - {
         name.rpartition(".")[2] for name, _ in policy.named_parameters()
     }

@@ -1,19 +1,28 @@
-"""A model's safetensors files: which holds what, in which dtype, and whether they fit its config.json."""
+"""A model's files of weights: which holds what, in which dtype, and whether they fit its config.json."""
 
 import json
+import logging
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.models.architecture import build_empty
 
+log = logging.getLogger(__name__)
+
+_BIN = "pytorch_model.bin"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 4096
@@ -21,20 +30,45 @@ _ROWS = 4096
 
 
 def find_weights(model: str) -> dict[str, Path]:
-    """The safetensors file of each weight by its name there; empty if the model comes in another format."""
-    index = find_file(model, _INDEX)
-    if index is not None:
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
-        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+    """The safetensors file of each weight by its name there; empty if the model comes in another format.
+
+    As transformers does, it takes a single file before an index of several.
+    """
     single = find_file(model, _SINGLE)
-    if single is None:
-        return {}
     try:
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+        if single is not None:
+            with safe_open(single, "pt") as file:
+                return dict.fromkeys(file.keys(), single)
+        index = find_file(model, _INDEX)
+        if index is None:
+            return {}
+        names = read_index(index)
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
+    paths = {file: find_file(model, file) for file in sorted(set(names.values()))}
+    absent = [file for file, path in paths.items() if path is None]
+    if absent:
+        raise ConfigError(
+            f"model='{model}' lacks {len(absent)} of its {len(paths)} files of weights, such as '{absent[0]}'. Use a "
+            "whole model's folder."
+        )
+    return {name: path for name, file in names.items() if (path := paths[file]) is not None}
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each weight by an index of several files.
+
+    Raises:
+        ValueError: if it is no such index.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f'{path.name} has no "weight_map" from names of weights to files')
+    return names
 
 
 def find_file(model: str, name: str) -> Path | None:
@@ -69,6 +103,63 @@ def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
+def find_names(model: str) -> set[str]:
+    """Return the names of a local folder's weights, in safetensors files or in PyTorch's; empty for other formats."""
+    names = set(find_weights(model))
+    index, single = Path(model) / f"{_BIN}.index.json", Path(model) / _BIN
+    try:
+        if not names and single.is_file():
+            names = set(torch.load(single, map_location="meta", weights_only=True))
+        elif not names and index.is_file():
+            names = set(read_index(index))
+    except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
+        raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
+    return names
+
+
+def check_folder(model: str, config: PreTrainedConfig) -> None:
+    """Compare a local folder's files with its config.json, before weights are loaded or an engine starts.
+
+    Says how many stored layers are beyond those of config.json.
+
+    Args:
+        model: the folder.
+        config: its.
+
+    Raises:
+        ConfigError: if the output layer is missing, or is not the embedding where it should be.
+    """
+    check_head(model, config, find_weights(model))
+    names, policy = find_names(model), build_empty(config)
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    own = [name for name, weight in policy.named_parameters() if head is not None and weight is head.weight]
+    is_stored = any(name.endswith(".".join(own[0].split(".")[-2:])) for name in names) if own else True
+    if names and not config.get_text_config().tie_word_embeddings and head is not embedding and not is_stored:
+        raise ConfigError(
+            f"model='{model}' says tie_word_embeddings=false in config.json, but its files hold no '{own[0]}'. Use a "
+            "whole model's folder, or write tie_word_embeddings=true if the embedding is its output layer."
+        )
+    _tell_of_unused_layers(model, policy, names)
+
+
+@rank_zero_only
+def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[str]) -> None:
+    used = policy.config.get_text_config().num_hidden_layers
+    base = policy.base_model
+    lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == used]
+    if not lists:
+        return
+    layer = re.compile(rf"(?:{re.escape(policy.base_model_prefix)}\.)?{re.escape(lists[0])}\.(\d+)\.")
+    stored = {int(match[1]) for name in names if (match := layer.match(name))}
+    unused = sorted(number for number in stored if number >= used)
+    if unused:
+        log.warning(
+            "model='%s' stores %d layers, and config.json's num_hidden_layers=%d uses the first %d of them; the other "
+            "%d are left out. For layers that predict further tokens (multi-token prediction) that is as it should be.",
+            model, len(stored), used, used, len(unused),
+        )  # fmt: skip
+
+
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
     """Refuse an output layer of its own in files whose config.json says that it is the embedding.
 
@@ -84,8 +175,7 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
     """
     if not config.get_text_config().tie_word_embeddings:
         return
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    policy = build_empty(config)
     policy.tie_weights()
     embedding = policy.get_input_embeddings().weight
     parameters = policy.named_parameters(remove_duplicate=False)
@@ -93,6 +183,14 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
     for other in stored[1:]:
         if not _is_equal(files, stored[0], other):
             raise untied_head(model, stored[0], other)
+
+
+def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[int]) -> ConfigError:
+    """The error for a stored weight that does not fit config.json."""
+    return ConfigError(
+        f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it {list(shape)}. "
+        "Use a folder whose files belong together."
+    )
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.models.architecture import check_config, check_policy
+from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.files import untied_head
+from rlightning.models.files import other_shape, untied_head
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -41,7 +41,7 @@ def load_config(model: str) -> PreTrainedConfig:
         raise ConfigError(f"model='{model}' is not a folder, nor can it be a hub name.{hint}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, StrictDataclassError, *BUILD_ERRORS) as error:
         raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}") from error
     check_config(model, config)
     return config
@@ -58,31 +58,6 @@ def load_tokenizer(model: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     return tokenizer
-
-
-def max_model_length(config: PreTrainedConfig) -> int:
-    """Return the longest sequence, in tokens, whose positions mean the same to actor and engine in any pack."""
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min([int(length) if length else 1 << 30, *_longrope_borders(config)])
-
-
-def describe_length_limit(config: PreTrainedConfig) -> str:
-    """Return why sequences cannot be longer than :func:`max_model_length`, if not for lack of positions; else ""."""
-    if _longrope_borders(config) == [max_model_length(config)]:
-        return "beyond, its longrope frequencies are others for all sequences of a micro-batch"
-    return ""
-
-
-def _longrope_borders(config: PreTrainedConfig) -> list[int]:
-    """Return the length above which transformers chooses other frequencies for all that it runs together, if any.
-
-    LongRoPE (arXiv:2402.13753) has two sets. transformers chooses by the longest sequence that it is given, and so by
-    what a sequence is packed with; vLLM by the longest that the engine may ever see.
-    """
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    borders = [rope.get("original_max_position_embeddings") for rope in by_layer if rope.get("rope_type") == "longrope"]
-    return [int(min(filter(None, borders)))] if any(borders) else []
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:
@@ -109,10 +84,17 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     loaded: dict[str, Any]
     try:
         policy, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            model, config=config, dtype=dtype, attn_implementation=PACKED_ATTENTION, output_loading_info=True
+            model,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
+    for name, stored, shape in sorted(loaded["mismatched_keys"]):
+        raise other_shape(model, name, stored, shape)
     if loaded["missing_keys"]:  # transformers has filled them with random numbers
         missing = sorted(loaded["missing_keys"])
         raise ConfigError(
@@ -120,7 +102,8 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
         )
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     if config.get_text_config().tie_word_embeddings and head is not None and head.weight is not embedding.weight:
-        raise untied_head(model, "the embedding", "the output layer")
+        names = {id(weight): name for name, weight in policy.named_parameters(remove_duplicate=False)}
+        raise untied_head(model, names[id(embedding.weight)], names[id(head.weight)])
     policy.train()  # there is no dropout left
     check_policy(model, policy)
     narrow_residuals(policy)

@@ -17,7 +17,8 @@ from transformers.core_model_loading import WeightConverter
 from rlightning.distributed.collectives import gather_objects
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
-from rlightning.models.files import check_head, find_weights
+from rlightning.models.architecture import find_not_finite, not_finite
+from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.policy import load_policy
 from rlightning.models.shards import local_tensor, named_weights
 
@@ -59,7 +60,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         policy: with memory for its shards.
 
     Raises:
-        ConfigError: if its weights are not all there or of other shapes, on every rank.
+        ConfigError: if its weights are not all there, of other shapes or not finite, on every rank.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)
@@ -68,6 +69,11 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         read_slices(model, targets, files)
     else:
         broadcast_slices(model, targets)
+    broken = [
+        name for names in gather_objects(find_not_finite(targets.items()), name="shards are read") for name in names
+    ]
+    if broken:
+        raise not_finite(model, sorted(set(broken)))
 
 
 def is_converted(policy: PreTrainedModel) -> bool:
@@ -84,7 +90,8 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
             with safe_open(path, "pt") as file:
                 for name in names:
                     stored = file.get_slice(name)
-                    check_shape(model, name, stored.get_shape(), targets[name])
+                    if list(stored.get_shape()) != list(targets[name].shape):
+                        raise other_shape(model, name, stored.get_shape(), targets[name].shape)
                     target = local_tensor(targets[name])
                     if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
                         own = local_slices(targets[name])
@@ -124,12 +131,3 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in tensor.shape)
     box = local_box(tensor)
     return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-
-
-def check_shape(model: str, name: str, stored: list[int], target: Tensor) -> None:
-    """Refuse a file that does not fit its config.json."""
-    if list(stored) != list(target.shape):
-        raise ConfigError(
-            f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it "
-            f"{list(target.shape)}. Use a folder whose files belong together."
-        )

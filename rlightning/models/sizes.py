@@ -57,6 +57,14 @@ def num_active_experts(config: PreTrainedConfig) -> int:
     return max(_read_all(config, NUM_ACTIVE_EXPERTS), default=0) if num_experts(config) else 0
 
 
+def is_set_for_all_layers(config: Any, name: str) -> bool:
+    """Return whether a config has a value of this name, the same for all layers."""
+    try:
+        return getattr(config, name, None) is not None
+    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+        return False
+
+
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
     """Return the values that layers have under any of some names, where they are not None or 0."""
     text_config: Any = config.get_text_config()

@@ -111,11 +111,15 @@ class RewardRunner:
                 )
         self.sources = KeptSources(function.module for function in self.functions if function.pickled)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
+        self._opened: _Pools | None = None  # when there are calls
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
         self._said: set[str] = set()
         self._failures: FailureCount | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the functions, and no processes or calls."""
+        return self.__dict__ | {"_opened": None, "_begun": {}}
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set that lacks a column which a function cannot do without.

@@ -18,7 +18,7 @@ from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_settings import RolloutWork, check_cpu_model, derive_settings, expert_settings
+from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import check_token, parse_url
 from rlightning.seeds import mix_seed
 
@@ -193,12 +193,13 @@ class EngineOptions:
             "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
         }
+        model_config = getattr(module, "model_config", None)
+        check_engine_model(model_config, is_cuda=is_cuda)
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
-            arguments |= expert_settings(getattr(module, "model_config", None))
+            arguments |= expert_settings(model_config, given)
         else:
-            check_cpu_model(getattr(module, "model_config", None))
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}

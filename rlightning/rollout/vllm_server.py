@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
 from rlightning.foreign_text import cut_line
+from rlightning.rollout.load_check import describe_faults
 from rlightning.rollout.token_versions import TokenVersions
 
 RESET_TRIES = 5
@@ -117,9 +118,8 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_open_bucket", args=(handles,))
 
     async def load_chunk(self, index: int) -> list[str]:
-        """Load what is in the bucket; after the last chunk, the parameters that were not set."""
-        missing = await self.engine.collective_rpc("rl_load_chunk", args=(index,))
-        return sorted({name for names in missing for name in names})
+        """Load what is in the bucket; after the last chunk, what is wrong with the model then."""
+        return describe_faults(await self.engine.collective_rpc("rl_load_chunk", args=(index,)))
 
     async def pause(self) -> None:
         """Freeze what is being sampled, and hold back what comes meanwhile, until :meth:`adopt`.

@@ -1,6 +1,7 @@
 """What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
+from rlightning.rollout.load_check import ReadWeights, unset_parameters
 from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.process_group import die_with_parent
 from rlightning.rollout.stored_form import StoredForm
@@ -32,6 +34,8 @@ class WeightReceiver:
     _rl_end: ReceivingEnd | None = None
     _rl_stored_form: StoredForm | None = None
     _rl_loaded: set[str]
+    _rl_unread: set[str]
+    _rl_is_checked = False
 
     def rl_open_bucket(self, handles: list[bytes]) -> None:
         """Open this worker's end of the way that weights will come; an end that it had before is left."""
@@ -43,17 +47,18 @@ class WeightReceiver:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config.model)
 
-    def rl_load_chunk(self, index: int) -> list[str]:
+    def rl_load_chunk(self, index: int) -> tuple[list[str], list[str]]:
         """Wait for a chunk, and load it.
 
         Returns:
-            After the last chunk, the model's parameters that no chunk of this sync has set; else nothing.
+            After the last chunk, the model's parameters that no chunk of this sync has set; after that of the first
+            sync, also the weights that the model has not taken. Else nothing.
         """
         assert self._rl_end is not None and self._rl_stored_form is not None, "rl_open_bucket comes first"
         stored_form = self._rl_stored_form
         model = self.model_runner.model
         if index == 0:
-            self._rl_loaded = set()
+            self._rl_loaded, self._rl_unread = set(), set()
             unpack_weights(model)
         received = self._rl_end.receive(index)
         latest: tuple[str, tuple[int, ...]] = ("", ())
@@ -64,8 +69,10 @@ class WeightReceiver:
                 latest = (name, tuple(tensor.shape))
                 yield from stored_form.convert(name, tensor)
 
+        reads = ReadWeights()
         try:
-            self._rl_loaded |= set(model.load_weights(weights()) or ())
+            with nullcontext() if self._rl_is_checked else reads:
+                self._rl_loaded |= set(model.load_weights(reads.watch(weights())) or ())
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             name, shape = latest
             raise ValueError(
@@ -73,10 +80,13 @@ class WeightReceiver:
                 f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
             ) from error
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
+        if not self._rl_is_checked:
+            self._rl_unread |= reads.unread()
         if index < self._rl_end.num_chunks - 1:
-            return []
+            return [], []
         pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
-        return sorted({name for name, _ in model.named_parameters()} - self._rl_loaded)
+        self._rl_is_checked = True  # the names of later syncs are the same
+        return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
 
     def rl_ping(self) -> None:
         """Answer, which a worker that hangs does not."""

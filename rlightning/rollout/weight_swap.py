@@ -59,7 +59,7 @@ class WeightSwap:
         self._has_paused = any(member.engine.weight_version is not None for member in self._loading)
         self._is_whole = True
         self._is_whole = self._connect() and self._is_whole
-        missing: list[str] = []
+        faults: list[str] = []
         for index in self.end.fill(weights):
             # The other ranks give their shards to the end, whoever has died.
             if self._is_whole and index == 0:
@@ -68,10 +68,10 @@ class WeightSwap:
             if self._is_whole:
                 answers = self._ask("load_chunk", index)
                 self._is_whole = self._hand_over(functools.partial(self.end.send, index), answers)
-                missing = sorted({name for names in self._results(answers) for name in names})
+                faults = sorted({fault for told in self._results(answers) for fault in told})
         if not self._is_whole:
             return
-        check_complete(missing)
+        check_complete(faults)
 
     def finish(self, weight_version: int) -> None:
         """Let the engines go on, with the new weights."""

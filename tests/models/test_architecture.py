@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlightning.errors import ConfigError
 from rlightning.models import describe_length_limit, load_config, load_policy, max_model_length
-from rlightning.models.architecture import check_policy
+from rlightning.models.architecture import check_architecture, check_policy
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,38 @@ def test_the_config_alone_tells(kind: str, config: dict[str, Any], reason: str, 
 
 
 @pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    ],
+)
+def test_a_quantized_model_is_refused_in_a_line(quantization: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    method = quantization["quant_method"]
+    with pytest.raises(ConfigError, match=rf"is quantized .*'{method}'.*Use the unquantized model") as error:
+        load_config(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gemma4_text", "qwen3_moe"])
+def test_check_architecture_takes_layers_that_differ(kind: str) -> None:
+    """A head has 256 numbers in one of Gemma 4's layers and 512 in the other."""
+    check_architecture(kind, tiny_config(kind))
+
+
+@pytest.mark.parametrize(
     ("kind", "reason"),
-    [("phi", "its output layer has a bias"), ("nemotron", "does not tell attention where a sequence ends")],
+    [
+        ("phi", "its output layer has a bias"),
+        ("nemotron", "does not tell attention where a sequence ends"),
+        pytest.param("longcat_flash", "it fails on them with RuntimeError: The size of", marks=pytest.mark.long),
+    ],
 )
 def test_a_trial_run_tells_the_rest(kind: str, reason: str, tmp_path: Path) -> None:
     folder = save_tiny(kind, tmp_path)

@@ -50,6 +50,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -
         {},
     ]
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
+    one_nan = torch.ones(32).index_fill(0, torch.tensor([31]), torch.nan)  # in the second rank's shard
+    cases["not finite"] = [save_changed(folder / "nan", "model.norm.weight", one_nan), FSDP, {}]
     by_rank = finish(start_calls(compare_all, 2, folder, list(cases.values())))
     found = {name: [rank["results"][i] for rank in by_rank] for i, name in enumerate(cases)}
     return found | {"clip": [rank["clip"] for rank in by_rank]}
@@ -105,6 +107,8 @@ def test_every_rank_says_what_is_wrong_with_the_weights(compared: dict[str, Any]
         assert "tie_word_embeddings=true in config.json, but its files hold 'lm_head.weight'" in found["error"]
     for found in compared["other shape"]:
         assert "stores 'model.norm.weight' with the shape [31], but its config.json makes it [32]" in found["error"]
+    for found in compared["not finite"]:
+        assert "has NaN or infinite values in 1 of its weights, such as 'model.norm.weight'" in found["error"]
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_shards(compared: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from engine_models import Actor, engine_config, make_prompt, send, started
 from tiny import save_byte_model
 from tiny_models import save_tiny
 
+from rlightning.errors import EngineError
 from rlightning.memory_plan.command import plan
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
 from rlightning.rollout import Sampling
@@ -78,6 +79,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bitnet": GROUPED,
     "persimmon": {},
     "ministral": GROUPED | {"head_dim": 32},
+    "dots1": GROUPED | {"head_dim": 32},
+    "solar_open": GROUPED | {"head_dim": 32},
+    "mellum": GROUPED | {"head_dim": 32},
 }
 KINDS = [
     *(pytest.param(kind, config, id=kind) for kind, config in COMMON.items()),
@@ -116,3 +120,16 @@ def test_an_architecture_goes_through_plan_export_engine_and_sync(
             np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)
             ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
             np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
+
+
+@pytest.mark.processes
+def test_a_weight_that_vllm_has_no_place_for_is_named(tmp_path: Path) -> None:
+    model = save_tiny("qwen3", tmp_path / "model", **SIZES | GROUPED | {"head_dim": 32, "attention_bias": True})
+    save_byte_model(tmp_path / "bytes")
+    load_tokenizer(str(tmp_path / "bytes")).save_pretrained(model)
+    with started(engine_config(model, tmp_path / "engine.log")) as engine:
+        biases = (
+            r"2 of the weights that the actor sent were not taken, such as model\.layers\.0\.self_attn\.o_proj\.bias"
+        )
+        with pytest.raises(EngineError, match=biases):
+            send(engine, Actor(model).weights(), 0)

@@ -15,7 +15,14 @@ from rlightning.rollout.engine_arguments import argument_names
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.engine_settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
 
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)
+
+
+def longrope(**factors: float) -> dict[str, Any]:
+    """Return values of phi3's config.json for positions four times as many as originally."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    return {"rope_scaling": rope | factors, "original_max_position_embeddings": 16}
 
 
 def test_the_reference_work_on_a_gpu() -> None:
@@ -84,8 +91,9 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
     ("kind", "device", "given", "backend"),
     [
         ("qwen3_moe", "cuda:0", {}, "triton"),
-        ("qwen3_moe", "cuda:0", {"moe_backend": "flashinfer_cutlass"}, "flashinfer_cutlass"),
+        ("qwen3_moe", "cuda:0", {"moe_backend": "batched_triton"}, "batched_triton"),
         ("qwen3", "cuda:0", {}, None),
+        ("qwen3", "cuda:0", {"moe_backend": "flashinfer_cutlass"}, "flashinfer_cutlass"),
         ("qwen3_moe", "cpu", {}, None),
     ],
 )
@@ -98,12 +106,46 @@ def test_experts_are_computed_as_they_are_stored(
     assert config.engine_args.get("moe_backend") == backend
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", "apertus"])
-def test_what_vllm_computes_otherwise_on_a_cpu_is_refused(kind: str, tmp_path: Path) -> None:
-    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
+@pytest.mark.parametrize(
+    ("kind", "sizes", "given", "device", "message"),
+    [
+        *(
+            (kind, {}, {}, "cpu", rf"vLLM on a CPU gives a {kind} other log-prob")
+            for kind in ("ernie4_5_moe", "apertus")
+        ),
+        *((kind, {}, {}, "cpu", r"vLLM on a CPU gives latent attention \(kv_lora_rank\) other") for kind in LATENT),
+        ("qwen3_moe", {}, {"moe_backend": "flashinfer_cutlass"}, "cuda:0", "moe_backend=flashinfer_cutlass may bring"),
+        ("qwen3_moe", {}, {"moe_backend": "auto"}, "cuda:0", "moe_backend=auto may bring experts' weights into"),
+        # 64 positions of 16 originally: sqrt(1 + ln 4 / ln 16) is 1.2247
+        ("phi3", {"attention_factor": 1.3}, {}, "cpu", r"attention_factor=1\.3 make it 1\.3 .* and 1\.225 in vLLM"),
+        ("phi3", {"attention_factor": 1.3}, {}, "cuda:0", r"attention_factor=1\.3 make it 1\.3 .* and 1\.225 in vLLM"),
+        (
+            "phi3",
+            {"short_mscale": 1.1},
+            {},
+            "cpu",
+            r"short_mscale=1\.1 make it 1\.225 in transformers and 1\.1 in vLLM",
+        ),
+        ("phi3", {"factor": 16.0}, {}, "cpu", r"factor=16\.0 make it 1\.414 in transformers"),  # sqrt(2)
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(
+    kind: str, sizes: dict[str, Any], given: dict[str, Any], device: str, message: str, tmp_path: Path
+) -> None:
+    config = tiny_config(kind, **(longrope(**sizes) if sizes else {}))
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=config)
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
+    with pytest.raises(ConfigError, match=message) as error:
+        options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "apertus", "deepseek_v3", "phi3"])
+def test_what_vllm_computes_alike_on_a_gpu_is_not_refused(kind: str, tmp_path: Path) -> None:
+    # a factor of 1.2247 is what the lengths make it
+    sizes = longrope(attention_factor=1.2247) if kind == "phi3" else {}
+    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind, **sizes))
     options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28})
-    with pytest.raises(ConfigError, match=rf"vLLM on a CPU gives a {kind} other log-probabilities.* Use a GPU"):
-        options.configure(module, torch.device("cpu"), Sampling(max_new_tokens=8), 16, tmp_path)
     options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
 
 

@@ -19,16 +19,19 @@ class Mark(NamedTuple):
 
 
 _HASHES = re.compile(r"(?<![#\\])####(?!#)[ \t]*(.*(?:\n[ \t]*(?!####)\S.*)?)")
+_TAG = re.compile(r"[<\[](/?)answer[>\]]", re.IGNORECASE)
+_ANYTHING, _DIGIT = re.compile(r"\S"), re.compile(r"\d")
 _HEADING = re.compile(r"\d+(?:\s*[.):]\s+\S|\s+[A-Z])")
 MAX_TAG_WORDS = 3
 """Words of an answer in ``<answer>`` that are not a sentence."""
 
 
 def find_mark(text: str) -> Mark | None:
-    """The last answer that is marked as one: by a box, by ``#### `` as in GSM8K, or by ``<answer>``.
+    """The last answer that is marked as one: by a box, by ``#### `` as in GSM8K, or by ``<answer>`` or ``[answer]``.
 
     An empty box marks an answer too: that there is none.
     """
+    text = _TAG.sub(r"<\1answer>", text)  # of the same length
     marks = [*_boxes(text), *_hashes(text)]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -88,20 +91,17 @@ def _boxes(text: str) -> list[Mark]:
 
 def _hashes(text: str) -> list[Mark]:
     """The last line that ``####`` marks as an answer; Markdown headings of that level are none."""
-    lines = list(_HASHES.finditer(text))
-    phrase_end = max((match.end() for match in PHRASE.finditer(text)), default=0) if lines else 0
-    for match in reversed(lines):
+    for match in reversed(list(_HASHES.finditer(text))):
         line, _, following = (part.strip() for part in match[1].partition("\n"))
         content = line or following
         if _HEADING.match(content) or PHRASE.search(content):
             continue
-        normalized = normalize(content)
-        value = leading_value(normalized)
-        is_last = not text[match.end() :].strip() and not (line and following)
-        if is_last and (value is not None or not BOX.search(content)):
+        value = leading_value(normalize(content))
+        end = text.index(content, match.start(1)) + len(content)
+        if not _ANYTHING.search(text, end) and (value is not None or not BOX.search(content)):
             return [Mark(match.start(), value or content)]
-        if value is not None:
-            is_bare = re.fullmatch(r"\W*", normalized[len(value) :]) and not words_of(value)
-            if is_bare or phrase_end <= match.end():
-                return [Mark(match.start(), value)]
+        # With words after the number it is a heading, if numbers follow below.
+        is_bare = value is not None and re.fullmatch(r"\W*", normalize(content)[len(value) :]) and not words_of(value)
+        if value is not None and (is_bare or not _DIGIT.search(text, end)):
+            return [Mark(match.start(), value)]
     return []

@@ -35,6 +35,13 @@ _DENIAL = re.compile(
 _EMPHASIS = re.compile(
     r"(?<![\w)\]}*])(\*{1,2}|_)(?=[^\s*_])([^\n*_]{,200}?)(?<=[^\s*_])\1(?![\w*])|(?<!`)`([^`\n]*)`(?!`)"
 )
+_QUOTED = re.compile(
+    r"(?<!\w)(?:“([^“”\n]*)”|„([^„“”\n]*)[“”]|‘([^‘’\n]*)’|«([^«»\n]*)»|‹([^‹›\n]*)›|「([^「」\n]*)」"
+    r"|『([^『』\n]*)』|《([^《》\n]*)》|【([^【】\n]*)】|'([^'\n]*)')(?!\w)"
+)
+_NUMBER_SIGN = re.compile(r"(?<![\w#&\\])[#№]\s?(?=[-+]?\d)")
+_LIST_SIGN = re.compile(r"^[ \t]*(?:[-=]{1,2}>|[→⇒⟹⟶➔➜—]|[*•‣◦▪●](?=\s))[ \t]*", re.MULTILINE)
+"""A bullet or an arrow at the start of a line."""
 _NO_VALUE = re.compile(
     r"\W*(?:(?:less|more|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than|no\s+(?:more|less|fewer)"
     r"|at\s+(?:most|least)|between|from|up\s+to|over|under|above|below|hardly|barely|nearly|almost"
@@ -95,9 +102,10 @@ def find_unmarked(text: str) -> Answer | None:
 
 
 def _clean(text: str) -> str:
-    """Without Markdown, special tokens at the end, and values that are denied."""
+    """Without Markdown, quotes, arrows, number signs, special tokens at the end, and values that are denied."""
     text = re.sub(r"(?:\s*<[|/]?\w+\|?>)+\s*$", "", text)
     text = re.sub(r"^\s*#+\s+", "", _EMPHASIS.sub(r"\2\3", text), flags=re.MULTILINE)
+    text = _LIST_SIGN.sub("", _NUMBER_SIGN.sub("", _QUOTED.sub(lambda match: match[match.lastindex or 0], text)))
     text = re.sub(r"\b(?:minus|negative)\s+(?=\\?\$?\d)", "-", text)
     return re.sub(rf"\({DENIED}[^()\n]*\)", "", _DENIAL.sub(DENIED, text))
 

@@ -1,0 +1,62 @@
+"""Rotary positions, as far as a model's config.json changes them: which lengths and factors are the same everywhere."""
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def scaled_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions that are scaled: one set, or one for each type of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return [rope for rope in sets if rope.get("rope_type", "default") != "default"]
+
+
+def max_model_length(config: PreTrainedConfig) -> int:
+    """Return the longest sequence, in tokens, whose positions mean the same to actor and engine in any pack."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min([int(length) if length else 1 << 30, *_longrope_borders(config)])
+
+
+def describe_length_limit(config: PreTrainedConfig) -> str:
+    """Return why sequences cannot be longer than :func:`max_model_length`, if not for lack of positions; else ""."""
+    if _longrope_borders(config) == [max_model_length(config)]:
+        return "beyond, its longrope frequencies are others for all sequences of a micro-batch"
+    return ""
+
+
+def describe_longrope_gap(config: PreTrainedConfig) -> str | None:
+    """Return how vLLM's factor on LongRoPE's sines and cosines differs from transformers'; None if it does not.
+
+    vLLM takes ``short_mscale`` from config.json, or computes the factor from the lengths (arXiv:2402.13753, section
+    3.3). transformers takes ``attention_factor``, or computes it from ``factor`` or the lengths.
+    """
+    positions: Any = config.get_text_config().max_position_embeddings
+    for rope in scaled_ropes(config):
+        original = rope.get("original_max_position_embeddings")
+        if rope["rope_type"] == "longrope" and original:
+            ratio = positions / original
+            actor = rope.get("attention_factor") or _longrope_factor(rope.get("factor") or ratio, original)
+            engine = rope.get("short_mscale") or _longrope_factor(ratio, original)
+            if not math.isclose(actor, engine, rel_tol=1e-3):
+                given = [
+                    f"{key}={rope[key]}" for key in ("attention_factor", "factor", "short_mscale") if rope.get(key)
+                ]
+                return f"{' and '.join(given)} make it {actor:.4g} in transformers and {engine:.4g} in vLLM"
+    return None
+
+
+def _longrope_factor(ratio: float, original: int) -> float:
+    return math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+
+
+def _longrope_borders(config: PreTrainedConfig) -> list[int]:
+    """Return the length above which transformers chooses other frequencies for all that it runs together, if any.
+
+    LongRoPE (arXiv:2402.13753) has two sets. transformers chooses by the longest sequence that it is given, and so by
+    what a sequence is packed with; vLLM by the longest that the engine may ever see.
+    """
+    ropes = [rope for rope in scaled_ropes(config) if rope["rope_type"] == "longrope"]
+    borders = [rope.get("original_max_position_embeddings") for rope in ropes]
+    return [int(min(filter(None, borders)))] if any(borders) else []
