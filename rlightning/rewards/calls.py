@@ -1,5 +1,6 @@
 """One call of a reward function, and what came of it. Worker processes import this: the standard library only."""
 
+import inspect
 import numbers
 import traceback
 from collections.abc import Callable
@@ -57,6 +58,9 @@ def to_number(value: Any) -> float | None:
         return None
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that nothing has awaited it
+        raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
     if not isinstance(value, numbers.Real):
         raise TypeError(f"a reward must be a number or None, this one is {value!r}")
     number = float(value)

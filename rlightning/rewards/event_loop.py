@@ -1,16 +1,18 @@
 """Reward functions that run in this process: async ones on its event loop, the others each in a thread."""
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
+from rlightning.rewards.lookup import unwrap
 from rlightning.rewards.loop_thread import GRACE, OWNER, LoopThread, free_loop
 
 MAX_CONCURRENT = 64
@@ -20,7 +22,13 @@ CANCEL_SECONDS = 2.0
 
 
 class LoopFunction(NamedTuple):
-    """A reward function of this process, and its timeout in seconds."""
+    """A reward function of this process.
+
+    Attributes:
+        function: if it is no ``async def`` itself it is called in a thread, and what it returns awaited on the loop.
+        is_async: whether it mostly waits, so that many calls may run at once.
+        timeout: seconds.
+    """
 
     function: Callable[..., Any]
     is_async: bool
@@ -224,21 +232,28 @@ class _LoopCalls:
             await asyncio.wait({future}, timeout=left)
 
     def _begin(self, function: LoopFunction, arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
-        if function.is_async:
-            return asyncio.ensure_future(_await(function.function, arguments))
+        if _is_coroutine_function(function.function):
+            return asyncio.ensure_future(_await(partial(function.function, **arguments)))
+        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
+        return asyncio.ensure_future(self._call_in_thread(function.function, arguments))
+
+    async def _call_in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
         loop = self.thread.loop
-        future: asyncio.Future[Outcome] = loop.create_future()
+        future: asyncio.Future[Outcome | Awaitable[Any]] = loop.create_future()
 
         def run() -> None:
             try:
-                outcome = Outcome(to_number(function.function(**arguments)))
+                result = function(**arguments)
+                if not inspect.isawaitable(result):
+                    result = Outcome(to_number(result))
             except BaseException as error:
-                outcome = failure(error)
+                result = failure(error)
             with suppress(RuntimeError):  # the loop has ended with the process
-                loop.call_soon_threadsafe(_settle, future, outcome)
+                loop.call_soon_threadsafe(_settle, future, result)
 
         threading.Thread(target=run, name="reward", daemon=True).start()
-        return future
+        result = await future
+        return result if isinstance(result, Outcome) else await _await(lambda: result)
 
     def _function(self, call: Call) -> LoopFunction:
         function = self.functions[call.function]
@@ -246,14 +261,22 @@ class _LoopCalls:
         return function
 
 
-def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
-    if not future.done():  # cancelled as too late
-        future.set_result(outcome)
+def _is_coroutine_function(function: Any) -> bool:
+    """Whether a call only makes a coroutine."""
+    inner = unwrap(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-async def _await(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _settle(future: "asyncio.Future[Any]", result: Outcome | Awaitable[Any]) -> None:
+    if not future.done():
+        future.set_result(result)
+    elif inspect.iscoroutine(result):  # the call was cancelled as too late
+        result.close()
+
+
+async def _await(call: Callable[[], Any]) -> Outcome:
     try:
-        return Outcome(to_number(await function(**arguments)))
+        return Outcome(to_number(await call()))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit too, which would end the loop

@@ -170,7 +170,6 @@ class WorkerPool:
                 worker.deadline = self._deadline(chunk[0])
         num_starting = sum(not worker.is_ready for worker in self.workers)
         while len(self.workers) < self.num_workers and num_starting < len(waiting):
-            self.sources.report_changes()
             self.workers.append(Worker(self.functions, self.sources))
             num_starting += 1
 

@@ -15,7 +15,7 @@ from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
 from rlightning.rewards.loop_thread import BEAT
 from rlightning.rewards.pool import WorkerPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.sources import KeptSources
+from rlightning.rewards.sources import KeptSources, install
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import WorkerFunction
 
@@ -53,6 +53,7 @@ class _Pools:
             num_workers,
             self.answers.put,
         )
+        self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
 
     def withdraw(self, samples: Collection[int]) -> None:
         """End the calls on some samples, and those that have not begun."""
@@ -64,6 +65,8 @@ class _Pools:
         """End the processes and the calls on the loop."""
         self.processes.close()
         self.loop.close()
+        if self._finder is not None:
+            self._finder.remove()
 
 
 class RewardRunner:
@@ -109,7 +112,7 @@ class RewardRunner:
                     function.name,
                     function.state,
                 )
-        self.sources = KeptSources(function.module for function in self.functions if function.pickled)
+        self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
@@ -195,6 +198,7 @@ class RewardRunner:
         """
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
+        self.sources.report_changes()
         everywhere = range(len(self.functions))
         here = [f for f in everywhere if not (self.functions[f].is_async or self.functions[f].pickled)]
         samples: dict[int, int] = {}  # places in the batch, by the calls' numbers

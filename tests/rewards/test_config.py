@@ -1,5 +1,6 @@
 """Finding reward functions, binding their arguments, and every mistake in that."""
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,21 @@ class Judge:
 
     async def __call__(self, completion: str) -> float:
         return 1.0
+
+
+def retry(function: Any) -> Any:
+    """A decorator as users write it: what it makes is no coroutine function."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@retry
+async def judge(completion: str) -> float:
+    return 1.0
 
 
 class Grader:
@@ -124,11 +140,16 @@ def test_names_and_kinds() -> None:
             RewardFunction(partial(grade, scale=3.0), name="mine"),
             Judge(),
             lambda completion: 1.0,
+            judge,
+            RewardFunction(functools.cache(judge), name="cached"),
+            RewardFunction(partial(Judge()), name="partial"),
+            RewardFunction(retry(partial(retry(Judge().__call__))), name="nested"),
         ]
     )
-    assert [reward.name for reward in rewards] == ["exact_match", "mine", "Judge", "reward"]
-    assert [reward.is_async for reward in rewards] == [False, False, True, False]
-    assert [reward.pickled is None for reward in rewards] == [False, False, True, True]
+    names = ["exact_match", "mine", "Judge", "reward", "judge", "cached", "partial", "nested"]
+    assert [reward.name for reward in rewards] == names
+    assert [reward.is_async for reward in rewards] == [False, False, True, False, True, True, True, True]
+    assert [reward.pickled is None for reward in rewards] == [False, False, True, True, True, True, True, True]
 
 
 def test_check_names_the_nearest_column() -> None:
@@ -184,7 +205,7 @@ def test_mistakes_are_one_line(rewards: Sequence[Any], message: str) -> None:
 def test_functions_of_classes_and_objects_have_dotted_paths(path: str) -> None:
     (reward,) = bind_rewards([RewardFunction(f"test_config.{path}")])
     assert reward.function(completion="x") == {"Grader.of_class": 0.0}.get(path, 1.0)
-    assert reward.pickled is not None and reward.module == "test_config"
+    assert reward.pickled is not None and reward.modules >= {"test_config"}
     assert reward.state is None, "nothing changes"
 
 
