@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import rlightning
-from rlightning.errors import EngineError
-from rlightning.foreign_text import cut
+from rlightning.errors import EngineError, EngineStartError
+from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
 
@@ -75,10 +75,10 @@ class EngineProcess(EngineLink):
             file.seek(max(self.config.log_file.stat().st_size - LOG_BYTES, 0))
             return file.read().decode(errors="replace").splitlines()
 
-    def _cause(self) -> str:
-        """Return the last error in the log that is none of its consequences, with a colon in front; else a point."""
+    def _cause(self) -> str | None:
+        """Return the last error in the log that is none of its consequences, in a line."""
         found = [match[0] for line in self._log_lines() if NO_CAUSE not in line and (match := CAUSE.search(line))]
-        return f": {found[-1]}" if found else "."
+        return cut_line(found[-1]) if found else None
 
     def _open(self) -> Connection:
         return self._ours
@@ -97,7 +97,10 @@ class EngineProcess(EngineLink):
         log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and status > 0:
-            return EngineError(f"The engine could not start{code}{self._cause()} {log_tail}")
+            cause = self._cause()
+            if cause is not None:
+                return EngineStartError(f"The engine could not start: {cause} (Its log is {self.config.log_file})")
+            return EngineError(f"The engine could not start{code}. {log_tail}")
         return EngineDiedError(f"The engine {how}{code}. {log_tail}")
 
 
