@@ -142,6 +142,12 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
     return finder
 
 
+def is_own_module(name: str) -> bool:
+    """Whether this process has imported a module of that name which is the user's."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and _is_own(spec)
+
+
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     """Where a module is, without importing anything."""
     if name in sys.modules:

@@ -48,7 +48,7 @@ def check_cache(
     if cache < needed:
         raise ConfigError(
             f"rollout.engine.kv_cache_memory_bytes={cache} must be at least {needed}: the KV cache must hold a "
-            f"sequence of max_model_len={length} tokens, {plan.token} bytes each, and one block is reserved. Leave it out."
+            f"sequence of max_model_len={length} tokens, {plan.token} bytes each, and a reserved block. Leave it out."
         )
 
 

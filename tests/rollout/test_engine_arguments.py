@@ -20,10 +20,10 @@ CONFIG = Qwen3Config(num_hidden_layers=4, num_attention_heads=4, num_key_value_h
 
 
 def configure(
-    device: torch.device, max_prompt_tokens: int | None = 16, config: Qwen3Config | None = None, **engine: Any
+    device: torch.device, max_prompt_tokens: int | None = 16, model_config: Qwen3Config | None = None, **engine: Any
 ) -> dict[str, Any]:
     """Arguments of a run's engine: prompts of 16 tokens and 40 more, of a model of 256 positions."""
-    module = SimpleNamespace(model_path="unused", max_model_length=256, model_config=config)
+    module = SimpleNamespace(model_path="unused", max_model_length=256, model_config=model_config)
     options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | engine)
     (config,) = options.configure(module, device, Sampling(max_new_tokens=40), max_prompt_tokens, Path("unused"))
     return config.engine_args
@@ -124,14 +124,14 @@ def test_kv_cache_holds_the_longest_sequence(
     with pytest.raises(
         ConfigError, match=rf"^rollout\.engine\.{name}={value} must be at least {least}: .* Leave it out"
     ):
-        configure(device, config=CONFIG, **engine)
-    assert configure(device, config=CONFIG, **engine | {name: least})[name] == least
+        configure(device, model_config=CONFIG, **engine)
+    assert configure(device, model_config=CONFIG, **engine | {name: least})[name] == least
 
 
 def test_kv_cache_of_sliding_windows_is_vllms_matter() -> None:
     config = Qwen3Config(**CONFIG.to_dict() | {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8})
     given = {"kv_cache_memory_bytes": 4096, "num_gpu_blocks_override": 1}
-    assert given.items() <= configure(CPU, config=config, **given).items()
+    assert given.items() <= configure(CPU, model_config=config, **given).items()
 
 
 def test_max_model_len_without_a_known_prompt_holds_a_completion() -> None:
