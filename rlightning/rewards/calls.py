@@ -44,7 +44,7 @@ class Answered(NamedTuple):
 
 
 Report = Callable[[Answered | BaseException], None]
-"""Takes what pools have to say: answers, and the error that has ended a pool's work. Any thread may call it."""
+"""Receives the outcomes of a pool's calls, or the error that has ended its work. Any thread may call it."""
 
 
 def to_number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""What the user says about a reward function, and the function that it means."""
+"""The configuration of a reward function, and the function that it names."""
 
 import inspect
 import math

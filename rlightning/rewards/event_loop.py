@@ -86,7 +86,7 @@ class EventLoopPool:
             block = calls.find_block()
             if block is None:
                 continue
-            for index in block.blamed:
+            for index in block.causes:
                 call = calls.pending.pop(index, None)
                 if call is not None:  # else it has failed already, or has just ended after all
                     self.report(Answered(call, block.outcome))
@@ -101,12 +101,12 @@ class _Block(NamedTuple):
     """A loop that does not run, because of a call that is not a coroutine's.
 
     Attributes:
-        blamed: the calls, by their numbers.
+        causes: the calls that block it, by their numbers.
         outcome: theirs.
         is_lasting: whether the others should not wait any longer.
     """
 
-    blamed: list[int]
+    causes: list[int]
     outcome: Outcome
     is_lasting: bool
 
@@ -157,35 +157,35 @@ class _LoopCalls:
     def find_block(self) -> _Block | None:
         """The block of the loop, if it is longer than the timeout of the call that causes it.
 
-        Where no task does, as in a callback, all that are running are to blame; where another pool's does, none.
+        Where no task does, as in a callback, all that are running count as its causes; where another pool's does, none.
         """
-        silence = time.monotonic() - self.thread.last_beat
-        if silence < GRACE or not self.pending:
+        blocked_seconds = time.monotonic() - self.thread.last_beat
+        if blocked_seconds < GRACE or not self.pending:
             return None
         task = asyncio.current_task(self.thread.loop)
         owner = None if task is None else self.thread.owners.get(task)
         if owner is None:
-            blamed = [index for index in list(self._running) if index in self.pending]
+            causes = [index for index in list(self._running) if index in self.pending]
         else:
-            blamed = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
+            causes = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
         pending = self.pending.copy()  # the loop may be free again at any moment
-        timed = [pending[index] for index in blamed if index in pending] or pending.values()
-        timeout = max((self._function(call).timeout for call in timed), default=silence)
-        if silence < timeout + GRACE:
+        timed = [pending[index] for index in causes if index in pending] or pending.values()
+        timeout = max((self._function(call).timeout for call in timed), default=blocked_seconds)
+        if blocked_seconds < timeout + GRACE:
             return None
         frame = sys._current_frames().get(self.thread.ident)
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return _Block(blamed, Outcome.failed(f"{stack}{rule}"), silence > 2 * timeout + GRACE)
+        return _Block(causes, Outcome.failed(f"{stack}{rule}"), blocked_seconds > 2 * timeout + GRACE)
 
     def _start(self, calls: dict[int, Call]) -> None:
         for index, call in calls.items():
             if index in self.pending:  # else it has been cancelled or restarted elsewhere
                 task = self.thread.loop.create_task(self._run_call(index, call))
                 self._tasks[index] = task
-                task.add_done_callback(partial(self._forget, index))
+                task.add_done_callback(partial(self._remove_task, index))
 
-    def _forget(self, index: int, task: "asyncio.Task[None]") -> None:
+    def _remove_task(self, index: int, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(index, None)
 
     def _cancel_tasks(self, indices: Sequence[int]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 BEAT = 0.1
-"""Seconds between two signs of life of a loop."""
+"""Seconds between two heartbeats of a loop."""
 GRACE = 0.5
-"""Seconds over a call's timeout after which a loop without a sign of life counts as blocked by it."""
+"""Seconds over a call's timeout after which a loop without a heartbeat counts as blocked by it."""
 END_SECONDS = 2.0
 """In which tasks may clean up when the process ends."""
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)

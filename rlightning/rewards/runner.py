@@ -117,7 +117,7 @@ class RewardRunner:
         self._opened: _Pools | None = None  # when there are calls: before that, the runner can be pickled
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
     def check(self, columns: Sequence[str], source: str) -> None:
@@ -172,7 +172,7 @@ class RewardRunner:
         """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
 
         The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
-        would take the interpreter from whoever collects completions.
+        would take the interpreter from the thread that collects completions.
 
         Args:
             prompts: some of those that will be scored together.
@@ -215,7 +215,7 @@ class RewardRunner:
         self._pools.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
         self._begun.clear()
         failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
-        tally = Tally(self.functions, len(prompts), failures, self._said)
+        tally = Tally(self.functions, len(prompts), failures, self._reported)
         try:
             self._submit(calls)
             self._collect(samples, tally)
@@ -225,7 +225,7 @@ class RewardRunner:
             raise
 
     def close(self) -> None:
-        """End the worker processes, and forget what was begun; later calls start them again."""
+        """End the worker processes, and drop what was begun; later calls start them again."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -279,7 +279,7 @@ class RewardRunner:
             if isinstance(answer, BaseException):
                 raise answer
             call, outcome = answer
-            if (call.function, call.sample) in missing:  # else of a sample that nobody asks for any more
+            if (call.function, call.sample) in missing:  # else of a sample that has been withdrawn
                 missing.remove((call.function, call.sample))
                 tally.add(call._replace(sample=samples[call.sample]), outcome)
 

@@ -54,7 +54,7 @@ class KeptSources:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.modules: dict[str, ModuleSource] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         specs: dict[str, ModuleSpec | None] = {"": None, "__main__": None}
         waiting = sorted(set(names))
         while waiting:
@@ -82,8 +82,8 @@ class KeptSources:
         """Log, once for each file, that it is not what the run began with."""
         for module in self.modules.values():
             path = Path(module.path)
-            if module.path not in self._said and path.is_file() and path.read_bytes() != module.source:
-                self._said.add(module.path)
+            if module.path not in self._reported and path.is_file() and path.read_bytes() != module.source:
+                self._reported.add(module.path)
                 logger.warning(
                     "%s has changed since the run began. This run goes on with the rewards that it began with; start "
                     "another for the new ones.",

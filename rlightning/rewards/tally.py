@@ -19,7 +19,7 @@ whose norm sums squares in float32: above some 1e18 it is infinite and the step 
 
 
 class RewardScores(NamedTuple):
-    """What the reward functions said about ``N`` samples.
+    """What the reward functions returned for ``N`` samples.
 
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
@@ -77,17 +77,17 @@ class Tally:
         functions: that score it.
         num_samples: N.
         failures: counts those of its samples.
-        said: the names of what has been logged as failing; it is logged once.
+        reported: the names of what has been logged as failing; it is logged once.
     """
 
     def __init__(
-        self, functions: Sequence[BoundReward], num_samples: int, failures: FailureCount, said: set[str]
+        self, functions: Sequence[BoundReward], num_samples: int, failures: FailureCount, reported: set[str]
     ) -> None:
         self.functions = functions
         self.values: list[list[float | None]] = [[None] * num_samples for _ in functions]
         self.num_samples = num_samples
         self.failures = failures
-        self.said = said
+        self.reported = reported
         self.failed: set[int] = set()
         failures.num_scored += num_samples
 
@@ -124,8 +124,8 @@ class Tally:
         return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
 
     def _fail(self, sample: int, name: str, error: str) -> None:
-        if name not in self.said:
-            self.said.add(name)
+        if name not in self.reported:
+            self.reported.add(name)
             logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
         if sample not in self.failed:
             self.failed.add(sample)
