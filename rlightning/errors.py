@@ -13,6 +13,10 @@ class EngineError(RuntimeError):
     """The rollout engine failed; the message ends with the engine's own last log lines."""
 
 
+class EngineStartError(EngineError, ConfigError):
+    """The rollout engine cannot start as it is configured; the message is a line with the engine's reason."""
+
+
 class RewardError(RuntimeError):
     """Too large a share of rewards failed; the message ends with the first failure's traceback."""
 

@@ -33,6 +33,7 @@ from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, 
 from rlightning.policy_module import PolicyModule
 from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
+from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
@@ -384,7 +385,7 @@ class RLModule(PolicyModule):
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``batch.rewards``, NaN where a reward function failed."""
         fire(self.trainer, self, "on_reward_start", batch)
-        batch.rewards = self.compute_rewards(batch)
+        batch.rewards = fail_too_large(self.compute_rewards(batch))
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 

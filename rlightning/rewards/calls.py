@@ -1,5 +1,6 @@
 """One call of a reward function, and what came of it. Worker processes import this: the standard library only."""
 
+import inspect
 import numbers
 import traceback
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Answered(NamedTuple):
 
 
 Report = Callable[[Answered | BaseException], None]
-"""Takes what pools have to say: answers, and the error that has ended a pool's work. Any thread may call it."""
+"""Receives the outcomes of a pool's calls, or the error that has ended its work. Any thread may call it."""
 
 
 def to_number(value: Any) -> float | None:
@@ -57,6 +58,9 @@ def to_number(value: Any) -> float | None:
         return None
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that nothing has awaited it
+        raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
     if not isinstance(value, numbers.Real):
         raise TypeError(f"a reward must be a number or None, this one is {value!r}")
     number = float(value)

@@ -1,14 +1,14 @@
-"""What the user says about a reward function, and the function that it means."""
+"""The configuration of a reward function, and the function that it names."""
 
 import inspect
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.rewards.lookup import check_kind, import_function, unwrap
+from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async
+from rlightning.rewards.pickled import pickle_function
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 from rlightning.secret_arguments import resolve_secrets
@@ -49,8 +49,9 @@ class BoundReward:
         function: takes keyword arguments only.
         weight: its factor in the sum.
         timeout: seconds.
-        is_async: whether it must be awaited.
+        is_async: whether it is, or calls, an ``async def``.
         pickled: None where it cannot go to another process.
+        modules: the names of those that it is from, and that its object and its arguments have parts of.
         arguments: bound keyword arguments.
         columns: column by parameter, for every parameter that is neither given by the runner nor bound.
         required: those of these parameters that have no default.
@@ -66,6 +67,7 @@ class BoundReward:
     timeout: float
     is_async: bool
     pickled: bytes | None
+    modules: frozenset[str]
     arguments: dict[str, Any]
     columns: dict[str, str]
     required: tuple[str, ...]
@@ -73,12 +75,6 @@ class BoundReward:
     given: tuple[str, ...]
     answer_check: AnswerCheck | None
     state: str | None
-
-    @property
-    def module(self) -> str:
-        """The name of the module that the function, or its object's class, is from."""
-        inner: Any = unwrap(self.function)
-        return str(getattr(getattr(inner, "__self__", inner), "__module__", None) or inner.__module__)
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the function cannot do without."""
@@ -130,22 +126,27 @@ def _bind(reward: RewardFunction) -> BoundReward:
             f"for. {did_you_mean(answer_check.parameter, by_keyword)}"
         )
     columns = {p.name: p.name for p in free} | reward.columns
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    pickled = None if is_async else _pickle(function)
+    arguments = resolve_secrets(reward.arguments, f"Reward '{name}'")
+    pickled = pickle_function(function)
+    modules = {*pickled.modules, *pickle_function(arguments).modules}
+    if isinstance(reward.function, str):
+        modules.add(import_longest(reward.function)[0].__name__)
+    runs_here = is_async(function)
     return BoundReward(
         name=name,
         function=function,
         weight=reward.weight,
         timeout=reward.timeout,
-        is_async=is_async,
-        pickled=pickled,
-        arguments=resolve_secrets(reward.arguments, f"Reward '{name}'"),
+        is_async=runs_here,
+        pickled=None if runs_here else pickled.data,
+        modules=frozenset(modules),
+        arguments=arguments,
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,
         given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
         answer_check=answer_check if answer_check is not None and answer_check.parameter in columns else None,
-        state=None if pickled is None else find_state(function),
+        state=None if runs_here or pickled.data is None else find_state(function),
     )
 
 
@@ -181,12 +182,3 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
                 f"Reward '{name}' takes '{parameter.name}' by position, and gets all arguments by name. Remove the '/'."
             )
     return parameters
-
-
-def _pickle(function: Callable[..., Any]) -> bytes | None:
-    try:
-        pickled = pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-    # A worker has another __main__, and running the user's script again to get at it could do anything.
-    return None if b"__main__" in pickled else pickled

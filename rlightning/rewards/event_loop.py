@@ -1,17 +1,19 @@
 """Reward functions that run in this process: async ones on its event loop, the others each in a thread."""
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from rlightning import intervals
 from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
+from rlightning.rewards.lookup import unwrap
 from rlightning.rewards.loop_thread import OWNER, LoopThread, free_loop
 
 MAX_CONCURRENT = 64
@@ -19,7 +21,13 @@ MAX_CONCURRENT = 64
 
 
 class LoopFunction(NamedTuple):
-    """A reward function of this process, and its timeout in seconds."""
+    """A reward function of this process.
+
+    Attributes:
+        function: if it is no ``async def`` itself it is called in a thread, and what it returns awaited on the loop.
+        is_async: whether it mostly waits, so that many calls may run at once.
+        timeout: seconds.
+    """
 
     function: Callable[..., Any]
     is_async: bool
@@ -77,7 +85,7 @@ class EventLoopPool:
             block = calls.find_block()
             if block is None:
                 continue
-            for index in block.blamed:
+            for index in block.causes:
                 call = calls.pending.pop(index, None)
                 if call is not None:  # else it has failed already, or has just ended after all
                     self.report(Answered(call, block.outcome))
@@ -92,12 +100,12 @@ class _Block(NamedTuple):
     """A loop that does not run, because of a call that is not a coroutine's.
 
     Attributes:
-        blamed: the calls, by their numbers.
+        causes: the calls that block it, by their numbers.
         outcome: theirs.
         is_lasting: whether the others should not wait any longer.
     """
 
-    blamed: list[int]
+    causes: list[int]
     outcome: Outcome
     is_lasting: bool
 
@@ -148,35 +156,37 @@ class _LoopCalls:
     def find_block(self) -> _Block | None:
         """The block of the loop, if it is longer than the timeout of the call that causes it.
 
-        Where no task does, as in a callback, all that are running are to blame; where another pool's does, none.
+        Where no task does, as in a callback, all that are running count as its causes; where another pool's does, none.
         """
-        silence = time.monotonic() - self.thread.last_beat
-        if silence < intervals.REWARD_BLOCKED_GRACE or not self.pending:
+        blocked_seconds = time.monotonic() - self.thread.last_beat
+        if blocked_seconds < intervals.REWARD_BLOCKED_GRACE or not self.pending:
             return None
         task = asyncio.current_task(self.thread.loop)
         owner = None if task is None else self.thread.owners.get(task)
         if owner is None:
-            blamed = [index for index in list(self._running) if index in self.pending]
+            causes = [index for index in list(self._running) if index in self.pending]
         else:
-            blamed = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
+            causes = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
         pending = self.pending.copy()  # the loop may be free again at any moment
-        timed = [pending[index] for index in blamed if index in pending] or pending.values()
-        timeout = max((self._function(call).timeout for call in timed), default=silence)
-        if silence < timeout + intervals.REWARD_BLOCKED_GRACE:
+        timed = [pending[index] for index in causes if index in pending] or pending.values()
+        timeout = max((self._function(call).timeout for call in timed), default=blocked_seconds)
+        if blocked_seconds < timeout + intervals.REWARD_BLOCKED_GRACE:
             return None
         frame = sys._current_frames().get(self.thread.ident)
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return _Block(blamed, Outcome.failed(f"{stack}{rule}"), silence > 2 * timeout + intervals.REWARD_BLOCKED_GRACE)
+        return _Block(
+            causes, Outcome.failed(f"{stack}{rule}"), blocked_seconds > 2 * timeout + intervals.REWARD_BLOCKED_GRACE
+        )
 
     def _start(self, calls: dict[int, Call]) -> None:
         for index, call in calls.items():
             if index in self.pending:  # else it has been cancelled or restarted elsewhere
                 task = self.thread.loop.create_task(self._run_call(index, call))
                 self._tasks[index] = task
-                task.add_done_callback(partial(self._forget, index))
+                task.add_done_callback(partial(self._remove_task, index))
 
-    def _forget(self, index: int, task: "asyncio.Task[None]") -> None:
+    def _remove_task(self, index: int, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(index, None)
 
     def _cancel_tasks(self, indices: Sequence[int]) -> None:
@@ -223,21 +233,28 @@ class _LoopCalls:
             await asyncio.wait({future}, timeout=left)
 
     def _begin(self, function: LoopFunction, arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
-        if function.is_async:
-            return asyncio.ensure_future(_await(function.function, arguments))
+        if _is_coroutine_function(function.function):
+            return asyncio.ensure_future(_await(partial(function.function, **arguments)))
+        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
+        return asyncio.ensure_future(self._call_in_thread(function.function, arguments))
+
+    async def _call_in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
         loop = self.thread.loop
-        future: asyncio.Future[Outcome] = loop.create_future()
+        future: asyncio.Future[Outcome | Awaitable[Any]] = loop.create_future()
 
         def run() -> None:
             try:
-                outcome = Outcome(to_number(function.function(**arguments)))
+                result = function(**arguments)
+                if not inspect.isawaitable(result):
+                    result = Outcome(to_number(result))
             except BaseException as error:
-                outcome = failure(error)
+                result = failure(error)
             with suppress(RuntimeError):  # the loop has ended with the process
-                loop.call_soon_threadsafe(_settle, future, outcome)
+                loop.call_soon_threadsafe(_settle, future, result)
 
         threading.Thread(target=run, name="reward", daemon=True).start()
-        return future
+        result = await future
+        return result if isinstance(result, Outcome) else await _await(lambda: result)
 
     def _function(self, call: Call) -> LoopFunction:
         function = self.functions[call.function]
@@ -245,14 +262,22 @@ class _LoopCalls:
         return function
 
 
-def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
-    if not future.done():  # cancelled as too late
-        future.set_result(outcome)
+def _is_coroutine_function(function: Any) -> bool:
+    """Whether a call only makes a coroutine."""
+    inner = unwrap(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-async def _await(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _settle(future: "asyncio.Future[Any]", result: Outcome | Awaitable[Any]) -> None:
+    if not future.done():
+        future.set_result(result)
+    elif inspect.iscoroutine(result):  # the call was cancelled as too late
+        result.close()
+
+
+async def _await(call: Callable[[], Any]) -> Outcome:
     try:
-        return Outcome(to_number(await function(**arguments)))
+        return Outcome(to_number(await call()))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit too, which would end the loop

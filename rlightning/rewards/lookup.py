@@ -21,7 +21,7 @@ def import_function(path: str) -> Any:
         raise ConfigError(
             f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
         )
-    found, names = _import_module(path)
+    found, names = import_longest(path)
     if len(names) > 1 and not hasattr(found, names[0]):
         known = [name for name in vars(found) if not name.startswith("_")]
         raise ConfigError(
@@ -37,8 +37,15 @@ def import_function(path: str) -> Any:
     return found
 
 
-def _import_module(path: str) -> tuple[Any, list[str]]:
-    """The longest module that the path begins with, and what is left of the path."""
+def import_longest(path: str) -> tuple[Any, list[str]]:
+    """Import the longest module that a dotted path begins with.
+
+    Returns:
+        The module, and what is left of the path.
+
+    Raises:
+        ConfigError: there is no such module, or it cannot be imported.
+    """
     names = path.split(".")
     for length in range(len(names) - 1, 0, -1):
         module = ".".join(names[:length])
@@ -85,6 +92,21 @@ def unwrap(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call ends in an ``async def``: of a partial, an object, or a wrapper made with functools.wraps."""
+    while True:
+        if inspect.iscoroutinefunction(function):
+            return True
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif callable(function) and not inspect.isroutine(function) and not inspect.isclass(function):
+            function = type(function).__call__
+        else:
+            return False
 
 
 def _class_of(function: Any) -> type | None:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from rlightning import intervals
 
 BEAT = 0.1
-"""Seconds between two signs of life of a loop."""
+"""Seconds between two heartbeats of a loop."""
 OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
 """Whose call a task belongs to; tasks that it creates inherit it."""
 

@@ -58,7 +58,7 @@ class Worker:
                 start_new_session=True,  # a group of its own: Ctrl-C passes it by, and its children are killed with it
             )
         self.deadline = time.monotonic() + START_TIMEOUT
-        with contextlib.suppress(OSError):  # one that is dead already is met as such when it is listened to
+        with contextlib.suppress(OSError):  # if it has died already, reading from it fails
             self.connection.send((list(functions), sources.modules))
 
     def kill(self) -> int:
@@ -93,7 +93,7 @@ class WorkerPool:
         self._lock = threading.Lock()  # around what waits, and around the thread's coming and going
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._ears, self._mouth = multiprocessing.Pipe(duplex=False)  # by which the thread hears that there is news
+        self._wakeup_reader, self._wakeup_writer = multiprocessing.Pipe(duplex=False)  # of the thread
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Let the calls be run; returns at once."""
@@ -105,21 +105,21 @@ class WorkerPool:
                 self._thread = threading.Thread(target=self._work, name="reward workers", daemon=True)
                 self._thread.start()
             else:
-                self._mouth.send_bytes(b"!")
+                self._wakeup_writer.send_bytes(b"!")
 
     def withdraw(self, samples: Collection[int]) -> None:
-        """Forget what has not begun of the calls on some samples."""
+        """Drop the calls on some samples that have not begun."""
         with self._lock:
             self._waiting = deque(call for call in self._waiting if call.sample not in samples)
 
     def close(self) -> None:
-        """End all processes and forget all calls; what is submitted later starts new ones."""
+        """End all processes and drop all calls; what is submitted later starts new ones."""
         with self._lock:
             self._waiting.clear()
             self._is_closing = True
             thread = self._thread
             if thread is not None:
-                self._mouth.send_bytes(b"!")
+                self._wakeup_writer.send_bytes(b"!")
         if thread is not None:
             thread.join()
         with self._lock:
@@ -129,8 +129,8 @@ class WorkerPool:
     def _work(self) -> None:
         try:
             while self._has_work():
-                self._listen()
-        except BaseException as error:  # raised again by whoever waits for the outcomes
+                self._poll()
+        except BaseException as error:  # raised again where the outcomes are waited for
             with self._lock:
                 self._waiting.clear()
                 self._end_workers()
@@ -144,8 +144,8 @@ class WorkerPool:
             if self._is_closing or is_idle:
                 self._thread = None
                 return False
-            while self._ears.poll():
-                self._ears.recv_bytes()
+            while self._wakeup_reader.poll():
+                self._wakeup_reader.recv_bytes()
             self._hand_out(self._waiting)
             return True
 
@@ -161,7 +161,7 @@ class WorkerPool:
                 chunk = [waiting.popleft() for _ in range(size)]
                 try:
                     worker.connection.send(chunk)
-                except OSError:  # it died while idle: no call is to blame
+                except OSError:  # it died while idle: no call is the cause
                     waiting.extendleft(reversed(chunk))
                     self._remove(worker)
                     continue
@@ -169,29 +169,28 @@ class WorkerPool:
                 worker.deadline = self._deadline(chunk[0])
         num_starting = sum(not worker.is_ready for worker in self.workers)
         while len(self.workers) < self.num_workers and num_starting < len(waiting):
-            self.sources.report_changes()
             self.workers.append(Worker(self.functions, self.sources))
             num_starting += 1
 
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         """Wait for the next answers, deaths, deadlines or calls."""
-        listened = {worker.connection: worker for worker in self.workers if worker.calls or not worker.is_ready}
-        first_deadline = min((worker.deadline for worker in listened.values()), default=math.inf)
-        patience = max(0.0, first_deadline - time.monotonic()) if listened else None
-        for connection in multiprocessing.connection.wait([*listened, self._ears], patience):
-            if connection is self._ears:
+        polled = {worker.connection: worker for worker in self.workers if worker.calls or not worker.is_ready}
+        first_deadline = min((worker.deadline for worker in polled.values()), default=math.inf)
+        timeout = max(0.0, first_deadline - time.monotonic()) if polled else None
+        for connection in multiprocessing.connection.wait([*polled, self._wakeup_reader], timeout):
+            if connection is self._wakeup_reader:
                 continue
-            worker = listened.pop(connection)  # type: ignore[call-overload]
+            worker = polled.pop(connection)  # type: ignore[call-overload]
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
-                self._bury(worker)
+                self._remove_failed(worker)
             else:
                 self._answer(worker, message)
-        for worker in listened.values():
-            # One look more: it may be this process that got no time, and the answer has come meanwhile.
+        for worker in polled.values():
+            # Poll once more: it may be this process that was not scheduled, and the answer has arrived meanwhile.
             if time.monotonic() > worker.deadline and not worker.connection.poll():
-                self._bury(worker)
+                self._remove_failed(worker)
 
     def _answer(self, worker: Worker, message: Any) -> None:
         if not worker.is_ready:
@@ -202,7 +201,7 @@ class WorkerPool:
             worker.deadline = self._deadline(worker.calls[0])
         self.report(Answered(call, message))
 
-    def _bury(self, worker: Worker) -> None:
+    def _remove_failed(self, worker: Worker) -> None:
         """Report the call that a hung or dead worker was at as failed, and put its others back."""
         is_overdue = time.monotonic() > worker.deadline
         exit_code, log = self._remove(worker)

@@ -32,7 +32,7 @@ class AnswerCheck(NamedTuple):
     completion: str
 
     def make_completion(self, reference: object) -> str:
-        """The completion that says what the reference says; several answers stand in a row."""
+        """The completion that gives the reference as its answer; several answers stand in a row."""
         is_list = isinstance(reference, list | tuple)
         return self.completion.format(", ".join(map(str, reference)) if is_list else reference)  # type: ignore[call-overload]
 

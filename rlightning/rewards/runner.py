@@ -15,7 +15,7 @@ from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
 from rlightning.rewards.loop_thread import BEAT
 from rlightning.rewards.pool import WorkerPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.sources import KeptSources
+from rlightning.rewards.sources import KeptSources, install
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import WorkerFunction
 
@@ -53,6 +53,7 @@ class _Pools:
             num_workers,
             self.answers.put,
         )
+        self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
 
     def withdraw(self, samples: Collection[int]) -> None:
         """End the calls on some samples, and those that have not begun."""
@@ -64,6 +65,8 @@ class _Pools:
         """End the processes and the calls on the loop."""
         self.processes.close()
         self.loop.close()
+        if self._finder is not None:
+            self._finder.remove()
 
 
 class RewardRunner:
@@ -109,12 +112,12 @@ class RewardRunner:
                     function.name,
                     function.state,
                 )
-        self.sources = KeptSources(function.module for function in self.functions if function.pickled)
+        self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: _Pools | None = None  # when there are calls
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +176,7 @@ class RewardRunner:
         """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
 
         The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
-        would take the interpreter from whoever collects completions.
+        would take the interpreter from the thread that collects completions.
 
         Args:
             prompts: some of those that will be scored together.
@@ -199,6 +202,7 @@ class RewardRunner:
         """
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
+        self.sources.report_changes()
         everywhere = range(len(self.functions))
         here = [f for f in everywhere if not (self.functions[f].is_async or self.functions[f].pickled)]
         samples: dict[int, int] = {}  # places in the batch, by the calls' numbers
@@ -215,7 +219,7 @@ class RewardRunner:
         self._pools.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
         self._begun.clear()
         failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
-        tally = Tally(self.functions, len(prompts), failures, self._said)
+        tally = Tally(self.functions, len(prompts), failures, self._reported)
         try:
             self._submit(calls)
             self._collect(samples, tally)
@@ -225,7 +229,7 @@ class RewardRunner:
             raise
 
     def close(self) -> None:
-        """End the worker processes, and forget what was begun; later calls start them again."""
+        """End the worker processes, and drop what was begun; later calls start them again."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -279,7 +283,7 @@ class RewardRunner:
             if isinstance(answer, BaseException):
                 raise answer
             call, outcome = answer
-            if (call.function, call.sample) in missing:  # else of a sample that nobody asks for any more
+            if (call.function, call.sample) in missing:  # else of a sample that has been withdrawn
                 missing.remove((call.function, call.sample))
                 tally.add(call._replace(sample=samples[call.sample]), outcome)
 

@@ -1,8 +1,9 @@
-"""The source that reward functions had when the run began, which every worker process of the run executes.
+"""The source that reward functions had when the run began, which every process of the run executes.
 
-A worker that is started later than others, or in place of one that was killed, would import what the files say by then.
-So the source of a function's module, and of the modules beside it that it imports, is read once and sent to each
-worker. Installed packages are imported as usual. Worker processes import this: the standard library only.
+A worker that is started later than others, or in place of one that was killed, would import what the files say by then;
+so would an import inside of a function. So the source of a function's module, and of the modules beside it that it
+imports, is read once and sent to each worker. Installed packages are imported as usual. Worker processes import this:
+the standard library only.
 """
 
 import ast
@@ -10,6 +11,7 @@ import hashlib
 import importlib.util
 import linecache
 import logging
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 INSTALLED = frozenset(("dist-packages", "site-packages"))
 """Folders of installed packages."""
+IMPORT_FUNCTIONS = ("import_module", "__import__")
+"""Functions that import the module which their first argument names."""
 
 
 class ModuleSource(NamedTuple):
@@ -44,14 +48,15 @@ class KeptSources:
     """The source of reward functions, and of the modules of the user's that these import anywhere in their code.
 
     Args:
-        names: of the functions' modules, which this process has imported.
+        names: of the functions' modules, which this process has imported; ``__main__`` is left out, as nothing imports
+            it again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.modules: dict[str, ModuleSource] = {}
-        self._said: set[str] = set()
-        specs: dict[str, ModuleSpec | None] = {}
-        waiting = list(names)
+        self._reported: set[str] = set()
+        specs: dict[str, ModuleSpec | None] = {"": None, "__main__": None}
+        waiting = sorted(set(names))
         while waiting:
             name = waiting.pop()
             if name in specs:
@@ -77,8 +82,8 @@ class KeptSources:
         """Log, once for each file, that it is not what the run began with."""
         for module in self.modules.values():
             path = Path(module.path)
-            if module.path not in self._said and path.is_file() and path.read_bytes() != module.source:
-                self._said.add(module.path)
+            if module.path not in self._reported and path.is_file() and path.read_bytes() != module.source:
+                self._reported.add(module.path)
                 logger.warning(
                     "%s has changed since the run began. This run goes on with the rewards that it began with; start "
                     "another for the new ones.",
@@ -86,19 +91,17 @@ class KeptSources:
                 )
 
 
-def install(modules: Mapping[str, ModuleSource]) -> None:
-    """Let this process import these modules from what was kept of them."""
-    sys.meta_path.insert(0, _KeptFinder(modules))
-    for module in modules.values():  # for tracebacks
-        lines = importlib.util.decode_source(module.source).splitlines(keepends=True)
-        linecache.cache[module.path] = (len(module.source), None, lines, module.path)
-
-
-class _KeptFinder:
+class KeptFinder:
     """Finds kept modules before any file is looked for."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self.modules = modules
+
+    def remove(self) -> None:
+        """Let this process import the files again."""
+        sys.meta_path.remove(self)
+        for module in self.modules.values():
+            linecache.cache.pop(module.path, None)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -129,6 +132,22 @@ class _KeptLoader(SourceFileLoader):
         raise OSError(f"{path} may have changed")
 
 
+def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
+    """Let this process import these modules from what was kept of them."""
+    finder = KeptFinder(modules)
+    sys.meta_path.insert(0, finder)
+    for module in modules.values():  # for tracebacks
+        lines = importlib.util.decode_source(module.source).splitlines(keepends=True)
+        linecache.cache[module.path] = (len(module.source), None, lines, module.path)
+    return finder
+
+
+def is_own_module(name: str) -> bool:
+    """Whether this process has imported a module of that name which is the user's."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and _is_own(spec)
+
+
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     """Where a module is, without importing anything."""
     if name in sys.modules:
@@ -136,10 +155,15 @@ def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     if "." not in name:
         return PathFinder.find_spec(name)
     folders = None if parent is None else parent.submodule_search_locations
-    try:
-        return None if folders is None else PathFinder.find_spec(name, folders)
-    except KeyError:  # in a namespace package inside of one that has not been imported
+    if folders is None:
         return None
+    try:
+        return PathFinder.find_spec(name, folders)
+    except KeyError:  # a folder without __init__.py inside of another that has not been imported
+        last = name.rpartition(".")[2]
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [path for folder in folders if os.path.isdir(path := f"{folder}/{last}")]
+        return spec
 
 
 def _is_own(spec: ModuleSpec) -> bool:
@@ -167,6 +191,17 @@ def _imports(module: ModuleSource) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level <= package.count(".") + bool(package):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        elif isinstance(node, ast.ImportFrom):
+            base = _resolve("." * node.level + (node.module or ""), package)
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORT_FUNCTIONS:
+            literals = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from (_resolve(name, package) for name in literals if isinstance(name, str))
+
+
+def _resolve(name: str, package: str) -> str:
+    """An absolute name for one that may be relative; an empty one where that is beyond the top package."""
+    try:
+        return importlib.util.resolve_name(name, package)
+    except (ImportError, ValueError):
+        return ""

@@ -7,16 +7,23 @@ unknown to the others and lost when the process is replaced, so that rewards dep
 import ast
 import inspect
 import textwrap
-import types
 from collections.abc import Iterator
+from types import FunctionType, NoneType
 from typing import Any, NamedTuple
 
 from rlightning.rewards.lookup import unwrap
+from rlightning.rewards.sources import is_own_module
 
 _OF_LISTS = ("append", "clear", "extend", "insert", "pop", "remove", "sort")
 _OF_OTHERS = ("add", "appendleft", "discard", "popitem", "popleft", "setdefault", "update")
 CHANGING_METHODS = frozenset((*_OF_LISTS, *_OF_OTHERS))
 """Of lists, sets, dictionaries and queues."""
+CHANGING_FUNCTIONS = frozenset(("next", "setattr", "delattr"))
+"""Built-in functions that change their first argument."""
+GIVING_THROUGH = frozenset(("type", "vars", "getattr", "globals"))
+"""Built-in functions whose result, when it is changed, changes their first argument, or the module's variables."""
+CONSTANTS = (NoneType, str, bytes, int, float, complex, tuple, frozenset, type, FunctionType)
+"""Types of defaults that no call changes."""
 MAX_FUNCTIONS = 50
 """That are read, of those that a function calls."""
 
@@ -29,42 +36,51 @@ class _Source(NamedTuple):
 
 
 def find_state(function: Any) -> str | None:
-    """Return what a reward function, or what it calls in its module or class, changes, such as "self.count".
+    """Return what a reward function, or what it calls in the user's modules, changes, such as "self.count".
 
     Source that cannot be read, and changes that have no usual form, are not found.
     """
-    inner = unwrap(function)
-    method: Any = inner if inspect.isroutine(inner) else type(inner).__call__
-    bound = getattr(inner, "__self__", None) if inspect.isroutine(inner) else inner
-    owner = bound if inspect.isclass(bound) else None if bound is None else type(bound)
-    waiting = [_Source(getattr(method, "__func__", method), owner)]
-    seen: set[Any] = set()
+    waiting = [_source_of(unwrap(function))]
+    seen: set[int] = set()
     while waiting and len(seen) < MAX_FUNCTIONS:
         source = waiting.pop()
-        if source.function in seen or not isinstance(source.function, types.FunctionType):
+        if id(source.function) in seen:
             continue
-        seen.add(source.function)
+        seen.add(id(source.function))
+        inner = getattr(source.function, "__wrapped__", None) or unwrap(source.function)  # of functools.wraps, partial
+        if inner is not source.function:
+            waiting.append(_Source(inner, source.owner) if inspect.isroutine(inner) else _source_of(inner))
         tree = _parse(source.function)
-        if tree is None:
-            continue
-        changed = next(_changes(tree, source), None)
-        if changed is not None:
-            return changed
-        waiting += _called(tree, source)
+        if tree is not None:
+            changed = next(_changes(tree, source), None)
+            if changed is not None:
+                return changed
+            waiting += _called(tree, source)
     return None
 
 
-def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
+def _source_of(function: Any) -> _Source:
+    """The function of a function, a method or a callable object."""
+    method: Any = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    bound = getattr(function, "__self__", None) if inspect.isroutine(function) else function
+    owner = bound if inspect.isclass(bound) else None if bound is None else type(bound)
+    return _Source(getattr(method, "__func__", method), owner)
+
+
+def _parse(function: Any) -> ast.FunctionDef | None:
+    """The source of a function of Python's; a wrapper's own, not of what it wraps."""
+    if not isinstance(function, FunctionType):
+        return None
     try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        node = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
     return node if isinstance(node, ast.FunctionDef) else None
 
 
 def _changes(tree: ast.FunctionDef, source: _Source) -> Iterator[str]:
-    """What the function assigns to, deletes or changes by a method, and does not own."""
-    own = _own_names(tree)
+    """What the function assigns to, deletes or changes by a call, and does not own."""
+    own = _own_names(tree, source.function)
     if source.owner is not None:
         own -= {arg.arg for arg in tree.args.args[:1]}  # self
     for node in ast.walk(tree):
@@ -73,48 +89,89 @@ def _changes(tree: ast.FunctionDef, source: _Source) -> Iterator[str]:
             changed = node.value
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             changed = node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING_METHODS:
-            receiver = source.function.__globals__.get(ast.unparse(node.func.value))
-            changed = None if inspect.ismodule(receiver) or inspect.isclass(receiver) else node.func.value
+        elif isinstance(node, ast.Call):
+            changed = _changed_by_call(node, source)
         if changed is not None and _root(changed) not in {*own, None}:
             yield ast.unparse(changed)
 
 
-def _own_names(tree: ast.FunctionDef) -> set[str]:
+def _changed_by_call(node: ast.Call, source: _Source) -> ast.expr | None:
+    if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING_METHODS:
+        receiver = _look_up(node.func.value, source)
+        return None if inspect.ismodule(receiver) or inspect.isclass(receiver) else node.func.value
+    if isinstance(node.func, ast.Name) and node.func.id in CHANGING_FUNCTIONS and node.args:
+        target, *others = node.args
+        name = others[0].value if node.func.id != "next" and others and isinstance(others[0], ast.Constant) else None
+        return ast.Attribute(target, name) if isinstance(name, str) else target
+    return None
+
+
+def _own_names(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
     """The names that are bound inside of the function: arguments, variables, imports, functions."""
-    own: set[str] = set()
+    stored: set[str] = set()
+    arguments: set[str] = set()
     outer: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
+            stored.add(node.id)
         elif isinstance(node, ast.arg):
-            own.add(node.arg)
+            arguments.add(node.arg)
         elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
+            stored.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler | ast.FunctionDef | ast.ClassDef | ast.MatchAs) and node.name:
-            own.add(node.name)
+            stored.add(node.name)
         elif isinstance(node, ast.Global):
             outer.update(node.names)
-    return own - outer
+        elif isinstance(node, ast.Nonlocal):  # of a function inside, it may be a variable of this one
+            outer.update(name for name in node.names if name in function.__code__.co_freevars)
+    return stored - outer | (arguments - _shared_defaults(function))
+
+
+def _shared_defaults(function: FunctionType) -> set[str]:
+    """The parameters whose default is an object that calls may change, such as a list."""
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {p.name for p in parameters if not (p.default is p.empty or isinstance(p.default, CONSTANTS))}
 
 
 def _root(node: ast.expr) -> str | None:
-    """The name that an expression of attributes and items begins with."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+    """The name that an expression of attributes, items and :data:`GIVING_THROUGH` begins with."""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GIVING_THROUGH:
+            node = node.args[0] if node.args else node.func
+        else:
+            return node.id if isinstance(node, ast.Name) else None
 
 
 def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
-    """The functions of the same module, and methods of the same object, that are called."""
+    """The functions of the user's modules, and methods of their objects and of the same one, that are called."""
     receiver = tree.args.args[0].arg if source.owner is not None and tree.args.args else None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        if isinstance(node.func, ast.Name):
-            function = source.function.__globals__.get(node.func.id)
-            if isinstance(function, types.FunctionType) and function.__module__ == source.function.__module__:
-                yield _Source(function, None)
-        elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == receiver:
-            method: Any = getattr(source.owner, node.func.attr, None)
-            yield _Source(getattr(method, "__func__", method), source.owner)
+        called = _look_up(node.func, source)
+        if callable(called) and not inspect.isclass(called):
+            called = _source_of(called)
+        elif isinstance(node.func, ast.Attribute):
+            is_own = ast.unparse(node.func.value) == receiver
+            found = source.owner if is_own else _look_up(node.func.value, source)
+            owner = found if found is None or inspect.isclass(found) else type(found)
+            method: Any = getattr(owner, node.func.attr, None)
+            called = _Source(getattr(method, "__func__", method), owner)
+        if isinstance(called, _Source) and _is_of_user(called.function, source):
+            yield called
+
+
+def _look_up(node: ast.expr, source: _Source) -> Any:
+    """What a name of the module's, or of a module in it, stands for; None if it is none."""
+    if isinstance(node, ast.Name):
+        return source.function.__globals__.get(node.id)
+    found = _look_up(node.value, source) if isinstance(node, ast.Attribute) else None
+    return vars(found).get(node.attr) if inspect.ismodule(found) and isinstance(node, ast.Attribute) else None
+
+
+def _is_of_user(function: Any, source: _Source) -> bool:
+    """Whether a function is of the same module as ``source``, or of another one of the user's."""
+    name = getattr(function, "__module__", None)
+    return name is not None and (name == source.function.__module__ or is_own_module(name))

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_REWARD = 1.5e38
-"""The largest total: advantages, which are differences of two, are float32."""
+MAX_REWARD = 1e12
+"""The largest total. Advantages without a division by their standard deviation are as large, and so is the gradient,
+whose norm sums squares in float32: above some 1e18 it is infinite and the step is skipped."""
 
 
 class RewardScores(NamedTuple):
-    """What the reward functions said about ``N`` samples.
+    """What the reward functions returned for ``N`` samples.
 
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
@@ -76,17 +77,17 @@ class Tally:
         functions: that score it.
         num_samples: N.
         failures: counts those of its samples.
-        said: the names of what has been logged as failing; it is logged once.
+        reported: the names of what has been logged as failing; it is logged once.
     """
 
     def __init__(
-        self, functions: Sequence[BoundReward], num_samples: int, failures: FailureCount, said: set[str]
+        self, functions: Sequence[BoundReward], num_samples: int, failures: FailureCount, reported: set[str]
     ) -> None:
         self.functions = functions
         self.values: list[list[float | None]] = [[None] * num_samples for _ in functions]
         self.num_samples = num_samples
         self.failures = failures
-        self.said = said
+        self.reported = reported
         self.failed: set[int] = set()
         failures.num_scored += num_samples
 
@@ -108,8 +109,7 @@ class Tally:
         totals = [self._weighted_sum(sample) for sample in range(self.num_samples)]
         for sample, total in enumerate(totals):
             if sample not in self.failed and not abs(total) <= MAX_REWARD:
-                error = f"ValueError: a reward of {total:g} is beyond {MAX_REWARD:g}, and advantages beyond float32"
-                self._fail(sample, "the weighted sum", error)
+                self._fail(sample, "the weighted sum", f"ValueError: {_too_large(total)}")
         rewards = torch.tensor(totals, dtype=torch.float64)
         rewards[sorted(self.failed)] = float("nan")
         components = {
@@ -124,9 +124,26 @@ class Tally:
         return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
 
     def _fail(self, sample: int, name: str, error: str) -> None:
-        if name not in self.said:
-            self.said.add(name)
+        if name not in self.reported:
+            self.reported.add(name)
             logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
         if sample not in self.failed:
             self.failed.add(sample)
             self.failures.add(name, sample, error)
+
+
+def fail_too_large(rewards: "Tensor") -> "Tensor":
+    """Return rewards [N] with NaN, which is a failure, in place of those beyond :data:`MAX_REWARD`.
+
+    For what an override of ``compute_rewards`` returns: :class:`Tally` has checked its own.
+    """
+    is_too_large = rewards.abs() > MAX_REWARD
+    if not is_too_large.any():
+        return rewards
+    first = _too_large(rewards[is_too_large][0].item())
+    logger.warning("compute_rewards: %s. Such samples are left out, %d of this batch.", first, int(is_too_large.sum()))
+    return rewards.masked_fill(is_too_large, float("nan"))
+
+
+def _too_large(reward: float) -> str:
+    return f"a reward of {reward:g} is beyond {MAX_REWARD:g}, and its gradient's norm beyond float32"

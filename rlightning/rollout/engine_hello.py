@@ -1,9 +1,10 @@
 """What an engine says of itself when it is up, and whether that is what a trainer needs."""
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from rlightning.errors import EngineError
+from rlightning.errors import EngineStartError
 
 if TYPE_CHECKING:
     from rlightning.rollout.engine_link import VLLMConfig
@@ -11,11 +12,13 @@ if TYPE_CHECKING:
 SHOWN = 5
 """Differences that an error names."""
 MISSING = "nothing"
+CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rope_\w+|\w*attention\w*)")
+"""Keys of a model's configuration that are compared even if only one side has them."""
 
 
 def make_hello(**facts: Any) -> dict[str, Any]:
-    """Return the version of rlightning and further ``facts``."""
-    return {"rlightning": _own_version(), **facts}
+    """Return the versions of rlightning and transformers, and further ``facts``."""
+    return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 
 def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
@@ -26,19 +29,25 @@ def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
         hello: of the engine, from :func:`make_hello`.
 
     Raises:
-        EngineError: with what differs, what the engine has and what it should have.
+        EngineStartError: with what differs, what the engine has and what it should have.
     """
     if config.files is None:  # nobody samples from it here
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
     wanted = make_hello(dtype=str(config.dtype), tensor_parallel_size=size)
+    is_same_reader = wanted.pop("transformers") == hello.get("transformers")
     if config.weight_folder is None:
         wanted["device"] = config.device.type  # NCCL connects CUDA devices, and gloo CPUs
     pairs = [(name, hello.get(name, MISSING), value) for name, value in wanted.items()]
     read, facts = hello.get("facts", {}), config.files.facts
     # Another version of transformers may know further keys, each at a value that changes nothing.
-    pairs += [(name, read[name], facts[name]) for name in facts if name in read]
+    names = [
+        name
+        for name in (*facts, *sorted(read.keys() - facts.keys()))
+        if is_same_reader or (name in facts and name in read) or CHANGES_NUMBERS.search(name)
+    ]
+    pairs += [(name, read.get(name), facts.get(name)) for name in names]
     differences = [f"{name} {got}, not {value}" for name, got, value in pairs if got != value]
     length = arguments["max_model_len"]
     if hello.get("max_model_len", 0) < length:
@@ -46,7 +55,7 @@ def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise EngineError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
+        raise EngineStartError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
 
 
 def _whose(config: "VLLMConfig") -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlightning import intervals
-from rlightning.errors import EngineError
+from rlightning.errors import EngineError, EngineStartError
 from rlightning.foreign_text import cut
 from rlightning.rollout.engine_hello import check_hello
 
@@ -230,7 +230,7 @@ class EngineLink(ABC):
 
     def _hear(self, number: int | None, status: str, result: Any) -> None:
         if status == "refused":
-            raise EngineError(f"vLLM refuses the engine's arguments, which rollout.engine adds to: {result}")
+            raise EngineStartError(f"vLLM refuses the engine's arguments, which rollout.engine adds to: {result}")
         if status == "ready":
             check_hello(self.config, result)
             log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))

@@ -17,6 +17,7 @@ from rlightning.rollout.canary import CANARY_TOKENS
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
+from rlightning.rollout.engine_cache import check_cache
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import check_token, parse_url
@@ -207,6 +208,7 @@ class EngineOptions:
         arguments |= derive_settings(work, given, is_cuda=is_cuda)
         if not is_cuda:
             arguments |= read_prompts_whole(given, arguments)
+        check_cache(given, arguments, getattr(module, "model_config", None), is_cuda=is_cuda)
         arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=sharing == 1)
         return VLLMConfig(
             engine_args=arguments,

@@ -282,6 +282,7 @@ class EnginePool:
 
     def _give_up(self, error: EngineError) -> None:
         self._failure = EngineError(f"No engine is left of {len(self.members)}. The last one: {error}")
+        self._failure.__cause__ = error
         waiting, self._backlog = self._backlog, deque()
         for request in waiting:
             request.answer.set_exception(self._failure)

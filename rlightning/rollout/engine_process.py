@@ -17,8 +17,8 @@ import torch
 
 import rlightning
 from rlightning import intervals
-from rlightning.errors import EngineError
-from rlightning.foreign_text import cut
+from rlightning.errors import EngineError, EngineStartError
+from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
 
@@ -96,22 +96,25 @@ class EngineProcess(EngineLink):
         log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and status > 0:
-            return EngineError(f"The engine could not start{code}{find_cause(self._log_lines())} {log_tail}")
+            cause = find_cause(self._log_lines())
+            if cause is not None:
+                return EngineStartError(f"The engine could not start: {cause} (Its log is {self.config.log_file})")
+            return EngineError(f"The engine could not start{code}. {log_tail}")
         return EngineDiedError(f"The engine {how}{code}. {log_tail}")
 
 
-def find_cause(lines: Sequence[str]) -> str:
-    """Return a log's last error that is none of its consequences, with a colon in front; a point if there is none.
+def find_cause(lines: Sequence[str]) -> str | None:
+    """Return a log's last error that is none of its consequences, in a line.
 
     An error without a message, such as a failed assertion, is followed by its place and the code there.
     """
-    cause, place = ".", ""
+    cause, place = None, ""
     for before, line in itertools.pairwise(LOG_PREFIX.sub("", line) for line in ("", *lines)):
         if call := PLACE.search(before):
             place = f" in {call[1]}, {call[2]}: {line.strip()}"
         if (error := CAUSE.search(line)) and NO_CAUSE not in line:
-            cause = f": {error[0]}{'' if ': ' in error[0] else place}"
-    return cause
+            cause = error[0] if ": " in error[0] else error[0] + place
+    return None if cause is None else cut_line(cause)
 
 
 def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:

@@ -186,7 +186,7 @@ def check_complete(faults: Sequence[str]) -> None:
 def model_files(config: VLLMConfig) -> ModelFiles:
     """Return what the trainer has read of the model's files."""
     if config.files is None:
-        raise EngineError("The engine is asked for completions by nobody who has read its model's files.")
+        raise EngineError("VLLMConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model).")
     return config.files
 
 

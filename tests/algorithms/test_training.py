@@ -1,11 +1,12 @@
 """Every algorithm takes real steps through the real Trainer."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import copy_weights, make_data, make_trainer, share_of_ones
+from tiny import copy_weights, make_algorithm, make_data, make_trainer, share_of_ones
 
 from rlightning.algorithms import (
     CISPO,
@@ -59,6 +60,45 @@ def test_two_steps(
         assert trainer.callback_metrics["policy/rollout_gap_max"] < 1e-4
     assert all(weight.isfinite().all() for _, weight in module.named_weights())
     assert any(not torch.equal(weight, before[name]) for name, weight in module.named_weights())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scale", [1e12, -1.1e12, 1e20])
+@pytest.mark.parametrize(
+    ("algorithm", "arguments"),
+    [(DrGRPO, {}), (GRPO, {"scale_by_std": False}), (RLOO, {}), (REINFORCEPlusPlus, {})],
+)
+def test_huge_reward_trains_or_fails_and_skips_no_step(
+    algorithm: type[RLModule], arguments: dict[str, Any], scale: float, model_folder: str, tmp_path: Path
+) -> None:
+    signs = cycle([1.0, -1.0])
+
+    async def huge_for_one_prompt(prompt: str) -> float:
+        return (scale if prompt == "0+0=" else 1.0) * next(signs)
+
+    rewards = [RewardFunction(huge_for_one_prompt)]
+    module = make_algorithm(algorithm, model_folder, rewards=rewards, max_failed_share=0.25, **arguments)
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(module, make_data(tmp_path))
+    metrics = trainer.callback_metrics
+    assert metrics["optim/skipped"] == 0 and metrics["optim/grad_norm"].isfinite()
+    assert metrics["reward/failed"] == (0 if scale == 1e12 else 0.25)  # both samples of one of four prompts
+
+
+@pytest.mark.long
+def test_huge_reward_of_an_override_is_left_out(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Overriding(DrGRPO):
+        def compute_rewards(self, batch: RolloutBatch) -> torch.Tensor:
+            return torch.tensor([1e20, -1e20, *([1.0, -1.0] * 3)])
+
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(make_algorithm(Overriding, model_folder), make_data(tmp_path))
+    assert trainer.callback_metrics["optim/skipped"] == 0
+    assert trainer.callback_metrics["reward/failed"] == 0.25  # 2 of 8
+    assert "compute_rewards: a reward of 1e+20 is beyond 1e+12" in caplog.text
+    assert "left out, 2 of this batch" in caplog.text
 
 
 def test_dapo_refills_until_enough_groups_say_something(model_folder: str, tmp_path: Path) -> None:

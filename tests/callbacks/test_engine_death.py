@@ -17,7 +17,7 @@ from engine_run import Witness, find_core, in_session, make_data, make_module, m
 from tiny import VOCABULARY
 
 from rlightning.data import ValidationSet
-from rlightning.errors import EngineError
+from rlightning.errors import EngineError, EngineStartError, find_mistake
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import limit_waiting
@@ -201,19 +201,20 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {})
-    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1}))
+    trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1 << 50}))
     with pytest.raises(
-        EngineError,
-        match=r"could not start \(exit status 1\): ValueError: No available memory for the cache blocks.*The end of",
-    ):
+        EngineStartError,
+        match=r"^The engine could not start: ValueError: Available memory .*\(Its log is .*/engine\.log\)$",
+    ) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
+    assert find_mistake(caught.value) is caught.value, "the command line shows the line alone"
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
 
 
 def test_arguments_that_vllm_refuses_are_a_line(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_dtype": "nonsense"}))
     with pytest.raises(
-        EngineError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
+        EngineStartError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
     ) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(str(caught.value).splitlines()) == 1

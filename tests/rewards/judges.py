@@ -1,9 +1,11 @@
 """Async reward functions with clients at module level, as judges behind a network have them."""
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from rlightning.rewards import answer_checker
 
@@ -33,6 +35,46 @@ client = Client()
 
 async def judge(completion: str) -> float:
     return await client.ask()
+
+
+def retry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that is no async def itself, and gives the coroutine on."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that runs the coroutine to its end, on a loop of its own."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return asyncio.run(function(*args, **kwargs))
+
+    return call
+
+
+@retry
+async def retried(completion: str) -> float:
+    if completion == "raise":
+        raise ValueError("no answer")
+    if completion == "sleep":
+        await asyncio.sleep(3600)
+    return await client.ask()
+
+
+@run
+async def run_to_its_end(completion: str) -> float:
+    await asyncio.sleep(0)
+    return 1.0
+
+
+def forget_to_await(completion: str) -> Any:
+    """No async def, and no decorator says that it calls one."""
+    return judge(completion)
 
 
 @answer_checker

@@ -1,10 +1,13 @@
 """Finding reward functions, binding their arguments, and every mistake in that."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import stateful
 
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction, RewardRunner
@@ -26,6 +29,21 @@ class Judge:
 
     async def __call__(self, completion: str) -> float:
         return 1.0
+
+
+def retry(function: Any) -> Any:
+    """A decorator as users write it: what it makes is no coroutine function."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@retry
+async def judge(completion: str) -> float:
+    return 1.0
 
 
 class Grader:
@@ -52,6 +70,14 @@ class Grader:
 
     def _count(self) -> None:
         self.calls += 1
+
+    def counting_in_class(self, completion: str) -> float:
+        type(self).best += 1
+        return self.best
+
+    def setting(self, completion: str) -> float:
+        setattr(self, "scale", 2.0)  # noqa: B010
+        return self.scale
 
     @staticmethod
     def static(completion: str) -> float:
@@ -85,6 +111,76 @@ def call_what_remembers(completion: str) -> float:
 def remember(completion: str) -> float:
     seen[completion] = seen.get(completion, 0) + 1
     return seen[completion]
+
+
+def default_list(completion: str, seen: list[str] = []) -> float:  # noqa: B006
+    seen.append(completion)
+    return len(seen)
+
+
+def rebound_default(completion: str, seen: list[str] = []) -> float:  # noqa: B006
+    seen = [*seen, completion]
+    seen.append(completion)
+    return len(seen)
+
+
+numbers = itertools.count()
+
+
+def next_of_module(completion: str) -> float:
+    return next(numbers)
+
+
+def next_of_its_own(completion: str) -> float:
+    characters = iter(completion)
+    return float(next(characters, "") == next((c for c in "x"), ""))
+
+
+def write_globals(completion: str) -> float:
+    globals()["total"] = 1.0
+    return total
+
+
+def count_calls(function: Any) -> Any:
+    """A decorator with a counter."""
+    num_calls = 0
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+@count_calls
+def counted(completion: str) -> float:
+    return 1.0
+
+
+@retry
+def retried_counter(completion: str) -> float:
+    return count_in_module(completion)
+
+
+def count_elsewhere(completion: str) -> float:
+    return stateful.count()
+
+
+def use_object_elsewhere(completion: str) -> float:
+    return stateful.counter.count()
+
+
+def count_inside(completion: str) -> float:
+    number = 0
+
+    def add() -> None:
+        nonlocal number
+        number += 1
+
+    add()
+    return number
 
 
 async def count_async(completion: str) -> float:
@@ -124,11 +220,16 @@ def test_names_and_kinds() -> None:
             RewardFunction(partial(grade, scale=3.0), name="mine"),
             Judge(),
             lambda completion: 1.0,
+            judge,
+            RewardFunction(functools.cache(judge), name="cached"),
+            RewardFunction(partial(Judge()), name="partial"),
+            RewardFunction(retry(partial(retry(Judge().__call__))), name="nested"),
         ]
     )
-    assert [reward.name for reward in rewards] == ["exact_match", "mine", "Judge", "reward"]
-    assert [reward.is_async for reward in rewards] == [False, False, True, False]
-    assert [reward.pickled is None for reward in rewards] == [False, False, True, True]
+    names = ["exact_match", "mine", "Judge", "reward", "judge", "cached", "partial", "nested"]
+    assert [reward.name for reward in rewards] == names
+    assert [reward.is_async for reward in rewards] == [False, False, True, False, True, True, True, True]
+    assert [reward.pickled is None for reward in rewards] == [False, False, True, True, True, True, True, True]
 
 
 def test_check_names_the_nearest_column() -> None:
@@ -184,7 +285,7 @@ def test_mistakes_are_one_line(rewards: Sequence[Any], message: str) -> None:
 def test_functions_of_classes_and_objects_have_dotted_paths(path: str) -> None:
     (reward,) = bind_rewards([RewardFunction(f"test_config.{path}")])
     assert reward.function(completion="x") == {"Grader.of_class": 0.0}.get(path, 1.0)
-    assert reward.pickled is not None and reward.module == "test_config"
+    assert reward.pickled is not None and reward.modules >= {"test_config"}
     assert reward.state is None, "nothing changes"
 
 
@@ -197,6 +298,19 @@ def test_functions_of_classes_and_objects_have_dotted_paths(path: str) -> None:
         (count_in_module, "total"),
         (call_what_remembers, "seen"),
         (partial(count_in_module), "total"),
+        (grader.counting_in_class, "type(self).best"),
+        (grader.setting, "self.scale"),
+        (default_list, "seen"),
+        (rebound_default, None),
+        (next_of_module, "numbers"),
+        (next_of_its_own, None),
+        (write_globals, "globals()"),
+        (counted, "num_calls"),
+        (retried_counter, "total"),
+        (functools.partial(functools.partial(retried_counter)), "total"),
+        (count_elsewhere, "number"),
+        (use_object_elsewhere, "self.number"),
+        (count_inside, None),
         (count_async, None),  # runs in one process
         (compute_locally, None),
     ],

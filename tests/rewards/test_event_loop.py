@@ -12,6 +12,7 @@ from test_runner import MakeRunner, make_runner, make_samples, score, values, wa
 
 from rlightning.algorithms import GRPO
 from rlightning.data import ValidationSet
+from rlightning.errors import RewardError
 from rlightning.rewards import RewardFunction, loop_thread
 
 
@@ -42,6 +43,23 @@ def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None
         assert module.trainer.callback_metrics["val/sums/reward"] == 1
         tiny.make_trainer(tmp_path, 1).test(module, data, verbose=False)
     assert len(judges.client.loops) == 1
+
+
+def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner(RewardFunction("judges.retried", timeout=0.5), judges.run_to_its_end)
+    for _ in range(2):
+        scores = score(runner, ["a", "raise", "sleep", "b"])
+        assert values(scores.components["retried"]) == [1.0, None, None, 1.0]
+        assert values(scores.components["run_to_its_end"]) == [1.0] * 4
+    assert len(judges.client.loops) == 1
+
+
+@pytest.mark.processes
+def test_coroutine_for_a_reward_is_explained(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner("judges.forget_to_await", max_failed_share=0.0)
+    rule = r"TypeError: a reward must be a number or None, this one is a coroutine, <.*>\. Make it an async def\.$"
+    with pytest.raises(RewardError, match=rule):
+        score(runner, ["a"])
 
 
 def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunner) -> None:  # noqa: F811

@@ -1,5 +1,6 @@
 """Reward functions whose files are edited while a run goes on."""
 
+import importlib
 import logging
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from test_runner import MakeRunner, make_runner, score, values  # noqa: F401 (a 
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import RewardError
-from rlightning.rewards.sources import KeptSources
+from rlightning.rewards.sources import KeptFinder, KeptSources
 from rlightning.run_settings import describe_changes
 
 FILES = {
@@ -32,6 +33,29 @@ FILES = {
     "edited_rewards/tables.py": "WEIGHT = 2.0\n",
     "edited_helper.py": "SCALE = 3.0\n",
     "edited_late.py": "FACTOR = 5.0\n",
+    # an object whose class and method come from two other modules, and is named by a third
+    "edited_class.py": (
+        "import os\n"
+        "class Judge:\n"
+        "    def __init__(self, score):\n"
+        "        self.score = score\n"
+        "    def __call__(self, completion):\n"
+        "        if completion == 'die':\n"
+        "            os._exit(1)\n"
+        "        return self.score(completion)\n"
+    ),
+    "edited_score.py": "def score(completion):\n    return 2.0\n",
+    "edited_judge.py": "from edited_class import Judge\nfrom edited_score import score\njudge = Judge(score)\n",
+    # imports that are found by more than an import statement at the top
+    "edited_async.py": (
+        "import importlib\n"
+        "async def grade(completion):\n"
+        "    from edited_folder.nested import table\n"
+        "    named = importlib.import_module('edited_named')\n"
+        "    return table.VALUE * named.VALUE\n"
+    ),
+    "edited_folder/nested/table.py": "VALUE = 3.0\n",
+    "edited_named.py": "VALUE = 7.0\n",
 }
 
 
@@ -40,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a package with a reward, and of two modules that it imports: one of them when it is called."""
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     for name in [name for name in sys.modules if name.startswith("edited_")]:
         monkeypatch.delitem(sys.modules, name)
@@ -80,6 +104,36 @@ def test_workers_run_the_source_of_the_runs_beginning(
 
 
 @pytest.mark.processes
+def test_workers_keep_every_module_that_an_object_is_made_of(
+    folder: Path,
+    make_runner: MakeRunner,  # noqa: F811
+) -> None:
+    named = make_runner("edited_judge.judge", num_workers=1)
+    given = make_runner(importlib.import_module("edited_judge").judge, num_workers=1)
+    assert named.sources.modules.keys() == {"edited_judge", "edited_class", "edited_score"}
+    assert given.sources.modules.keys() == {"edited_class", "edited_score"}, "what its pickle names"
+    (folder / "edited_score.py").write_text("def score(completion):\n    return 100.0\n")
+    for runner in (named, given):
+        assert values(score(runner, ["", "die", "", ""]).rewards) == [2.0, None, 2.0, 2.0]
+
+
+def test_async_reward_imports_the_source_of_the_runs_beginning(
+    folder: Path,
+    make_runner: MakeRunner,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = make_runner("edited_async.grade")
+    (folder / "edited_named.py").write_text("VALUE = 100.0\n")
+    (folder / "edited_folder" / "nested" / "table.py").write_text("VALUE = 100.0\n")
+    with caplog.at_level(logging.WARNING):
+        assert values(score(runner, ["", ""]).rewards) == [21.0, 21.0]  # 3 x 7
+    said = [record.getMessage().partition(" has changed")[0] for record in caplog.records]
+    assert sorted(said) == [f"{folder}/edited_folder/nested/table.py", f"{folder}/edited_named.py"]
+    runner.close()
+    assert not any(isinstance(finder, KeptFinder) for finder in sys.meta_path)
+
+
+@pytest.mark.processes
 def test_traceback_shows_the_source_that_ran(folder: Path, make_runner: MakeRunner) -> None:  # noqa: F811
     runner = make_runner("edited_rewards.grade.grade", max_failed_share=0.0)
     edit(folder)
@@ -100,8 +154,10 @@ def test_sources_are_the_users_own_modules_and_their_imports(folder: Path) -> No
     sources = KeptSources(["edited_rewards.grade"])
     own = ["edited_helper", "edited_late", "edited_rewards", "edited_rewards.grade", "edited_rewards.tables"]
     assert sorted(sources.modules) == own
+    own = ["edited_async", "edited_folder.nested.table", "edited_named"]
+    assert sorted(KeptSources(["edited_async"]).modules) == own
     assert KeptSources(["rlightning.rewards.functions", "numpy", "json", "builtins", "no_such_module"]).modules == {}
-    assert "edited_late" not in sys.modules, "nothing is imported for it"
+    assert not {"edited_late", "edited_named", "edited_folder"} & sys.modules.keys(), "nothing is imported for it"
 
 
 def test_digest_differs_where_any_source_does(folder: Path) -> None:
@@ -112,15 +168,23 @@ def test_digest_differs_where_any_source_does(folder: Path) -> None:
     assert KeptSources([]).digest == ""
 
 
-def test_resumed_run_says_that_rewards_are_others(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "edited"),
+    [
+        ("edited_rewards.grade.grade", "edited_helper.py"),
+        ("edited_async.grade", "edited_named.py"),
+        ("edited_judge.judge", "edited_score.py"),
+    ],
+)
+def test_resumed_run_says_that_rewards_are_others(path: str, edited: str, folder: Path) -> None:
     def make_settings() -> dict[str, object]:
-        module = GRPO(model, rewards=["edited_rewards.grade.grade"])
+        module = GRPO(model, rewards=[path])
         module.trainer = tiny.bare_trainer(folder, 1)
         return module.settings
 
     model = tiny.save_model(folder / "model")
     first = make_settings()
     assert describe_changes(first, make_settings()) is None
-    (folder / "edited_helper.py").write_text("SCALE = 4.0\n")
+    (folder / edited).write_text(f"{FILES[edited]}# edited\n")
     said = describe_changes(first, make_settings())
     assert said is not None and said.splitlines()[-1].split()[0] == "model.rewards.source"

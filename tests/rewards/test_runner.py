@@ -106,11 +106,12 @@ def test_score_sums_weighted_rewards_in_float64(make_runner: MakeRunner) -> None
     assert scores.rewards.tolist() == pytest.approx([99.9, 99.9], rel=1e-15)
 
 
-def test_score_total_beyond_float32_fails_the_sample(make_runner: MakeRunner) -> None:
+def test_score_total_beyond_the_limit_fails_the_sample(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction(lambda value: value, weight=2.0, name="large"))
-    scores = score(runner, ["", "", ""], value=[1.0, 1e39, 1e308])
-    assert values(scores.rewards) == [2.0, None, None]
-    assert scores.failed == 2
+    large = [5e11, -5e11, 5.1e11, -5.1e11, 1e20, 1e39, 1e308]
+    scores = score(runner, [""] * 8, value=[1.0, *large])
+    assert values(scores.rewards) == [2.0, 1e12, -1e12, None, None, None, None, None]
+    assert scores.failed == 5
 
 
 def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:

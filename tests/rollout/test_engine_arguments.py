@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
@@ -15,9 +16,14 @@ from rlightning.rollout.engine_options import EngineOptions
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
-def configure(device: torch.device, max_prompt_tokens: int | None = 16, **engine: Any) -> dict[str, Any]:
+CONFIG = Qwen3Config(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64)
+
+
+def configure(
+    device: torch.device, max_prompt_tokens: int | None = 16, model_config: Qwen3Config | None = None, **engine: Any
+) -> dict[str, Any]:
     """Arguments of a run's engine: prompts of 16 tokens and 40 more, of a model of 256 positions."""
-    module = SimpleNamespace(model_path="unused", max_model_length=256)
+    module = SimpleNamespace(model_path="unused", max_model_length=256, model_config=model_config)
     options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | engine)
     (config,) = options.configure(module, device, Sampling(max_new_tokens=40), max_prompt_tokens, Path("unused"))
     return config.engine_args
@@ -95,6 +101,37 @@ def test_max_model_len_holds_prompt_and_completion(device: torch.device, monkeyp
         )
         with pytest.raises(ConfigError, match=message):
             configure(device, max_model_len=length)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "least"),
+    [
+        (CPU, {"num_gpu_blocks_override": 1}, 2),  # 56 tokens are in one block of 128
+        (CPU, {"num_gpu_blocks_override": 4, "block_size": 16}, 5),  # in four of 16
+        (GPU, {"num_gpu_blocks_override": 1}, 2),
+        # 4 layers x 2 heads x (keys and values of 16 numbers) = 256 numbers a token
+        (CPU, {"kv_cache_memory_bytes": 4096}, 2 * 128 * 256 * 4),
+        (CPU, {"kv_cache_memory_bytes": 81919, "block_size": 16}, 5 * 16 * 256 * 4),
+        (GPU, {"kv_cache_memory_bytes": 40959}, 5 * 16 * 256 * 2),
+        (GPU, {"kv_cache_memory_bytes": 20479, "kv_cache_dtype": "fp8"}, 5 * 16 * 256),
+    ],
+)
+def test_kv_cache_holds_the_longest_sequence(
+    device: torch.device, engine: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    name, value = next(iter(engine.items()))
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.engine\.{name}={value} must be at least {least}: .* Leave it out"
+    ):
+        configure(device, model_config=CONFIG, **engine)
+    assert configure(device, model_config=CONFIG, **engine | {name: least})[name] == least
+
+
+def test_kv_cache_of_sliding_windows_is_vllms_matter() -> None:
+    config = Qwen3Config(**CONFIG.to_dict() | {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8})
+    given = {"kv_cache_memory_bytes": 4096, "num_gpu_blocks_override": 1}
+    assert given.items() <= configure(CPU, model_config=config, **given).items()
 
 
 def test_max_model_len_without_a_known_prompt_holds_a_completion() -> None:

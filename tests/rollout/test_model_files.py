@@ -25,8 +25,9 @@ def write(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(known | values))
 
 
-def hello_of(files: ModelFiles, **changes: Any) -> dict[str, Any]:
+def hello_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
     """Of an engine that has read ``files``."""
+    assert files is not None
     facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
     return make_hello(facts=dict(files.facts), **facts | changes)
 
@@ -85,6 +86,33 @@ def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> Non
         "The engine is not for this run. It has rms_norm_eps 0.5, not 1e-06; generation_config.eos_token_id [0, 3], "
         f"not 0; end_token_ids [0, 3], not [0]. The files of {folder} must stay as they were when the run began."
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_same_version", "is_refused"),
+    [
+        ("quantization_config", {"bits": 4}, False, True),
+        ("rope_window", 7, False, True),
+        ("my_attention_scale", 2.0, False, True),
+        ("another_scale", 2.0, True, True),
+        ("another_scale", 2.0, False, False),  # perhaps a key that only the other version has, at its default
+        ("another_scale", None, True, False),
+    ],
+)
+def test_key_that_one_side_alone_has_is_compared(
+    key: str, value: object, is_same_version: bool, is_refused: bool, folder: Path
+) -> None:
+    hello = {} if is_same_version else {"transformers": "1.0"}
+    without = config_of(folder)
+    hello_without = hello_of(without.files, **hello)
+    write(folder / "config.json", **{key: value})
+    with_key = config_of(folder)
+    for config, other in ((without, hello_of(with_key.files, **hello)), (with_key, hello_without)):
+        if is_refused:
+            with pytest.raises(EngineError, match=rf"It has {key}\S* \S+, not \S+\."):
+                check_hello(config, other)
+        else:
+            check_hello(config, other)
 
 
 @pytest.mark.parametrize(

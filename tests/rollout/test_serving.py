@@ -280,6 +280,7 @@ def test_the_command_refuses_what_it_cannot_do(
         ("--port",): "--port: its value is missing",
         ("--config", "run.yaml", "--prot", "1"): "prot: there is no such key",
         ("--config", "run.yaml", "--rollout.engine.max_num_sqs", "1"): "max_num_sqs",
+        ("--config", "run.yaml", "--rollout.engine.num_gpu_blocks_override", "1"): "override=1 must be at least 2",
     }
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
@@ -294,6 +295,11 @@ def test_the_command_refuses_what_it_cannot_do(
         done = rlightning(project, "serve", "--config", "run.yaml", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .*nobody can listen there.*\n", done.stderr), done.stderr
+    too_large = ("--rollout.engine.kv_cache_memory_bytes", str(1 << 50))
+    done = rlightning(project, "serve", "--config", "run.yaml", "--port", "0", *too_large)
+    assert (done.returncode, done.stdout) == (2, "")
+    rule = r"error: The engine could not start: ValueError: Available memory .* \(Its log is .*\.log\)"
+    assert re.fullmatch(rule, done.stderr.splitlines()[-1]), done.stderr
     assert rlightning(project, "serve", "--help").stdout.startswith("usage: rlightning serve")
 
 
@@ -374,6 +380,11 @@ def sample_colder(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
 
 
+def quantize(folder: Path) -> None:
+    """Sets a key that the engine's own copy has not."""
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "differences"),
@@ -381,6 +392,7 @@ def sample_colder(folder: Path) -> None:
         (end_elsewhere, r"end_token_ids \[0\], not \[0, 5\]"),
         (swap_tokens, r"It has tokenizer [0-9a-f]{12}, not [0-9a-f]{12}\. Start"),
         (rotate_otherwise, r"rope_theta [\d.]+, not 123\.0"),
+        (quantize, r"quantization_config\.quant_method None, not gptq; quantization_config\.bits None, not 4\. Start"),
         (sample_colder, r"generation_config\.temperature \S+, not 0\.5"),
     ],
 )
