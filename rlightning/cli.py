@@ -25,7 +25,7 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
-from rlightning.config_files import load_yaml, replace_files, use_strict_yaml
+from rlightning.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
 from rlightning.config_keys import ConfigKeys
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
@@ -73,6 +73,11 @@ class RLArgumentParser(LightningArgumentParser):
             if takes_text(getattr(action, "_typehint", None)):
                 vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
         return added
+
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Build objects of a configuration's classes; their arguments are Python's own texts."""
+        built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+        return built
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the gist of jsonargparse's message and exit with 2."""
@@ -156,7 +161,7 @@ class RLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Check every key by hand, then let jsonargparse parse."""
-        command, options = args[0], spell_out_options(args[1:])
+        command, options = args[0], mark_files(spell_out_options(args[1:]))
         keys = ConfigKeys(
             self._subcommand_parsers[command],
             {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
@@ -166,7 +171,7 @@ class RLCLI(LightningCLI):
         if not asks_for_help:
             keys.check_options(options)
             check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
-            options = replace_files(options, keys.files)
+            options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
             if "model" not in keys.classes:
                 raise ConfigError(
                     "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
@@ -311,7 +316,7 @@ def expand_home(values: Any) -> Any:
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values
         for key, value in entries.items():
-            entries[key] = expand_home(value)
+            entries[key] = expand_home(plain_texts(value) if key == "dict_kwargs" else value)
     elif isinstance(values, list):
         values[:] = [expand_home(value) for value in values]
     elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
