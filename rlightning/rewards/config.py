@@ -11,7 +11,7 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.lookup import check_kind, import_function, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
-from rlightning.secret_arguments import resolve_secrets
+from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
@@ -130,6 +130,8 @@ def _bind(reward: RewardFunction) -> BoundReward:
             f"for. {did_you_mean(answer_check.parameter, by_keyword)}"
         )
     columns = {p.name: p.name for p in free} | reward.columns
+    arguments = resolve_secrets(reward.arguments, f"Reward '{name}'")
+    hide_secrets(mask_secrets(arguments)[1])
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     pickled = None if is_async else _pickle(function)
     return BoundReward(
@@ -139,7 +141,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         timeout=reward.timeout,
         is_async=is_async,
         pickled=pickled,
-        arguments=resolve_secrets(reward.arguments, f"Reward '{name}'"),
+        arguments=arguments,
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,

@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlightning.errors import RewardError
-from rlightning.foreign_text import cut
+from rlightning.foreign_text import cut, hidden
 from rlightning.rewards.calls import Answered, Call, Outcome, Report
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.worker import WorkerFunction
@@ -60,7 +60,7 @@ class Worker:
             )
         self.deadline = time.monotonic() + START_TIMEOUT
         with contextlib.suppress(OSError):  # one that is dead already is met as such when it is listened to
-            self.connection.send((list(functions), sources.modules))
+            self.connection.send((list(functions), sources.modules, hidden()))
 
     def kill(self) -> int:
         """End the process and what its functions started; gives its exit code."""
