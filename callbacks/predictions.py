@@ -116,29 +116,39 @@ class JSONLPredictions(RLCallback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Keep what is there, under the name that says it is not whole."""
         file, self._file, self._earlier = self._file, None, {}
-        if file is not None and file.partial.exists():
-            file.close()
+        if file is None:
+            return
+        file.close()
+        if file.is_begun:
             rest = "the same command goes on from there"
             logger.info("%d prompts' completions are in %s; %s", file.num_prompts, file.partial, rest)
 
     def _prepare(self, trainer: Any, module: Any) -> PredictionFile:
         """Read what earlier runs have left, of all ranks, and have the data module leave it out."""
-        paths = self._rank_paths(trainer)
-        own = paths[rank_in(trainer)]
-        if own.exists():
-            raise ConfigError(
-                f"path='{own}' is there already and is not overwritten. Name another file, or move it away."
-            )
+        paths, rank = self._rank_paths(trainer), rank_in(trainer)
         data: Any = getattr(trainer, "datamodule", None)
         files = [PredictionFile(path, sampling_settings(trainer, module, data)) for path in paths]
-        self._earlier = {}
-        for file in files:
-            self._earlier |= file.read()
+        if self._file is not None:
+            self._file.close()
+        own = self._file = files[rank]
+        own.lock()
+        try:
+            self._earlier = self._read_earlier(own, files)
+        except ConfigError:
+            own.close()
+            raise
         if hasattr(data, "leave_out"):
             data.leave_out(self.is_done if self._earlier else None)
         self._written.clear()
-        self._file = files[paths.index(own)]
-        return self._file
+        return own
+
+    def _read_earlier(self, own: PredictionFile, files: list[PredictionFile]) -> dict[int, int]:
+        """Read the files of all ranks. They finish one after the other: a kill may leave one whole and one partial."""
+        if own.path.exists() and not any(file.is_begun for file in files if len(files) > 1):
+            raise ConfigError(
+                f"path='{own.path}' is there already and is not overwritten. Name another file, or move it away."
+            )
+        return {index: text for file in files for index, text in file.read().items()}
 
     def _rank_paths(self, trainer: Any) -> list[Path]:
         """The final names of all ranks' files; refuses those of another number of ranks."""

@@ -15,6 +15,7 @@ from rlightning.callbacks.completions_table import completion_rows, spread_by_re
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.distributed.execution_mode import is_controller
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 from rlightning.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
@@ -131,7 +132,7 @@ class RunReport(PhaseTimer):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Write the report of a run that was cut short."""
         super().on_exception(trainer, module, exception)
-        reason = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
+        reason = f"{type(exception).__name__}: {cut_line(exception)}".removesuffix(": ")
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else f"stopped by {reason}"
         self._write(trainer, module, status)
         self._stop_clock()
@@ -205,7 +206,7 @@ class RunReport(PhaseTimer):
 def settings_of(module: Any) -> dict[str, Any]:
     """The module's hyperparameters that fit into a table cell."""
     found = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
-    found |= dict(getattr(module, "hparams", {}))
+    found |= dict(getattr(module, "hparams_initial", {}))
     algorithm = {} if module is None else {"algorithm": type(module).__name__}
     return algorithm | {n: v for n, v in found.items() if isinstance(v, str | int | float | None)}
 

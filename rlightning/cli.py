@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
-from rlightning.config_files import load_yaml, replace_files, use_strict_yaml
+from rlightning.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
 from rlightning.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
@@ -38,7 +39,7 @@ from rlightning.module import RLModule
 from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.policy_module import PolicyModule
 from rlightning.run_settings import flatten
-from rlightning.secret_arguments import mask_secrets
+from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
 from rlightning.trainer_options import check_callbacks, check_precision, check_step_options, check_unused_options
 
@@ -65,6 +66,8 @@ class RLArgumentParser(LightningArgumentParser):
     """A parser whose errors are one line, without the usage of two hundred options."""
 
     keys: ConfigKeys | None = None
+    secrets: Mapping[str, str] = {}
+    """Of this command line, by the names that its configuration has for them."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
         """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
@@ -73,6 +76,12 @@ class RLArgumentParser(LightningArgumentParser):
             if takes_text(getattr(action, "_typehint", None)):
                 vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
         return added
+
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
+        built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+        resolved: Namespace = resolve_secrets(built, "the configuration", RLArgumentParser.secrets)
+        return resolved
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the gist of jsonargparse's message and exit with 2."""
@@ -95,15 +104,12 @@ class SaveRunConfig(SaveConfigCallback):
             return
         self.already_saved = True
         text = self.parser.dump(self.config, skip_none=False)
-        content = load_yaml(text)
-        masked = mask_secrets(content)
-        text = text if masked == content else yaml.safe_dump(masked, sort_keys=False)
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = len(list(folder.glob("config*.yaml")))
         (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
         for logger in trainer.loggers:
-            logger.log_hyperparams(masked)
+            logger.log_hyperparams(load_yaml(text))
 
 
 class RLCLI(LightningCLI):
@@ -156,7 +162,7 @@ class RLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Check every key by hand, then let jsonargparse parse."""
-        command, options = args[0], spell_out_options(args[1:])
+        command, options = args[0], mark_files(spell_out_options(args[1:]))
         keys = ConfigKeys(
             parameters_of(self._subcommand_parsers[command]),
             {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
@@ -165,7 +171,7 @@ class RLCLI(LightningCLI):
         if not asks_for_help(options):
             keys.check_options(options)
             check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
-            options = replace_files(options, keys.files)
+            options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
             check_model(keys)
         self.config = parser.parse_args([command, *options])
 
@@ -176,6 +182,8 @@ class RLCLI(LightningCLI):
         """Settle what depends on several keys, before anything is built."""
         config = self.config[self.subcommand]
         expand_home(config)
+        self.mask_secrets()
+        config = self.config[self.subcommand]
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
             trainer["default_root_dir"] = new_run_folder()
@@ -199,12 +207,25 @@ class RLCLI(LightningCLI):
         if trainer["barebones"]:
             trainer["log_every_n_steps"] = trainer["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
 
+    def mask_secrets(self) -> None:
+        """Keep secrets out of the configuration, which goes into files and loggers; objects get them when built."""
+        masked, RLArgumentParser.secrets = mask_secrets(self.config[self.subcommand])
+        self.config[self.subcommand] = masked
+        check_references(masked, RLArgumentParser.secrets)
+        hide_secrets(RLArgumentParser.secrets)
+        if RLArgumentParser.secrets:
+            log.info(
+                "Secrets are in no file of this run and no logger. What goes on from its config.yaml needs them in the "
+                "environment: %s.",
+                ", ".join(RLArgumentParser.secrets),
+            )
+
     def instantiate_classes(self) -> None:
         """Build everything, and tell the module the whole configuration, which its checkpoints keep."""
         super().instantiate_classes()
         if isinstance(self.model, PolicyModule):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
-            self.model.configuration = flatten(mask_secrets(yaml.safe_load(text)))
+            self.model.configuration = flatten(load_yaml(text))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
@@ -306,7 +327,7 @@ def expand_home(values: Any) -> Any:
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values
         for key, value in entries.items():
-            entries[key] = expand_home(value)
+            entries[key] = expand_home(plain_texts(value) if key == "dict_kwargs" else value)
     elif isinstance(values, list):
         values[:] = [expand_home(value) for value in values]
     elif isinstance(values, str) and (values == "~" or values.startswith("~/")):

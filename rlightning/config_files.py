@@ -6,14 +6,16 @@ alike.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import set_dumper
+from jsonargparse import Namespace, set_dumper
 from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
+from jsonargparse.typing import register_type
 
 from rlightning.errors import ConfigError, did_you_mean
 
@@ -39,9 +41,32 @@ _RESOLVERS = {
 """What a plain scalar is, by YAML 1.2's core schema and the merge key: a pattern, and the letters it may begin with."""
 
 
+class WrittenText(str):
+    """A text in quotes that would be something else without them, such as ``"010"``: jsonargparse reads it no more.
+
+    It reads a value of type ``str`` as YAML, another time where the type hint is ``Any``.
+    """
+
+
+register_type(WrittenText, serializer=lambda text: text)
+
+
+def plain_texts(value: Any) -> Any:
+    """Return a value, or mappings and lists with some, in which each :class:`WrittenText` is a ``str``."""
+    if isinstance(value, WrittenText):
+        return str.__str__(value)
+    if isinstance(value, Namespace):
+        return Namespace({name: plain_texts(inner) for name, inner in vars(value).items()})
+    if type(value) is dict:
+        return {name: plain_texts(inner) for name, inner in value.items()}
+    return type(value)(map(plain_texts, value)) if type(value) in (list, tuple) else value
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes texts that either version of YAML would take for something else."""
 
+
+_Dumper.add_representer(WrittenText, yaml.SafeDumper.represent_str)
 
 for _name in ("int", "float"):
     _pattern, _letters = _RESOLVERS[_name]
@@ -54,6 +79,7 @@ def use_strict_yaml() -> None:
     loader.yaml_implicit_resolvers = {}
     for name, (pattern, letters) in _RESOLVERS.items():
         loader.add_implicit_resolver(f"{_TAG}{name}", re.compile(rf"^(?:{pattern})$"), letters)
+    loader.add_constructor(f"{_TAG}str", _construct_text)
     loader.add_constructor(f"{_TAG}int", _construct_int)
     loader.add_constructor(f"{_TAG}float", _construct_float)
     loader.add_constructor(f"{_TAG}merge", loader.construct_yaml_str)
@@ -64,7 +90,7 @@ def use_strict_yaml() -> None:
 def load_yaml(text: str) -> Any:
     """Read YAML by version 1.2: ``yes`` and ``1:30`` are texts. Keys are texts, too, and no mapping has one twice."""
     use_strict_yaml()
-    return yaml.load(text, Loader=get_yaml_default_loader())
+    return plain_texts(_load(text))
 
 
 def dump_yaml(content: Any) -> str:
@@ -150,6 +176,57 @@ def replace_files(options: list[str], contents: list[Any]) -> list[str]:
     return replaced
 
 
+def nest_names(values: dict[str, Any], key: str) -> None:
+    """Replace ``a.b: x`` by ``a: {b: x}``, in place.
+
+    Args:
+        values: a mapping of a file whose values have keys themselves.
+        key: where it stands, for the error.
+
+    Raises:
+        ConfigError: ``a`` is there too, as anything but a mapping.
+    """
+    for written in [name for name in values if "." in name]:
+        name, _, rest = written.partition(".")
+        earlier = values.get(name, {})
+        if not isinstance(earlier, dict):
+            raise ConfigError(f"{key}.{name}: the file sets this key twice. Remove one of them.")
+        values[name] = {**earlier, rest: values.pop(written)}
+
+
+def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
+    """Return command line options that set each mapping to an empty one before the first option of a key in it."""
+    begun = list(options)
+    for key in keys:
+        place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
+        begun.insert(place, f"--{key}={{}}")
+    return begun
+
+
+def mark_files(options: list[str]) -> list[str]:
+    """Return command line options in which the name of an existing file is a :class:`WrittenText` if YAML alters it.
+
+    Args:
+        options: what follows the command.
+    """
+
+    def is_marked(text: str) -> bool:
+        try:
+            read = text if text in ("null", "~", "") else load_yaml(text)
+        except yaml.YAMLError:
+            return False
+        return isinstance(read, dict | list | None) and os.path.isfile(text)
+
+    marked: list[str] = []
+    for option in options:
+        name, _, value = option.partition("=")
+        if option.startswith("--"):
+            marked += [name, WrittenText(value)] if is_marked(value) else [option]
+        else:
+            marked.append(WrittenText(option) if is_marked(option) else option)
+    return marked
+
+
 def _load_json(text: str, path: str) -> Any:
     """Read JSON, a hundred times as fast as by YAML's reader; no mapping has a key twice."""
 
@@ -173,6 +250,20 @@ def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
         line = content[: error.position].count(b"\n") + 1
         return line, f"U+{error.character:04X} is a control character: write it as an escape in double quotes"
     return "?", str(error)
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=get_yaml_default_loader())
+
+
+def _construct_text(loader: Any, node: yaml.ScalarNode) -> str:
+    text: str = loader.construct_scalar(node)
+    if not node.style:
+        return text
+    try:
+        return text if _load(text) == text else WrittenText(text)
+    except (yaml.YAMLError, ValueError):
+        return WrittenText(text)
 
 
 def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
@@ -212,7 +303,7 @@ def _check_keys(node: Any) -> None:
             raise yaml.constructor.ConstructorError(None, None, rule, key.start_mark)
         lines[key.value] = key.start_mark.line + 1
         if not is_merge:
-            key.tag = f"{_TAG}str"
+            key.tag, key.style = f"{_TAG}str", None
             continue
         for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
             if isinstance(part, yaml.MappingNode):

@@ -17,7 +17,15 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser
 
-from rlightning.config_files import load_yaml, merge_mappings, read_config, read_keys
+from rlightning.config_files import (
+    WrittenText,
+    load_yaml,
+    merge_mappings,
+    nest_names,
+    plain_texts,
+    read_config,
+    read_keys,
+)
 from rlightning.config_types import (
     flatten_union,
     is_configurable,
@@ -43,6 +51,7 @@ class ConfigKeys:
         parameters: the command's keys, see :func:`parameters_of`.
         classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
         seen: every key met, in full.
+        unset_mappings: keys in which options set a key of an item, where nothing has set an item before.
         files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
     """
 
@@ -51,8 +60,10 @@ class ConfigKeys:
         self.classes: dict[str, Any] = dict(classes)
         self.seen: list[str] = []
         self.files: list[Any] = []
+        self.unset_mappings: list[str] = []
         self._mappings: dict[str, dict[str, Any]] = {}  # by key, as the files so far have set them
         self._is_in_file = False
+        self._begun: set[str] = set()  # the keys of mappings that are set
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
@@ -115,6 +126,8 @@ class ConfigKeys:
     def check_value(self, value: Any, hint: Any, key: str) -> None:
         """Check what a key is set to, as far as it names classes or holds keys of its own."""
         options = list(flatten_union(hint))
+        if any(is_mapping(option) for option in options):
+            self._begin(value, options, key)
         # A later file's list replaces an earlier one, with all that is in it.
         if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
             self._merge(value, key.replace(".init_args.", "."))
@@ -151,6 +164,17 @@ class ConfigKeys:
         if key in self._leaves:
             raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
         self._leaves.add(key)
+
+    def _begin(self, value: Any, options: list[Any], key: str) -> None:
+        """Nest dotted names of items that have keys; note a mapping of which an option sets such a key first."""
+        items = (item for option in options if is_mapping(option) for item in item_hints(option))
+        has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
+        if isinstance(value, dict) and has_keys and any("." in name for name in value):
+            if self._is_in_file:
+                nest_names(value, key)
+            elif key.replace(".init_args.", ".") not in self._begun:
+                self.unset_mappings.append(key)
+        self._begun.add(key.replace(".init_args.", "."))
 
     def _merge(self, value: Any, key: str) -> None:
         """Extend a mapping of a file by what earlier files have set its key to, where jsonargparse would replace it."""
@@ -239,6 +263,8 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
 
 def parse_value(text: str) -> Any:
     """What an option's text means as YAML, or the text itself."""
+    if isinstance(text, WrittenText):
+        return plain_texts(text)
     try:
         return load_yaml(text)
     except yaml.YAMLError:

@@ -1,7 +1,10 @@
 """Text that comes from outside of the package, such as exceptions' messages and processes' logs, cut to a length.
 
-Whatever quotes such text in a log line or an error passes it through one of these functions. Standard library only.
+Whatever quotes such text in a log line or an error passes it through one of these functions. Secrets that they are told
+of (:func:`hide`) are left out. Standard library only.
 """
+
+from collections.abc import Mapping
 
 MAX_CHARACTERS = 8000
 """Of a traceback or of the end of a log."""
@@ -10,6 +13,33 @@ LINE_CHARACTERS = 300
 VALUE_CHARACTERS = 60
 """Of a value in a line of ours."""
 
+_SHORTEST_SECRET = 4
+"""Characters; what is shorter is a part of other words."""
+
+_references: dict[str, str] = {}
+
+
+def hide(references: Mapping[str, str]) -> None:
+    """Write references in place of secrets from now on, in this process.
+
+    Args:
+        references: by the secret; of several words, the last is hidden alone too, as that of "Bearer ...".
+    """
+    for secret, reference in references.items():
+        _references.update({t: reference for t in (secret, *secret.split()[-1:]) if len(t) >= _SHORTEST_SECRET})
+
+
+def hidden() -> dict[str, str]:
+    """Return what :func:`hide` was told, for another process."""
+    return dict(_references)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with references in place of secrets."""
+    for secret in sorted(_references, key=len, reverse=True):  # others may be parts of a longer one
+        text = text.replace(secret, _references[secret])
+    return text
+
 
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
     """Return a text without its middle where it is longer than ``limit`` characters.
@@ -17,6 +47,7 @@ def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
     The start and the end stay: a traceback has its cause last, a long message what it is about first. Characters that
     no file can hold (lone surrogates) are written as escapes.
     """
+    text = without_secrets(text)
     if len(text) > limit:
         half = limit // 2
         gap = f"\n[... {len(text) - 2 * half} characters left out ...]\n"
@@ -26,7 +57,7 @@ def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
     """Return a text, or an exception's message, in one line of at most ``limit`` characters."""
-    line = " ".join(str(text).split())
+    line = " ".join(without_secrets(str(text)).split())
     line = line if len(line) <= limit else f"{line[: limit - 3]}..."
     return line.encode("utf-8", "backslashreplace").decode()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
 from rlightning.prompt_batches import PromptBatchModule
 from rlightning.run_settings import describe_changes
+from rlightning.secret_arguments import conceal
 from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -176,8 +178,16 @@ class PolicyModule(PromptBatchModule):
         prepare_optimizers(self, self.trainer.optimizers, self.trainer.lr_scheduler_configs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the settings in force."""
+        """Keep the settings in force, and no secrets among hyperparameters."""
         checkpoint[SETTINGS] = self.settings
+        for key in (self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
+            if key in checkpoint:
+                checkpoint[key] = conceal(checkpoint[key])
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What ``save_hyperparameters`` was called with, for loggers and the report: references in place of secrets."""
+        return conceal(super().hparams_initial)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say which settings differ from the checkpoint's: those in force decide."""

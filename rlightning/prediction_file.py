@@ -4,10 +4,13 @@ While it grows it is ``<name>.partial``: a line a prompt, as completions come. B
 what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order of the prompts.
 """
 
+import fcntl
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +18,8 @@ from typing import Any, BinaryIO
 from rlightning.atomic_save import written_aside
 from rlightning.errors import ConfigError
 from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
 
 _BEGINNING = b'{"index": '
 _INDEX = re.compile(rb'\{"index": (-?\d+),')
@@ -42,7 +47,13 @@ class PredictionFile:
         self._settings_path = path.with_name(f"{path.name}.partial.settings")
         self._settings = json.loads(to_json(settings))
         self._num_bytes = 0  # of whole lines
-        self._file: BinaryIO | None = None
+        self._lock: BinaryIO | None = None  # of the partial file
+        self._file: BinaryIO | None = None  # the same, once something may be written to it
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run has begun to write it, and has not finished it."""
+        return self._settings_path.exists()
 
     @property
     def is_open(self) -> bool:
@@ -58,6 +69,10 @@ class PredictionFile:
         self.num_prompts = self.num_completions = self._num_bytes = 0
         self._check_settings()
         found: dict[int, int] = {}
+        for line in _lines(self.path):
+            row = json.loads(line)
+            found[row["index"]] = hash(row["prompt"])
+            self.num_completions += len(row["completions"])
         for number, line in enumerate(_lines(self.partial), 1):
             try:
                 if not line.endswith(b"\n"):
@@ -65,21 +80,43 @@ class PredictionFile:
                         break  # the kill came in the middle of it
                     raise ValueError
                 row = json.loads(line)
+                self.num_completions += len(row["completions"]) if row["index"] not in found else 0
                 found[row["index"]] = hash(row["prompt"])
-                self.num_completions += len(row["completions"])
             except (ValueError, TypeError, KeyError) as error:
                 raise self._refuse(f"holds no prediction in line {number}") from error
-            self.num_prompts += 1
             self._num_bytes += len(line)
+        self.num_prompts = len(found)
+        if self._num_bytes and not self.is_begun:
+            raise self._refuse(f"has no '{self._settings_path.name}' beside it, which says what it was sampled with")
         return found
+
+    def lock(self) -> None:
+        """Keep other processes from writing to the file. May be called twice.
+
+        Raises:
+            ConfigError: one does.
+        """
+        if self._lock is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.partial.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise self._refuse("is being written by another process") from error
+        except OSError:  # some network file systems have no locks
+            log.warning("'%s' cannot be locked: do not write to it from two commands at once.", self.partial)
+        self._lock = file
 
     def open(self) -> None:
         """Open the file for what comes next, behind the lines that :meth:`read` has found."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock()
         with written_aside(self._settings_path) as aside:
             aside.write_text(to_json(self._settings), encoding="utf-8")
-        self._file = self.partial.open("ab")
-        self._file.truncate(self._num_bytes)
+        assert self._lock is not None
+        self._lock.truncate(self._num_bytes)
+        self._file = self._lock
 
     def write(self, prompt: Prompt, completions: list[Completion]) -> None:
         """Add a prompt and its completions; they are the operating system's when this returns."""
@@ -90,29 +127,37 @@ class PredictionFile:
         self.num_completions += len(completions)
 
     def finish(self) -> None:
-        """Give the file its name, its lines in the prompts' order."""
-        self.close()
-        places, place = [], 0
-        for line in _lines(self.partial):
-            index = _INDEX.match(line)
-            assert index is not None
-            places.append((int(index[1]), place))
-            place += len(line)
-        with written_aside(self.path) as aside, self.partial.open("rb") as lines, aside.open("wb") as ordered:
-            for _, place in sorted(places):
-                lines.seek(place)
-                ordered.write(lines.readline())
+        """Give the file its name, its lines in the prompts' order.
+
+        A file that has the name already, because a kill came before other ranks were finished, is merged into it.
+        """
+        places: dict[int, tuple[Path, int]] = {}
+        for source in (self.path, self.partial):
+            place = 0
+            for line in _lines(source):
+                index = _INDEX.match(line)
+                assert index is not None
+                places[int(index[1])] = source, place
+                place += len(line)
+        with written_aside(self.path) as aside, aside.open("wb") as ordered, ExitStack() as stack:
+            files = {source: stack.enter_context(source.open("rb")) for source, _ in places.values()}
+            for _, (source, place) in sorted(places.items()):
+                files[source].seek(place)
+                ordered.write(files[source].readline())
         self.partial.unlink()
         self._settings_path.unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
-        """Close the file and leave it partial. May be called twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file and leave it partial, or remove it if nothing is in it. May be called twice."""
+        if self._lock is not None:
+            if not self.is_begun and not self._lock.tell():
+                self.partial.unlink(missing_ok=True)
+            self._lock.close()
+        self._lock = self._file = None
 
     def _check_settings(self) -> None:
-        if not (self.partial.exists() and self._settings_path.exists()):
+        if not (self.partial.exists() and self.is_begun):
             return
         earlier = json.loads(self._settings_path.read_bytes())
         for key in sorted(earlier.keys() | self._settings.keys()):

@@ -1,59 +1,213 @@
-"""Secrets among the arguments of reward functions: kept out of files, read from the environment when a run starts."""
+"""Secrets of a configuration, such as a reward's ``api_key``: in no file, and read from the environment at the start.
+
+A secret is told by its name, or by its place in a URL. A name counts by its words: ``openaiApiKey`` is a key of an API,
+``answer_key`` and ``stop_token`` are none. Numbers are never secrets.
+"""
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+from jsonargparse import Namespace
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import hide, without_secrets
 
-_SECRET = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_VARIABLE = re.compile(r"\$\{ENV:(\w+)\}")
+REFERENCE = re.compile(r"\$\{ENV:(\w+)\}")
+
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_SECRET = re.compile(
+    r"(?:^|_)(?:secrets?|passwords?|passwd|passphrase|passcode|pwd|credentials?|apikeys?|authorization|auth|bearer|"
+    r"cookies?|jwt|key|tokens?|(?:api|access|secret|private|auth|service|client|judge|openai|anthropic|hf|wandb)_keys)$"
+)
+_OTHER = re.compile(
+    r"(?:^|_)(?:answers?|columns?|dict|labels?|field|json|metric|name|prompt|question|reference|response|completion|"
+    r"solution|row|sort|group|cache|primary|foreign|public|partition|index|result|score|output|input|text|stop|eos|bos|"
+    r"pad|unk|sep|cls|mask|special|start|end|first|last|next|prev|think|thinking|image|audio|video|tool|separator|"
+    r"delimiter|new|num|max|min|count|total|number|per|length|yes|no|true|false|positive|negative|correct|wrong|good|"
+    r"bad|target|verdict|boxed|final|begin|open|close|call|function|role|assistant|system|turn|newline)_(?:key|tokens?)$"
+)
+"""Of the names above, those of other things."""
+
+_PASSWORD = re.compile(r"(?<=://)([^\s/?#:@]*):([^\s/?#@]+)(?=@)")
+_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
+
+_NAMES_OF_OTHERS = ("columns", "validation")
+"""Keys of mappings whose names are the data's."""
 
 
-def mask_secrets(config: Any) -> Any:
-    """Return a configuration in which secret arguments of rewards are references to environment variables.
+class _Secret(NamedTuple):
+    """A secret, what it is called, and what it belongs to, such as a reward's name."""
 
-    Those are values whose name ends like a key's, such as ``api_key``, which becomes ``${ENV:API_KEY}``; one that is
-    such a reference already stays. A run that goes on from the masked configuration takes the secret from there.
+    value: str
+    name: str
+    owner: str
+
+
+def is_secret(name: str) -> bool:
+    """Return whether values of this name are secrets."""
+    words = "_".join(_WORD.findall(name)).lower()
+    return bool(_SECRET.search(words)) and not _OTHER.search(words)
+
+
+def mask_secrets(config: Any) -> tuple[Any, dict[str, str]]:
+    """Replace the secrets of a configuration by references to environment variables, such as ``${ENV:API_KEY}``.
+
+    What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
+    that of the reward or class comes before it, and a number behind it if that is not enough.
+
+    Args:
+        config: mappings, namespaces and lists; it is left as it is.
+
+    Returns:
+        The configuration with references, and the secrets by the names of their variables.
     """
-    if isinstance(config, Mapping):
-        return {
-            name: _mask_arguments(value) if name == "arguments" else mask_secrets(value)
-            for name, value in config.items()
-        }
-    return [mask_secrets(value) for value in config] if isinstance(config, list) else config
+    secrets: list[_Secret] = []
+    _replace(config, lambda secret: secrets.append(secret) or "")  # type: ignore[func-returns-value]
+    taken = {found[1] for _, text in _texts(config) for found in REFERENCE.finditer(text)}
+    names: dict[_Secret, str] = {}
+    variables: dict[str, str] = {}
+    for secret in secrets:
+        is_unique = all(other.value == secret.value for other in secrets if other.name == secret.name)
+        candidates = (name for name in _variables(secret, is_unique) if name not in taken)
+        names[secret] = next(name for name in candidates if variables.get(name, secret.value) == secret.value)
+        variables[names[secret]] = secret.value
+    return _replace(config, lambda secret: f"${{ENV:{names[secret]}}}"), variables
 
 
-def resolve_secrets(value: Any, where: str) -> Any:
+def hide_secrets(variables: Mapping[str, str]) -> None:
+    """Write references to variables in place of their values in messages and hyperparameters from now on."""
+    hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
+
+
+def conceal(value: Any) -> Any:
+    """Return a value with references in place of the secrets that are known, in whatever texts they are.
+
+    Args:
+        value: a text, or mappings, lists, tuples and dataclasses with some; it is left as it is. Dataclasses become
+            mappings, which a checkpoint can hold.
+    """
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, dict):
+        concealed = copy(value)
+        concealed.update({name: conceal(inner) for name, inner in value.items()})
+        return concealed
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: conceal(getattr(value, field.name)) for field in fields(value)}
+    return type(value)(map(conceal, value)) if type(value) in (list, tuple) else value
+
+
+def check_references(config: Any, known: Mapping[str, str]) -> None:
+    """Raise if a configuration refers to a variable that is neither set nor known.
+
+    Args:
+        config: mappings, namespaces and lists.
+        known: values by name, which come before the environment's.
+
+    Raises:
+        ConfigError: names the key and the variable.
+    """
+    for key, text in _texts(config):
+        for found in REFERENCE.finditer(text):
+            _read_variable(found[1], key, known)
+
+
+def resolve_secrets(value: Any, where: str, known: Mapping[str, str] | None = None) -> Any:
     """Return a value with environment variables in place of each ``${ENV:NAME}`` in it.
 
     Args:
-        value: a text, or mappings and lists with some.
+        value: a text, or mappings, namespaces, lists and tuples with some.
         where: what it belongs to, for the error.
+        known: values by name, which come before the environment's.
 
     Raises:
         ConfigError: a variable is not set.
     """
-    if isinstance(value, Mapping):
-        return {name: resolve_secrets(inner, where) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [resolve_secrets(inner, where) for inner in value]
-    return _VARIABLE.sub(lambda found: _read_variable(found[1], where), value) if isinstance(value, str) else value
+
+    def read(found: "re.Match[str]") -> str:
+        return _read_variable(found[1], where, known or {})
+
+    if isinstance(value, str):
+        return REFERENCE.sub(read, value)
+    if isinstance(value, Namespace):
+        return Namespace({name: resolve_secrets(inner, where, known) for name, inner in vars(value).items()})
+    if type(value) is dict:
+        return {name: resolve_secrets(inner, where, known) for name, inner in value.items()}
+    return type(value)(resolve_secrets(v, where, known) for v in value) if type(value) in (list, tuple) else value
 
 
-def _mask_arguments(value: Any, name: str = "") -> Any:
-    if isinstance(value, Mapping):
-        return {inner: _mask_arguments(v, str(inner)) for inner, v in value.items()}
-    if isinstance(value, list):
-        return [_mask_arguments(inner, name) for inner in value]
-    is_secret = value is not None and not isinstance(value, bool) and _SECRET.search(name)
-    is_reference = isinstance(value, str) and _VARIABLE.fullmatch(value)
-    variable = re.sub(r"\W", "_", name).upper()
-    return f"${{ENV:{variable}}}" if is_secret and not is_reference else value
-
-
-def _read_variable(name: str, where: str) -> str:
-    if name not in os.environ:
+def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
+    value = known.get(name, os.environ.get(name))
+    if value is None:
         raise ConfigError(f"{where}: the environment variable {name} is not set. Set it to the secret.")
-    return os.environ[name]
+    hide_secrets({name: value})
+    return value
+
+
+def _replace(value: Any, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = "") -> Any:
+    """Return a value with what ``give`` returns in place of each secret.
+
+    Args:
+        value: any part of a configuration.
+        give: takes a secret.
+        name: of the value.
+        owner: of the value.
+        inside: the name of the mapping or list around the value that makes all texts in it secrets.
+    """
+    if isinstance(value, Mapping | Namespace):
+        entries = vars(value) if isinstance(value, Namespace) else value
+        owner = _owner(entries) or owner
+        container = inside or (name if is_secret(name) else "")
+        replaced = {
+            key: inner
+            if key in _NAMES_OF_OTHERS and name != "arguments"
+            else _replace(inner, give, str(key), owner, inside=container)
+            for key, inner in entries.items()
+        }
+        return Namespace(replaced) if isinstance(value, Namespace) else replaced
+    if isinstance(value, list):
+        return [_replace(inner, give, name, owner, inside=inside) for inner in value]
+    if not isinstance(value, str) or not value or REFERENCE.search(value):
+        return value
+    if is_secret(name) or inside:
+        full_name = name if is_secret(name) else f"{inside}_{name}"
+        return give(_Secret(str(value), full_name, owner))
+    if "://" not in value or re.search(r"\s", value):
+        return value
+    text = _PASSWORD.sub(lambda found: f"{found[1]}:{give(_Secret(found[2], f'{name}_password', owner))}", value)
+    return _QUERY.sub(
+        lambda found: f"{found[1]}={give(_Secret(found[2], found[1], owner))}" if is_secret(found[1]) else found[0],
+        text,
+    )
+
+
+def _owner(entries: Mapping[str, Any]) -> str:
+    """The name of the reward or class whose arguments a mapping has."""
+    path = entries.get("name") or entries.get("function") or entries.get("class_path")
+    return path.rpartition(".")[2] if isinstance(path, str) else ""
+
+
+def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
+    """Names for a secret's variable, the best first."""
+    name, owner = (re.sub(r"\W", "_", part).upper() for part in (secret.name, secret.owner))
+    long_name = f"{owner}_{name}" if owner else name
+    yield from (name, long_name) if is_unique else (long_name,)
+    number = 2
+    while True:
+        yield f"{long_name}_{number}"
+        number += 1
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a configuration, each after its key."""
+    if isinstance(value, str):
+        yield key, value
+    entries: Any = vars(value).items() if isinstance(value, Namespace) else ()
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else entries
+    for name, inner in entries:
+        nested = key if name == "init_args" else f"{key}.{name}" if key else str(name)
+        yield from _texts(inner, nested)

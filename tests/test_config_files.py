@@ -8,7 +8,7 @@ import pytest
 import yaml
 from cli_project import resolve_config
 
-from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, read_config, replace_files
+from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config, replace_files
 from rlightning.errors import ConfigError
 
 
@@ -147,9 +147,62 @@ def test_merged_files_keep_texts_that_look_like_numbers() -> None:
 def test_types_of_files_reach_the_configuration(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "a.yaml").write_text("rollout: {engine: {a: 010, b: 1:30}, stop: '1e-5'}\n")
     (project / "b.yaml").write_text("rollout: {engine: {c: 5e3}}\ndata: {validation: {010: rows.jsonl}}\n")
-    config = resolve_config(capsys, "--config", "a.yaml", "--config", "b.yaml", "--trainer.max_time", "00:12:30:00")
-    engine = {"a": 10, "b": "1:30", "c": 5000.0}
+    (project / "c.yaml").write_text("rollout: {engine: {d: '010', e: [{f: 'null', g: '# h'}, 'a: b']}}\n")
+    (project / "d.json").write_text('{"data": {"chat_template_arguments": {"a": "010", "b": ["null", 1, "1"]}}}')
+    files = [option for name in ("a.yaml", "b.yaml", "c.yaml", "d.json") for option in ("--config", name)]
+    option = ["--rollout.engine.i", '"7"', "--rollout.engine.j", "7", "--rollout.engine.k", '{l: "7", m: 7}']
+    config = resolve_config(capsys, *files, "--trainer.max_time", "00:12:30:00", *option)
+    engine = {"a": 10, "b": "1:30", "c": 5000.0, "d": "010", "e": [{"f": "null", "g": "# h"}, "a: b"]}
+    engine |= {"i": "7", "j": 7, "k": {"l": "7", "m": 7}}
+    assert config["data"]["init_args"]["chat_template_arguments"] == {"a": "010", "b": ["null", 1, "1"]}
     assert config["rollout"]["init_args"]["engine"] == engine
     assert config["data"]["init_args"]["validation"] == {"010": "rows.jsonl"}
     assert config["rollout"]["init_args"]["stop"] == "1e-5"
     assert config["trainer"]["max_time"] == "00:12:30:00"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["#h.jsonl", "a: b.jsonl", "a:", "[a]", "{a}", "-", "- a", "a:b"])
+def test_name_of_a_file_that_looks_like_yaml_is_a_path(
+    name: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / name).write_text('{"prompt": "1+1="}\n')
+    (project / "quoted.yaml").write_text(yaml.safe_dump({"data": {"validation": name, "train": name}}))
+    for options in (["--data.validation", name, f"--data.train={name}"], ["--config", "quoted.yaml"]):
+        data = resolve_config(capsys, *options)["data"]["init_args"]
+        assert (data["validation"], data["train"]) == (name, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--data.validation.easy.path", "r", "--data.validation.easy.limit=2"], {"easy"}),
+        (["--data.init_args.validation.easy.path=r", "--data.validation.easy.limit", "2"], {"easy"}),
+        (
+            ["--config", "hard.yaml", "--data.validation.easy.path=r", "--data.validation.easy.limit", "2"],
+            {"easy", "hard"},
+        ),
+        (["--config", "hard.yaml", "--config", "easy.yaml"], {"easy", "hard"}),
+        (["--config", "easy.yaml"], {"easy"}),
+        (
+            ["--config", "easy.yaml", "--data.validation", "null", "--data.validation", "{easy: {path: r, limit: 2}}"],
+            {"easy"},
+        ),
+    ],
+)
+def test_key_of_a_set_is_no_name_of_another(
+    options: list[str], names: set[str], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "hard.yaml").write_text("data: {validation: {hard: h}}\n")
+    (project / "easy.yaml").write_text("data: {validation: {easy.path: r, easy.limit: 2}}\n")
+    sets = resolve_config(capsys, *options)["data"]["init_args"]["validation"]
+    assert sets.keys() == names
+    assert (sets["easy"]["path"], sets["easy"]["limit"]) == ("r", 2)
+
+
+def test_set_that_a_file_names_twice_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.validation\.easy: the file sets this key twice\. Remove one of them\.$"
+    ):
+        nest_names({"easy": "a.jsonl", "easy.limit": 2}, "data.validation")

@@ -91,3 +91,47 @@ def test_other_settings_are_refused_by_their_key(tmp_path: Path) -> None:
         ConfigError, match=r"was begun with rollout\.temperature=1\.0, and now it is 0\.5\. It is not over"
     ):
         PredictionFile(path, {"rollout.temperature": 0.5, "rollout.stop": ("a",)}).read()
+
+
+def test_a_partial_file_without_its_settings_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "out.jsonl", 0)
+    (tmp_path / "out.jsonl.partial.settings").unlink()
+    content = file.partial.read_bytes()
+    rule = r"out\.jsonl\.partial' has no 'out\.jsonl\.partial\.settings' beside it, which says what it was sampled with"
+    with pytest.raises(ConfigError, match=rf"{rule}\. It is not overwritten: move it away"):
+        PredictionFile(tmp_path / "out.jsonl", {}).read()
+    assert file.partial.read_bytes() == content
+
+
+def test_a_file_that_is_written_is_refused_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first, second = PredictionFile(path, {}), PredictionFile(path, {})
+    first.lock()
+    first.lock()
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.partial' is being written by another process\. It is not over"):
+        second.lock()
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+    second.lock()
+    second.open()
+    second.write(Prompt(0, "0=", [1], {}), [])
+    with pytest.raises(ConfigError, match="is being written by another process"):
+        first.lock()
+    second.finish()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_whole_file_and_a_partial_one_are_merged(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, 5, 1)
+    file = PredictionFile(path, {})
+    file.read()
+    file.open()
+    file.finish()
+    write(path, 3, 5)
+    file = PredictionFile(path, {})
+    assert file.read() == {1: hash("1="), 5: hash("5="), 3: hash("3=")}
+    assert (file.num_prompts, file.num_completions) == (3, 3)
+    file.open()
+    file.finish()
+    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 3, 5]

@@ -11,7 +11,7 @@ from rlightning.rewards.lookup import check_kind, import_function, import_longes
 from rlightning.rewards.pickled import pickle_function
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
-from rlightning.secret_arguments import resolve_secrets
+from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
@@ -127,6 +127,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         )
     columns = {p.name: p.name for p in free} | reward.columns
     arguments = resolve_secrets(reward.arguments, f"Reward '{name}'")
+    hide_secrets(mask_secrets(arguments)[1])
     pickled = pickle_function(function)
     modules = {*pickled.modules, *pickle_function(arguments).modules}
     if isinstance(reward.function, str):

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.errors import RewardError
-from rlightning.foreign_text import cut
+from rlightning.foreign_text import cut, hidden
 from rlightning.rewards.calls import Answered, Call, Outcome, Report
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.worker import WorkerFunction
@@ -59,7 +59,7 @@ class Worker:
             )
         self.deadline = time.monotonic() + START_TIMEOUT
         with contextlib.suppress(OSError):  # if it has died already, reading from it fails
-            self.connection.send((list(functions), sources.modules))
+            self.connection.send((list(functions), sources.modules, hidden()))
 
     def kill(self) -> int:
         """End the process and what its functions started; gives its exit code."""

@@ -15,6 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from rlightning.foreign_text import hide
 from rlightning.rewards.calls import Call, Outcome, failure, to_number
 from rlightning.rewards.sources import install
 
@@ -33,7 +34,8 @@ def serve(connection_fd: int, log_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(log_fd)
     functions: list[WorkerFunction]
-    functions, modules = connection.recv()
+    functions, modules, secrets = connection.recv()
+    hide(secrets)
     install(modules)
     loaded = [_load(function) for function in functions]
     chunks: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()

@@ -148,8 +148,11 @@ def test_a_run_that_was_cut_short_goes_on_without_paying_twice(
 @pytest.mark.long
 def test_a_file_that_lacked_its_name_alone_gets_it(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     prediction = Prediction(tmp_path)
+    prediction.run(dies_after=6)
+    settings = (tmp_path / "predictions.jsonl.partial.settings").read_bytes()
     prediction.run()
     (tmp_path / "predictions.jsonl").rename(tmp_path / "predictions.jsonl.partial")
+    (tmp_path / "predictions.jsonl.partial.settings").write_bytes(settings)
     assert prediction.run() == []
     assert prediction.lines() == whole
 
@@ -210,8 +213,35 @@ def test_a_rank_leaves_out_what_any_rank_has_done(tmp_path: Path) -> None:
     other = JSONLPredictions()
     other.setup(rank_of_two(tmp_path, 0), None, "predict")
     assert [other.is_done(make_prompt(index)) for index in (4, 5)] == [False, True]
+    other.on_exception(rank_of_two(tmp_path, 0), None, KeyboardInterrupt())
     with pytest.raises(ConfigError, match=r"rank1\.jsonl\.partial' was begun with another number of ranks than 1"):
         JSONLPredictions().setup(SimpleNamespace(default_root_dir=tmp_path), None, "predict")
+
+
+def test_a_kill_between_two_ranks_ends_loses_nothing(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trainer, callback = rank_of_two(tmp_path, rank), JSONLPredictions()
+        callback.setup(trainer, None, "predict")
+        callback.on_predict_start(trainer, None)
+        callback.on_predict_prompt_end(trainer, None, make_prompt(rank), [make_completion("4")])
+        if rank == 0:
+            callback.on_predict_end(trainer, None)
+        else:
+            callback.on_exception(trainer, None, KeyboardInterrupt())
+    again = [JSONLPredictions(), JSONLPredictions()]
+    for rank, callback in enumerate(again):
+        callback.setup(rank_of_two(tmp_path, rank), None, "predict")
+        assert [callback.is_done(make_prompt(index)) for index in (0, 1, 2)] == [True, True, False]
+    for rank, callback in enumerate(again):
+        callback.on_predict_start(rank_of_two(tmp_path, rank), None)
+        if rank == 0:
+            callback.on_predict_prompt_end(rank_of_two(tmp_path, rank), None, make_prompt(2), [make_completion("4")])
+        callback.on_predict_end(rank_of_two(tmp_path, rank), None)
+    lines = {path.name: [json.loads(line)["index"] for line in path.open()] for path in tmp_path.iterdir()}
+    assert lines == {"predictions.rank0.jsonl": [0, 2], "predictions.rank1.jsonl": [1]}
+    with pytest.raises(ConfigError, match=r"rank0\.jsonl' is there already and is not overwritten"):
+        JSONLPredictions().setup(rank_of_two(tmp_path, 0), None, "predict")
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_training_is_none_of_its_business(tmp_path: Path) -> None:

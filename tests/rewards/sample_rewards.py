@@ -50,6 +50,14 @@ def misbehave(completion: str) -> object:
     return {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None, "true": True}.get(completion, 1.0)
 
 
+def reject_key(completion: str, *, api_key: str, **others: object) -> float:
+    raise RuntimeError(f"401 {'y' * 3700} key {api_key} for {others} {'x' * 5000}")
+
+
+async def reject_key_async(completion: str, *, api_key: str, **others: object) -> float:
+    raise RuntimeError(f"401 key {api_key} for {others}")
+
+
 async def wait_then_length(completion: str) -> float:
     await asyncio.sleep(0.2)
     return len(completion)

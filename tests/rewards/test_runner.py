@@ -243,6 +243,27 @@ def test_long_message_is_cut_where_it_is_quoted(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", ["reject_key", "reject_key_async"])
+def test_secrets_are_left_out_of_what_a_reward_raises(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("JUDGE_HEADER", "in-the-header")
+    arguments = {"api_key": "sk-in-the-config", "header": "Bearer ${ENV:JUDGE_HEADER}", "digits": "0123"}
+    function = RewardFunction(f"sample_rewards.{name}", arguments=arguments, timeout=60.0)
+    with pytest.raises(RewardError) as caught:
+        score(make_runner(function, max_failed_share=0.5), ["a"])
+    for text in (str(caught.value), *(record.getMessage() for record in caplog.records)):
+        assert (
+            "RuntimeError: 401 " in text
+            and "key ${ENV:API_KEY} for" in text
+            and "sk-in" not in text
+            and "in-the" not in text
+        )
+    if name == "reject_key_async":  # the other's is cut there
+        assert "'header': 'Bearer ${ENV:JUDGE_HEADER}', 'digits': '0123'}" in str(caught.value)
+
+
+@pytest.mark.processes
 def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=1.0), max_failed_share=0.02)
     with pytest.raises(RewardError, match=r"timeout=1 s$"):
