@@ -11,7 +11,10 @@ from tiny import save_byte_model
 from tiny_models import save_tiny
 
 from rlightning.errors import EngineError
-from rlightning.memory_plan.command import plan
+from rlightning.memory_plan.command import PlanCLI, plan
+from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.settings import read_work
+from rlightning.memory_plan.trace import Decoder, measure_activations
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
 from rlightning.rollout import Sampling
 from rlightning.types import RolloutBatch
@@ -95,6 +98,18 @@ def score(model: Any) -> torch.Tensor:
     return packed_logprobs(model, RolloutBatch.of_sequence(TOKENS))[0]
 
 
+def check_plan(kind: str) -> None:
+    """Plan the run in this folder; for an architecture that is not common, each part that depends on it once."""
+    if kind in COMMON:
+        assert "GiB each" in plan(["--config", "run.yaml", "--device-memory", "80GB"])
+        return
+    work = read_work(PlanCLI(args=["fit", "--config", "run.yaml"]).config["fit"])
+    planned = MemoryPlan(work, 80 << 30)
+    assert planned.trainer.weights.held > 0 and planned.engine().num_sequences > 0
+    decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=True, is_compiled=True)
+    assert measure_activations(work.config, decoder, 2 * work.longest, work.longest).kept > 0
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "sizes"), KINDS)
 def test_an_architecture_goes_through_plan_export_engine_and_sync(
@@ -103,7 +118,7 @@ def test_an_architecture_goes_through_plan_export_engine_and_sync(
     monkeypatch.chdir(tmp_path)
     save_tiny(kind, tmp_path / "model", **SIZES | sizes)
     Path("run.yaml").write_text(RUN)
-    assert "GiB each" in plan(["--config", "run.yaml", "--device-memory", "80GB"])
+    check_plan(kind)
 
     actor = Actor("model")
     actor.perturb(0)
