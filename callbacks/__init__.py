@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rlightning.callbacks.controller_mode import ControllerMode
     from rlightning.callbacks.device_sync_before_barrier import DeviceSyncBeforeBarrier
     from rlightning.callbacks.empty_cache_after_update import EmptyCacheAfterUpdate
+    from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
     from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
@@ -23,6 +24,7 @@ __all__ = [
     "DeviceSyncBeforeBarrier",
     "EmptyCacheAfterUpdate",
     "JSONLPredictions",
+    "MakeRoomForEngine",
     "OffloadDuringRollout",
     "RLProgressBar",
     "RemotizeOnHeadOnly",
@@ -38,6 +40,7 @@ _FILES = {
     "DeviceSyncBeforeBarrier": "device_sync_before_barrier",
     "EmptyCacheAfterUpdate": "empty_cache_after_update",
     "JSONLPredictions": "predictions",
+    "MakeRoomForEngine": "make_room_for_engine",
     "OffloadDuringRollout": "offload_during_rollout",
     "RLProgressBar": "progress_bar",
     "RemotizeOnHeadOnly": "remotize_on_head_only",

@@ -128,7 +128,7 @@ class OffloadDuringRollout(RunCallback):
         try:
             self.teardown(trainer, module, "fit")
         except torch.OutOfMemoryError:
-            log.error("%.1f GiB stay on the host: the engine still has their memory.", self._num_bytes / _GIB)
+            log.error("%.1f GiB stay on the host: the engine still has their memory.", self.num_bytes / _GIB)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Take everything back; end of the host memory."""
@@ -139,7 +139,8 @@ class OffloadDuringRollout(RunCallback):
     # How
 
     @property
-    def _num_bytes(self) -> int:
+    def num_bytes(self) -> int:
+        """Bytes that are on the host now."""
         return self._state.num_bytes + self._weights.num_bytes
 
     def _offload_state(self, trainer: Any, module: Any) -> None:
@@ -152,7 +153,7 @@ class OffloadDuringRollout(RunCallback):
         self._offload_seconds += perf_counter() - begun
 
     def _restore(self, module: Any) -> None:
-        num_bytes = self._num_bytes
+        num_bytes = self.num_bytes
         if num_bytes:
             begun = perf_counter()
             self._weights.give_back()

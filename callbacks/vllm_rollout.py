@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import ConfigError, EngineError
 from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated, fire
+from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
@@ -157,6 +159,7 @@ class VLLMRollout(RLCallback, Generator):
         self._num_syncs = 0
         self._weight_print, self._seen_version = WeightPrint(), -1
         self._streams = RandomStreams()
+        self._room = MakeRoomForEngine()
 
     # The engine's life
 
@@ -170,6 +173,8 @@ class VLLMRollout(RLCallback, Generator):
         if stage == "fit":
             self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
         max_prompt_tokens = self._check(trainer, module, stage)
+        if stage == "fit":
+            check_engine(trainer, module)
         strategy = getattr(trainer, "strategy", None)
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
         sampling = with_run_seed(self.sampling, device)
@@ -184,15 +189,18 @@ class VLLMRollout(RLCallback, Generator):
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
         self._engines.start()
+        self._room.begin_run()
         self._num_syncs = 0
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
         self.close()
+        self._room.teardown(trainer, module, stage)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """End the engine, and the module's processes, whose own teardown is not called either."""
         self.close()
+        self._room.on_exception(trainer, module, exception)
         if hasattr(module, "close"):
             module.close()
 
@@ -257,6 +265,10 @@ class VLLMRollout(RLCallback, Generator):
         if self._engines is not None:
             self._engines.forgive()
         self._streams.begin("training")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Have the actor's tensors on its device, to be saved."""
+        self._room.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, so that a resumed run loses no prompt and repeats none."""
@@ -368,7 +380,13 @@ class VLLMRollout(RLCallback, Generator):
             try:
                 self._sync(engines)
             except EngineDiedError as error:
-                engines.restart(error)
+                self._restart(engines, error)
+
+    def _restart(self, engines: EngineGroup | StandaloneEngines, error: EngineDiedError) -> None:
+        """Start what has died again, which takes all of its memory at once."""
+        if engines.can_sleep:
+            self._room.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
+        engines.restart(error)
 
     def _count_change(self) -> None:
         """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
@@ -387,12 +405,15 @@ class VLLMRollout(RLCallback, Generator):
         except EngineDiedError as error:
             # The actor has the device now: whoever asks for completions next finds it dead, and starts it again.
             log.warning("The engine died as it went to sleep: %s", str(error).splitlines()[0])
+        self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")
 
     def _sync(self, engines: EngineGroup | StandaloneEngines) -> None:
         """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
         module, version = self._module, self._module.weight_version
         fire(self._trainer, module, "on_weight_sync_start", version)
+        if engines.can_sleep:
+            self._room.on_weight_sync_start(self._trainer, module, version)
         expected = None
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines.engines)
         is_due = self.verify_every > 0 and (is_new or self._num_syncs % self.verify_every == 0)
@@ -403,14 +424,17 @@ class VLLMRollout(RLCallback, Generator):
         engines.load_weights(module.named_weights, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
+            self._room.on_engine_wake(self._trainer, module)
         engines.finish_loading(version)
         if expected is not None:
             for engine in engines.fresh:
                 try:
                     self._verify(engine, canary, expected)
                 except EngineDiedError as error:
-                    engines.restart(error)
+                    self._restart(engines, error)
         self._num_syncs += 1
+        if engines.can_sleep:
+            self._room.on_weight_sync_end(self._trainer, module, version)
         fire(self._trainer, module, "on_weight_sync_end", version)
 
     def _verify(self, engine: VLLMEngine, canary: list[int], expected: NDArray[np.float32]) -> None:

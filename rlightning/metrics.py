@@ -61,22 +61,26 @@ class RunningMeans:
         return result
 
 
-def rollout_metrics(batch: RolloutBatch, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
+def rollout_metrics(
+    batch: RolloutBatch, all_sum: Reduce, all_max: Reduce, *, compared: Tensor | None = None
+) -> dict[str, float]:
     """Rewards, signal and lengths of a rollout; a reward of NaN is one that failed.
 
     Args:
         batch: with rewards, before failed or signal-less ones were taken out.
         all_sum: over the ranks, each of which has completions of its own.
         all_max: over the ranks.
+        compared: [N] rewards by which a group has a signal; None: ``batch.rewards``.
     """
     assert batch.rewards is not None
+    compared = batch.rewards if compared is None else compared
     failed = batch.rewards.isnan()
     rewards = batch.rewards[~failed]
     lengths = batch.completion_lengths.float()
     truncated = torch.tensor([c.is_truncated for c in batch.completions], device=lengths.device)
     means = RunningMeans()
     means.add({"reward/mean": rewards, "reward_squared": rewards.double() ** 2})
-    means.add({"reward/no_signal": _groups_without_signal(rewards, batch.group_ids[~failed]).float()})
+    means.add({"reward/no_signal": _groups_without_signal(compared[~failed], batch.group_ids[~failed]).float()})
     means.add({"reward/failed": failed, "completion/length": lengths, "completion/truncated": truncated})
     for name, component in batch.reward_components.items():
         means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())

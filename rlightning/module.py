@@ -233,7 +233,7 @@ class RLModule(PolicyModule):
         super().configure_model()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         if self.kl_coef and self.reference is None and is_fitting:
-            self.reference = Reference(self.load_model(self.reference_path).requires_grad_(False))
+            self.reference = Reference(self.load_model(self.reference_path, is_trained=False).requires_grad_(False))
 
     def on_train_start(self) -> None:
         """Measure where training starts from."""
@@ -317,7 +317,9 @@ class RLModule(PolicyModule):
         num_sampled, num_kept, num_failed = reduced.tolist()
         failures.check(num_failed, num_sampled)
         if self.generates:
-            self.log_dict(rollout_metrics(RolloutBatch.concatenate(sampled), self.world_sum, self.all_max))
+            batch = RolloutBatch.concatenate(sampled)
+            compared = self.compared_rewards(batch)
+            self.log_dict(rollout_metrics(batch, self.world_sum, self.all_max, compared=compared))
         self.num_steps_without_signal = 0 if num_kept else self.num_steps_without_signal + 1
         if not num_kept:
             self._tell_of_no_signal(num_sampled)
@@ -505,6 +507,11 @@ class RLModule(PolicyModule):
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
         """Which completions to learn from: [N] bool; all by default. Groups dropped here may be refilled."""
         return torch.ones(batch.num_sequences, dtype=torch.bool)
+
+    def compared_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards by which the completions of a group differ, or say nothing: [N], NaN where one failed."""
+        assert batch.rewards is not None
+        return batch.rewards
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
         """The rewards less ``kl_coef`` times each completion's divergence: [N]. Used with ``kl_placement="reward"``."""

@@ -15,7 +15,15 @@ from transformers import PreTrainedModel
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.distributed.platform import limit_host_threads
-from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs, save_policy
+from rlightning.models import (
+    hold_as_computed,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    max_model_length,
+    packed_logprobs,
+    save_policy,
+)
 from rlightning.models.attention import describe_attention
 from rlightning.models.files import check_folder, find_weights, stored_dtype
 from rlightning.models.flops import sequence_flops
@@ -100,24 +108,34 @@ class PolicyModule(PromptBatchModule):
             if next(self.actor.parameters()).is_cuda:
                 limit_host_threads()
 
-    def load_model(self, model: str) -> PreTrainedModel:
-        """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device."""
+    def load_model(self, model: str, *, is_trained: bool = True) -> PreTrainedModel:
+        """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device.
+
+        Args:
+            model: a folder, or a name on the Hugging Face hub.
+            is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
+                they are computed with.
+        """
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device
         is_compiled, reason = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
-        dtype = torch.get_default_dtype()
+        dtype = computes_in = torch.get_default_dtype()
+        if strategy is not None and self.trainer.precision.startswith("bf16"):
+            computes_in = torch.bfloat16
         sharding = getattr(strategy, "sharding", None)
         if sharding is not None:
             from rlightning.models.sharding import load_sharded_policy
 
-            policy = load_sharded_policy(model, sharding, dtype=dtype)
+            policy = load_sharded_policy(model, sharding, dtype=dtype if is_trained else computes_in)
         else:
-            policy = nn.Module.to(load_policy(model, dtype), device)
+            policy = load_policy(model, dtype)
+            if not is_trained:
+                hold_as_computed(policy, computes_in)
+            policy = nn.Module.to(policy, device)
         if is_compiled:
             compile_layers(policy)
         if strategy is not None and self.trainer.is_global_zero:
-            computes_in = torch.bfloat16 if self.trainer.precision.startswith("bf16") else dtype
             log.info("%s: attention is %s; %s", model, describe_attention(policy.config, device, computes_in), reason)
         return policy
 

@@ -161,6 +161,7 @@ def test_device_callbacks_run_in_controller_workers() -> None:
     assert {name for name, where in runs_in.items() if where == "workers"} == {
         "DeviceSyncBeforeBarrier",
         "EmptyCacheAfterUpdate",
+        "MakeRoomForEngine",
         "OffloadDuringRollout",
         "RemotizeOnHeadOnly",
         "Throughput",

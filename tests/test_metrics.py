@@ -77,6 +77,14 @@ def test_one_group() -> None:
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/no_signal"]) == (0.5, 0.0, 1.0)
 
 
+def test_a_signal_is_in_the_rewards_that_groups_are_compared_by() -> None:
+    batch = make_batch([[[0], [0]], [[3], [3]]])
+    batch.rewards = torch.tensor([0.5, 0.25, 1.0, 0.0])
+    compared = torch.tensor([0.5, 0.5, 1.0, 0.0])  # without the penalty of the second
+    assert rollout_metrics(batch, alone, alone)["reward/no_signal"] == 0.0
+    assert rollout_metrics(batch, alone, alone, compared=compared)["reward/no_signal"] == 0.5
+
+
 def test_every_reward_failed() -> None:
     batch = make_batch([[[0], [0]], [[3]]])
     batch.rewards = torch.full((3,), NAN)

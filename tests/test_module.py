@@ -155,7 +155,7 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
             assert dtypes == [torch.float64] + [torch.float32] * 3
             return super().update(batch)
 
-    module = Watched(model_folder, rewards=REWARDS, updates_per_rollout=2, **SMALL)
+    module = Watched(model_folder, rewards=REWARDS, updates_per_rollout=2, kl_coef=0.1, **SMALL)
     weights = train(module, tmp_path, 2, precision=precision)
     dtype = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
     assert all(weight.dtype == dtype and weight.isfinite().all() for weight in weights.values())

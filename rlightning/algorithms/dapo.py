@@ -76,9 +76,13 @@ class DAPO(GroupModule):
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
         """Completions of groups that say something about what is better: [N] bool."""
-        assert batch.rewards is not None
+        return has_signal(self.compared_rewards(batch), batch.group_ids)
+
+    def compared_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards before the overlong penalty: [N]."""
         penalty = batch.reward_components.get(OVERLONG)
-        return has_signal(batch.rewards if penalty is None else batch.rewards - penalty, batch.group_ids)
+        rewards = super().compared_rewards(batch)
+        return rewards if penalty is None else rewards - penalty
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards against their group's: [T]."""

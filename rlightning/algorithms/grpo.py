@@ -22,7 +22,7 @@ class GRPO(GroupModule):
         clip_high: the ratio counts up to ``1 + clip_high``.
         dual_clip: bounds the loss of negative advantages, see :func:`~rlightning.objectives.clipped_loss`.
         scale_by_std: whether to divide by the group's standard deviation.
-        kl_coef: of the KL term, which is k3 in the loss.
+        kl_coef: of the KL term, which is k3 in the loss. The paper's is 0.04; 0 needs no reference model.
         loss_aggregation: the paper's mean of the sequences' means.
     """
 
@@ -34,7 +34,7 @@ class GRPO(GroupModule):
         clip_high: float = 0.2,
         dual_clip: float | None = None,
         scale_by_std: bool = True,
-        kl_coef: float = 0.04,
+        kl_coef: float = 0.0,
         loss_aggregation: Aggregation = "sequence_mean",
         **kwargs: Any,
     ) -> None:

@@ -112,35 +112,16 @@ def advise_engine(plan: MemoryPlan) -> list[str]:
         prefix = f"The engine's share has no room for one sequence of {plan.work.longest:,} tokens, {needed}:"
         if suggested is not None:
             return [f"{prefix} raise rollout.gpu_memory_utilization to {suggested:.2f}."]
-        return [f"{prefix} {_free_more(plan)}."]
+        return [f"{prefix} {_free_more()}."]
     prefix = (
         f"rollout.gpu_memory_utilization={engine.utilization:g} takes {_gib(engine.utilization * plan.device_memory)}, "
         f"but the trainer leaves {_gib(max(available, 0) * plan.device_memory)}:"
     )
-    ways = [] if suggested is None else [f"lower it to {suggested:.2f}"]
-    if not plan.work.empties_cache and plan.replace(empties_cache=True).available_utilization() >= engine.utilization:
-        ways.insert(0, "add EmptyCacheAfterUpdate to trainer.callbacks")
-    return [f"{prefix} {', or '.join(ways) if ways else _free_more(plan)}."]
+    return [f"{prefix} {_free_more() if suggested is None else f'lower it to {suggested:.2f}'}."]
 
 
-def _free_more(plan: MemoryPlan) -> str:
-    """The first setting that leaves room for an engine."""
-    settings = (
-        ({"empties_cache": True}, "add EmptyCacheAfterUpdate to trainer.callbacks"),
-        (
-            {"empties_cache": True, "offloads_optimizer": True},
-            "add EmptyCacheAfterUpdate and OffloadDuringRollout to trainer.callbacks",
-        ),
-        (
-            {"empties_cache": True, "offloads_optimizer": True, "offloads_parameters": True},
-            "add EmptyCacheAfterUpdate, and OffloadDuringRollout with parameters: true, to trainer.callbacks",
-        ),
-    )
-    for changes, way in settings:
-        share = plan.replace(**changes).suggested_utilization()
-        if share is not None:
-            return f"{way} and set rollout.gpu_memory_utilization: {share:.2f}"
-    return "spread it over more devices by rollout.engine.tensor_parallel_size"
+def _free_more() -> str:
+    return "spread it over more devices by rollout.engine.tensor_parallel_size, or give it its own (rollout.placement)"
 
 
 def _round(tokens: int) -> int:

@@ -1,5 +1,6 @@
 """Bytes on a rank's device in each phase of a step, and what fits."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -23,8 +24,7 @@ FRESH_FRAGMENTATION = 0.06
 """Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
 FREE_SHARE = 0.1
 """Of the device, that the update leaves free where it is chosen how many layers are checkpointed."""
-OLD_FRAGMENTATION = 0.25
-"""The same after steps of many lengths without emptying."""
+MODELS = ("parameters", "reference model")
 
 
 class MemoryPlan:
@@ -82,8 +82,7 @@ class MemoryPlan:
         """By name, while weights are sent: an engine here has room for weights, not yet for its cache."""
         if self.work.engine is None:
             return {}
-        parts = self._resting(are_parameters_away=False)
-        parts["weight bucket"] = self.trainer.bucket()
+        parts = self._resting([name for name in self.away() if name not in MODELS])
         parts["gathering window"] = self.trainer.gathering_window()
         parts |= self._beside_trainer()
         if self.work.local_engine is not None:
@@ -92,11 +91,7 @@ class MemoryPlan:
 
     def generate(self) -> dict[str, int]:
         """By name, while the engine generates."""
-        if self.work.local_engine is None:
-            return {}
-        parts = self._resting(are_parameters_away=self.work.offloads_parameters)
-        parts["weight bucket"] = self.trainer.bucket()
-        return parts | self._beside_trainer(is_generating=True)
+        return {} if self.work.local_engine is None else self._generate(self.away())
 
     def start(self) -> dict[str, int]:
         """By name, when the engine comes up beside models that have just been loaded: nothing is offloaded yet."""
@@ -123,25 +118,34 @@ class MemoryPlan:
             device_memory=self.device_memory,
         )
 
-    def _resting(self, *, are_parameters_away: bool) -> dict[str, int]:
-        """The trainer between two updates."""
-        parts = {
-            "parameters": 0 if are_parameters_away else self.trainer.parameters(),
-            "reference model": 0 if are_parameters_away else self.trainer.reference_parameters(),
-            "optimizer state": 0 if self.work.offloads_optimizer else self.trainer.optimizer_state(),
-        }
-        if self.work.empties_cache:
-            parts["allocator's slack"] = EMPTIED_CACHE_BYTES
-        else:
-            update = self.update()
-            freed = update["gradients"] + update["gathered parameters"]
-            freed += int((1 + OLD_FRAGMENTATION) * transient(update))
-            if self.work.offloads_optimizer:
-                freed += self.trainer.optimizer_state()
-            if are_parameters_away:
-                freed += self.trainer.parameters() + self.trainer.reference_parameters()
-            parts["allocator's slack"] = max(freed, EMPTIED_CACHE_BYTES)
-        return parts
+    def away(self) -> dict[str, int]:
+        """Bytes by name that wait in the host's memory while the engine is awake.
+
+        ``OffloadDuringRollout`` moves its own in each step, ``MakeRoomForEngine`` as little besides as makes room:
+        optimizer state, then also parameters.
+        """
+        engine = self.work.local_engine
+        state = ("optimizer state",) if self.work.offloads_optimizer else ()
+        listed = (*state, *(MODELS if self.work.offloads_parameters else ()))
+        choices = [listed]
+        if engine is not None and engine.can_sleep:
+            choices += [("optimizer state", *listed), ("optimizer state", *MODELS)]
+        sizes = self._models()
+        fitting = (names for names in choices if total(self._generate(names)) <= self.device_memory)
+        return {name: sizes[name] for name in next(fitting, choices[-1])}
+
+    def _generate(self, away: Collection[str]) -> dict[str, int]:
+        return self._resting(away) | self._beside_trainer(is_generating=True)
+
+    def _resting(self, away: Collection[str]) -> dict[str, int]:
+        """The trainer between two updates, its cache emptied."""
+        parts = {name: 0 if name in away else size for name, size in self._models().items()}
+        return parts | {"weight bucket": self.trainer.bucket(), "allocator's slack": EMPTIED_CACHE_BYTES}
+
+    def _models(self) -> dict[str, int]:
+        trainer = self.trainer
+        models = dict(zip(MODELS, (trainer.parameters(), trainer.reference_parameters()), strict=True))
+        return models | {"optimizer state": trainer.optimizer_state()}
 
     def _beside_trainer(self, *, is_generating: bool = False) -> dict[str, int]:
         """What the driver and an engine here have; one that does not sleep has all of it at any time."""
@@ -207,6 +211,12 @@ class MemoryPlan:
 def total(parts: dict[str, int]) -> int:
     """All bytes of a phase."""
     return sum(parts.values())
+
+
+def sum_up(phase: str, parts: dict[str, int]) -> str:
+    """A phase's arithmetic in one line."""
+    sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    return f"GiB in {phase}: {sizes} = {total(parts) / GIB:.1f}"
 
 
 def transient(parts: dict[str, int]) -> int:

@@ -100,6 +100,10 @@ def describe_engine(plan: MemoryPlan) -> str:
         f"{max(parts.kv_cache, 0) / GIB:.1f}, which holds {parts.num_sequences:,} sequences of {plan.work.longest:,} "
         f"tokens at once (the engine works on up to {engine.max_sequences:,})."
     )
+    away = plan.away()
+    if any(away.values()):
+        names, size = " and ".join(away), sum(away.values()) / GIB
+        text += f"\nWhile it is awake, {names} wait in the host's memory ({size:.1f} GiB), or it would lack room."
     if suggested is None:
         return f"{text}\nSuggested: none, there is no room for an engine beside this trainer."
     held = min(plan.engine(suggested).num_sequences, engine.max_sequences)

@@ -8,8 +8,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from rlightning.config_keys import find_class
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
+from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.devices import GIB
-from rlightning.memory_plan.phases import MemoryPlan, total
+from rlightning.memory_plan.phases import MemoryPlan, sum_up, total
 from rlightning.memory_plan.settings import (
     CALLBACKS,
     PRECISIONS,
@@ -23,21 +24,56 @@ from rlightning.models import load_config
 from rlightning.models.layers import should_compile
 
 
+def plan_run(trainer: Any, module: Any) -> MemoryPlan:
+    """The plan of a run on the trainer's CUDA device.
+
+    Args:
+        trainer: Lightning's, with its devices set up.
+        module: an :class:`~rlightning.module.RLModule`.
+
+    Raises:
+        ConfigError: if it cannot be planned.
+    """
+    device = trainer.strategy.root_device
+    return MemoryPlan(work_of(trainer, module), torch.cuda.get_device_properties(device).total_memory)
+
+
+def check_engine(trainer: Any, module: Any) -> None:
+    """Refuse an engine for which the run's device has no room, whatever the trainer moves away, before it is started.
+
+    Raises:
+        ConfigError: with the arithmetic, and the keys that would help.
+    """
+    if getattr(trainer, "strategy", None) is None or trainer.strategy.root_device.type != "cuda":
+        return
+    try:
+        plan = plan_run(trainer, module)
+    except ConfigError:
+        return  # what has no plan is not foreseen
+    phases = {"start": plan.start(), "sync": plan.sync(), "generate": plan.generate()}
+    if advice := advise_engine(plan):
+        worst = max(phases, key=lambda phase: total(phases[phase]))
+        raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
+
+
 def decide_checkpointing(trainer: Any, module: Any) -> tuple[int, str]:
     """How many layers ``gradient_checkpointing="auto"`` checkpoints on the trainer's CUDA device, and why.
 
     Args:
         trainer: Lightning's, with its devices set up.
         module: an :class:`~rlightning.module.RLModule`; what else has no ``plan`` gets all layers checkpointed.
+
+    Raises:
+        ConfigError: if the update would not fit with all of them, with the arithmetic, and the keys that would help.
     """
     try:
-        work = work_of(trainer, module)
-        device = trainer.strategy.root_device
-        plan = MemoryPlan(work, torch.cuda.get_device_properties(device).total_memory)
-        count = plan.count_checkpointed_layers()
+        plan = plan_run(trainer, module)
     except ConfigError as error:
         num_layers: int = module.model_config.get_text_config().num_hidden_layers
         return num_layers, f"what they take is not known ({error})"
+    if advice := advise_update(plan):
+        raise ConfigError(f"{advice[0]} {sum_up('update', plan.update())}.")
+    count = plan.count_checkpointed_layers()
     return count, explain(plan, count)
 
 

@@ -81,7 +81,6 @@ def read_work(config: Any) -> Work:
         engine=None if rollout is None else plan_rollout(rollout, batch, parallelism.ranks, max_prompt_tokens),
         offloads_optimizer=offload is not None and bool(offload.get("optimizer", True)),
         offloads_parameters=offload is not None and bool(offload.get("parameters", False)),
-        empties_cache=find_callback(trainer, "EmptyCacheAfterUpdate") is not None,
     )
 
 

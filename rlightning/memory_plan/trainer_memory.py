@@ -103,10 +103,10 @@ class TrainerMemory:
         return min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most)
 
     def reference_parameters(self) -> int:
-        """The reference model's."""
+        """The reference model's, held as it is computed with."""
         if self.reference is None or self._is_on_host:
             return 0
-        return self.work.master_itemsize * self.reference.held
+        return self.work.compute_itemsize * self.reference.held
 
     def gradients(self) -> int:
         """As the optimizer reads them, and what strategies keep beside that."""

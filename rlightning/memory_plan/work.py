@@ -86,9 +86,8 @@ class Work:
         optimizer_states: how AdamW's moments are kept.
         parallelism: how the models are spread over the ranks.
         engine: None without rollouts.
-        offloads_optimizer: whether ``OffloadDuringRollout`` moves the optimizer's state.
+        offloads_optimizer: whether ``OffloadDuringRollout`` moves the optimizer's state in each step.
         offloads_parameters: whether it moves parameters.
-        empties_cache: whether ``EmptyCacheAfterUpdate`` is listed.
     """
 
     config: PreTrainedConfig
@@ -103,7 +102,6 @@ class Work:
     engine: Engine | None = None
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
-    empties_cache: bool = False
 
     @property
     def local_engine(self) -> Engine | None:

@@ -2,11 +2,12 @@
 
 from rlightning.models.export import save_policy
 from rlightning.models.logprobs import packed_logprobs
-from rlightning.models.policy import load_config, load_policy, load_tokenizer
+from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
 from rlightning.models.rotary import describe_length_limit, max_model_length
 
 __all__ = [
     "describe_length_limit",
+    "hold_as_computed",
     "load_config",
     "load_policy",
     "load_tokenizer",

@@ -162,9 +162,9 @@ class VLLMEngine:
             if isinstance(error, EngineDiedError) or "out of memory" not in str(error).lower():
                 raise
             raise EngineError(
-                f"The engine found no room for its {tag.replace('_', ' ')} when it woke: the trainer holds the "
-                "device's memory. Add EmptyCacheAfterUpdate to trainer.callbacks (and OffloadDuringRollout, if that is "
-                f"not enough), or lower rollout.gpu_memory_utilization. {error}"
+                f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
+                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization. "
+                f"{error}"
             ) from error
 
     def close(self) -> None:

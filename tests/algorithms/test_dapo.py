@@ -1,8 +1,10 @@
 import pytest
+import torch
 from tiny import make_batch
 
 from rlightning.algorithms import DAPO
 from rlightning.errors import ConfigError
+from rlightning.metrics import rollout_metrics
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
 from rlightning.types import RolloutBatch
@@ -43,6 +45,9 @@ def test_groups_are_kept_by_their_rewards_before_the_penalty(model_folder: str) 
     batch.rewards = module.compute_rewards(batch)
     module.close()
     assert module.keep_sequences(batch).tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert module.compared_rewards(batch).tolist() == pytest.approx([1, 1, 1, 1, 0, 0, 0, 0, 0])
+    metrics = rollout_metrics(batch, torch.clone, torch.clone, compared=module.compared_rewards(batch))
+    assert metrics["reward/no_signal"] == pytest.approx(2 / 3)
 
 
 def test_no_cache_is_no_penalty(model_folder: str) -> None:

@@ -33,7 +33,7 @@ async def is_three(prompt: str) -> float:
 @pytest.mark.parametrize(
     ("algorithm", "arguments", "metrics"),
     [
-        (GRPO, {"updates_per_rollout": 2}, {"policy/clip_low", "policy/clip_high", "policy/kl"}),
+        (GRPO, {"updates_per_rollout": 2, "kl_coef": 0.04}, {"policy/clip_low", "policy/clip_high", "policy/kl"}),
         (DrGRPO, {"updates_per_rollout": 2}, {"policy/clip_high"}),
         (DAPO, {"epochs_per_rollout": 2}, {"policy/clip_high", "reward/overlong"}),
         (RLOO, {}, {"policy/kl"}),

@@ -30,6 +30,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "DeviceSyncBeforeBarrier": callbacks.DeviceSyncBeforeBarrier,
     "EmptyCacheAfterUpdate": lambda: callbacks.EmptyCacheAfterUpdate(every_n_updates=2, before_wake=False),
     "JSONLPredictions": callbacks.JSONLPredictions,
+    "MakeRoomForEngine": callbacks.MakeRoomForEngine,
     "OffloadDuringRollout": lambda: callbacks.OffloadDuringRollout(parameters=True),
     "RLProgressBar": callbacks.RLProgressBar,
     "RemotizeOnHeadOnly": lambda: callbacks.RemotizeOnHeadOnly(group_size=1),
@@ -115,6 +116,8 @@ def check(name: str, callback: Any, loop: Loop, folder: Path, clock: Clock, *, n
         case "JSONLPredictions":
             assert [path.name for path in folder.iterdir()] == ["predictions.jsonl"]
             assert lines_of(folder / "predictions.jsonl") == 6
+        case "MakeRoomForEngine":
+            assert callback.engine_bytes == 0  # its engine takes no memory
         case "OffloadDuringRollout":
             assert callback.last["memory/offloaded_gib"] > 0
             assert loop.policy.weight.untyped_storage().nbytes() == 32

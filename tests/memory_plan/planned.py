@@ -39,7 +39,6 @@ COLOCATED = Work(
     batch=TWO_PROMPTS,
     longest=1280,
     engine=Engine(utilization=0.3, max_sequences=128),
-    empties_cache=True,
 )
 FSDP_ALONE = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280, parallelism=Parallelism(kind="fsdp"))
 

@@ -13,40 +13,41 @@ from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer_memory import TrainerMemory
 from rlightning.memory_plan.work import Engine, Parallelism, Work
 
+REFERENCE = {name: 2 * number / GIB for name, number in (("0.6B", 596_049_920), ("1.7B", 1_720_574_976))}
+"""GiB that a reference model takes less than when this was measured: it was held in float32."""
 MEASURED = [
     # docs/measurements.md, "Memory of a GPU that actor and engine share": allocated after the update.
-    ("0.6B, between updates", 10.1, lambda: allocated(plan_of(COLOCATED, H200).generate())),
+    ("0.6B, between updates", 10.1 - REFERENCE["0.6B"], lambda: allocated(plan_of(COLOCATED, H200).generate())),
     # The same table, reserved by steps of which each began with an empty cache, the largest: tensors and slack.
     (
         "0.6B, without checkpointing",
-        56.5,
+        56.5 - REFERENCE["0.6B"],
         lambda: (
             allocated(plan_of(COLOCATED, H200).update()) + plan_of(COLOCATED, H200).update()["allocator's slack"] / GIB
         ),
     ),
     # Reserved after steps 1 and 2 of the run without the callback, whose micro-batches were not quite full.
-    ("0.6B, first step", 48.0, lambda: allocated(plan_of(COLOCATED, H200).update())),
-    ("0.6B, second step", 52.2, lambda: allocated(plan_of(COLOCATED, H200).update())),
-    # The same, after 17 steps of many lengths.
-    (
-        "0.6B, cache never emptied",
-        63.9,
-        lambda: (
-            allocated(plan_of(replace(COLOCATED, empties_cache=False), H200).generate())
-            + plan_of(replace(COLOCATED, empties_cache=False), H200).generate()["allocator's slack"] / GIB
-        ),
-    ),
+    ("0.6B, first step", 48.0 - REFERENCE["0.6B"], lambda: allocated(plan_of(COLOCATED, H200).update())),
+    ("0.6B, second step", 52.2 - REFERENCE["0.6B"], lambda: allocated(plan_of(COLOCATED, H200).update())),
     # The same, of the whole device: "free while generating", with the callback.
-    ("0.6B, free while generating", 85.5, lambda: (H200 - total(filling().generate())) / GIB),
+    ("0.6B, free while generating", 85.5 + REFERENCE["0.6B"], lambda: (H200 - total(filling().generate())) / GIB),
     # docs/measurements.md, "Offloading during rollouts", 1.7B: allocated while generating.
-    ("1.7B, nothing offloaded", 27.7, lambda: allocated(offloading().generate())),
-    ("1.7B, optimizer offloaded", 14.9, lambda: allocated(offloading(offloads_optimizer=True).generate())),
+    ("1.7B, nothing offloaded", 27.7 - REFERENCE["1.7B"], lambda: allocated(offloading().generate())),
+    (
+        "1.7B, optimizer offloaded",
+        14.9 - REFERENCE["1.7B"],
+        lambda: allocated(offloading(offloads_optimizer=True).generate()),
+    ),
     (
         "1.7B, parameters offloaded",
         2.06,
         lambda: allocated(offloading(offloads_optimizer=True, offloads_parameters=True).generate()),
     ),
-    ("1.7B, free while generating", 64.1, lambda: (H200 - total(filling(config=MIDDLE).generate())) / GIB),
+    (
+        "1.7B, free while generating",
+        64.1 + REFERENCE["1.7B"],
+        lambda: (H200 - total(filling(config=MIDDLE).generate())) / GIB,
+    ),
     # One H200, FSDP2 with bfloat16 compute, no engine, 16,384 packed tokens: a study that came before this package,
     # with the same attention and the same log-probabilities.
     ("0.6B, FSDP", 45.0, lambda: allocated(plan_of(FSDP_ALONE, H200).update())),
@@ -211,7 +212,6 @@ def test_a_whole_device_is_within_15_percent(config: Any, generating: float, upd
         is_compiled=True,
         gradient_checkpointing="auto",
         engine=Engine(utilization=0.5, max_sequences=512),
-        empties_cache=True,
     )
     share = plan_of(work, H200).suggested_utilization()
     assert share is not None
@@ -227,7 +227,7 @@ def test_a_long_contexts_update_is_within_15_percent() -> None:
     batch = replace(TWO_PROMPTS, prompts_per_step=64, max_tokens_per_microbatch=length)
     engine = Engine(utilization=0.92, max_sequences=512)
     work = Work(config=SMALL, batch=batch, longest=length, is_compiled=True, engine=engine, gradient_checkpointing=True)
-    update = plan_of(replace(work, empties_cache=True), H200).update(length)
+    update = plan_of(work, H200).update(length)
     assert (total(update) - update["optimizer state"]) / GIB == pytest.approx(29.5, rel=0.15)
 
 
@@ -285,12 +285,11 @@ def test_the_key_to_change_is_named() -> None:
     engine = Engine(utilization=0.3, max_sequences=128)
     assert "model.gradient_checkpointing: auto (" in advice("40GB")
     assert "model.max_tokens_per_microbatch to" in advice("40GB")
-    assert "lower model.max_tokens_per_microbatch to" in advice("18GB", gradient_checkpointing=True)
+    assert "lower model.max_tokens_per_microbatch to" in advice("16.8GB", gradient_checkpointing=True)
     greedy = replace(engine, utilization=0.95)
     assert "gpu_memory_utilization=0.95 takes" in advice("80GB", engine=greedy)
     assert "lower it to" in advice("80GB", engine=greedy)
     half = replace(engine, utilization=0.5)
-    assert "add EmptyCacheAfterUpdate to trainer.callbacks" in advice("80GB", engine=half, empties_cache=False)
     assert advice("80GB", engine=half) == ""
     small = replace(engine, utilization=0.01)
     assert "raise rollout.gpu_memory_utilization to" in advice("80GB", engine=small)
@@ -300,7 +299,7 @@ def test_the_key_to_change_is_named() -> None:
 
 @pytest.mark.long
 def test_what_one_device_cannot_hold_is_sharded() -> None:
-    sentences = advice("24GB", config=MIDDLE, reference=MIDDLE)
+    sentences = advice("20GB", config=MIDDLE, reference=MIDDLE)
     assert "shard it over 4 devices (trainer.strategy: fsdp2, trainer.devices)" in sentences
     assert "Then plan again" in sentences
 

@@ -11,9 +11,10 @@ from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
+from rlightning.errors import ConfigError
 from rlightning.memory_plan.command import PlanCLI
 from rlightning.memory_plan.phases import MemoryPlan, total
-from rlightning.memory_plan.running import decide_checkpointing, work_of
+from rlightning.memory_plan.running import check_engine, decide_checkpointing, work_of
 from rlightning.memory_plan.settings import read_work
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
@@ -54,7 +55,7 @@ def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monk
     none, every = (total(bare.update(gradient_checkpointing=way)) for way in (False, True))
     half = (none + every) // 2
     counts = []
-    for needed in (none, half, 0):
+    for needed in (none, half, 0.9 * every):  # the last fits, though it leaves no tenth free
         monkeypatch.setattr(
             torch.cuda,
             "get_device_properties",
@@ -65,6 +66,23 @@ def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monk
         assert "an update of 4,096 tokens a micro-batch is planned to take" in reason
         assert (", with these" in reason) == (count > 0)
     assert counts == [0, 1, 2]  # of two layers
+
+
+@pytest.mark.long
+def test_an_update_without_room_is_refused_with_its_sum(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(total_memory=1 << 29)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    with pytest.raises(ConfigError, match=r"The update needs 2\.\d GiB of 0\.5 GiB: .* contexts 2\.1 .* = 2\.\d\."):
+        decide_checkpointing(*run)
+
+
+def test_an_engine_without_room_is_refused_with_its_sum(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, module = run
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 31))
+    check_engine(trainer, module)  # not on the CPU
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"rollout.gpu_memory_utilization=.* but the trainer leaves .* CUDA contexts"):
+        check_engine(trainer, module)
 
 
 def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:

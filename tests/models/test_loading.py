@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
 
 from rlightning.errors import ConfigError
-from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, save_policy
+from rlightning.models import hold_as_computed, load_config, load_policy, load_tokenizer, max_model_length, save_policy
 from rlightning.models.layers import decoder_layers
 from rlightning.models.shards import named_weights
 
@@ -159,3 +159,18 @@ def test_biases_of_a_router_are_weights_and_keep_their_dtype(tmp_path: Path) -> 
     assert torch.equal(saved.pop(name), biases)
     assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
     assert torch.equal(dict(named_weights(load_policy(str(tmp_path / "saved"))))[name], biases)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text", "qwen3_moe"])
+def test_a_model_held_as_computed_has_the_same_logits(kind: str, tmp_path: Path) -> None:
+    """Norms of Qwen3, a Conv1D, a scaled embedding and experts stay as they were."""
+    save_tiny(kind, tmp_path)
+    inputs = packed_inputs(make_sequences())
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = load_policy(str(tmp_path))
+        hold_as_computed(policy, dtype)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            found.append(policy(**inputs).logits)
+    assert torch.equal(*found)
+    assert policy.get_output_embeddings().weight.dtype == (torch.float32 if kind == "gemma3_text" else torch.bfloat16)

@@ -295,7 +295,7 @@ def test_a_full_device_is_told_with_the_ways_out(engine: VLLMEngine, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(VLLMEngine, "_call", refuse)
         patch.setattr(engine, "_is_asleep", True)
-        with pytest.raises(EngineError, match=r"(?s)no room for its weights when .* Add EmptyCacheAfterUpdate .*cumem"):
+        with pytest.raises(EngineError, match=r"(?s)no room for its weights when .* Lower rollout.gpu_memory_.*cumem"):
             engine.begin_loading([])
 
 

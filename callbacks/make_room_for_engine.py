@@ -1,0 +1,125 @@
+"""Memory for an engine that wakes on the trainer's device: as much as it lacks, and no more."""
+
+import logging
+from typing import Any
+
+from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
+from rlightning.distributed import platform
+from rlightning.hooks import RunCallback
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+MARGIN_BYTES = 1 << 30
+"""Left free beyond what the engine takes, for what the trainer gathers meanwhile."""
+NOISE_BYTES = 64 << 20
+"""By which what others hold differs from one time to the next without an engine that sleeps or wakes."""
+
+
+class MakeRoomForEngine(RunCallback):
+    """Gives an engine on the same device the memory that it needs when it wakes, if that much is not free.
+
+    First what PyTorch's allocator keeps for later goes back to the device, then optimizer state and gradients wait in
+    page-locked host memory until the engine sleeps, at last parameters, once the engine has them. How much an engine
+    takes shows as it goes to sleep for the first time. ``VLLMRollout`` does this by itself; other loops need
+    ``on_weight_sync_start`` before the engine wakes, ``on_engine_wake`` once it has the weights and before it takes its
+    KV cache, ``on_weight_sync_end`` when it is awake, and ``on_engine_sleep`` when it has given its memory back.
+    Optimizers and parameters are found as :class:`OffloadDuringRollout` finds them. On the CPU it does nothing.
+
+    Attributes:
+        engine_bytes: that the engine gives back when it sleeps; 0 until it has slept.
+    """
+
+    runs_in = "workers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine_bytes = 0
+        self._others_awake = 0
+        self._offload = OffloadDuringRollout(parameters=True)
+        self._told: set[str] = set()
+
+    def begin_run(self) -> None:
+        """Another run has another engine."""
+        self.engine_bytes = self._others_awake = 0
+        self._told.clear()
+
+    def drop_step(self) -> None:
+        """See :class:`OffloadDuringRollout`."""
+        self._offload.drop_step()
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """Make room for all that the engine is about to take; have the parameters there, which are about to be read."""
+        if self._offload.num_bytes or not self._has_room(trainer, module):
+            self._offload.on_weight_sync_start(trainer, module, weight_version)
+            self._tell_of_offload("optimizer state and gradients wait", 0)
+
+    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+        """Make room for its KV cache."""
+        if not self._has_room(trainer, module):
+            before = self._offload.num_bytes
+            self._offload.on_engine_wake(trainer, module)
+            self._tell_of_offload("parameters, which it has, wait", before)
+
+    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+        """See what others than this process hold while the engine is awake."""
+        memory = platform.memory_use(platform.device_of(trainer, module))
+        if memory is not None:
+            self._others_awake = max(self._others_awake, _held_by_others(memory))
+
+    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+        """See how much of it the engine gives back, and take the device again."""
+        memory = platform.memory_use(platform.device_of(trainer, module))
+        if memory is not None and self._others_awake:
+            self.engine_bytes = max(self.engine_bytes, self._others_awake - _held_by_others(memory))
+        self._offload.on_engine_sleep(trainer, module)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Have everything there to be saved."""
+        self._offload.on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Have everything there for whoever looks at it now."""
+        super().on_exception(trainer, pl_module, exception)
+        self._offload.on_exception(trainer, pl_module, exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take everything back; end of the host memory."""
+        super().teardown(trainer, pl_module, stage)
+        self._offload.teardown(trainer, pl_module, stage)
+
+    def _has_room(self, trainer: Any, module: Any) -> bool:
+        """Whether the device has what the engine lacks, after the allocator has given back its unused blocks."""
+        device = platform.device_of(trainer, module)
+        memory = platform.memory_use(device)
+        if memory is None or not self.engine_bytes or _lacking(memory, self._others_awake) <= 0:
+            return True
+        platform.empty_cache(device)
+        kept, wanted = (memory.reserved - memory.allocated) / _GIB, self.engine_bytes / _GIB
+        self._tell("what PyTorch keeps for later", f"({kept:.1f} GiB now) makes room for its {wanted:.1f} GiB")
+        memory = platform.memory_use(device)
+        assert memory is not None
+        return _lacking(memory, self._others_awake) <= 0
+
+    def _tell_of_offload(self, what: str, before: int) -> None:
+        moved = self._offload.num_bytes - before
+        if moved > 0:
+            self._tell(what, f"in the host's memory until it sleeps ({moved / _GIB:.1f} GiB now)")
+
+    def _tell(self, what: str, how: str) -> None:
+        """Say once what is done from now on where it is needed."""
+        if what not in self._told:
+            self._told.add(what)
+            log.info("When the engine wakes, %s %s.", what, how)
+
+
+def _held_by_others(memory: platform.MemoryUse) -> int:
+    """Bytes that are neither free nor of this process's allocator: of engines, contexts and other processes."""
+    return memory.total - memory.free - memory.reserved
+
+
+def _lacking(memory: platform.MemoryUse, others_awake: int) -> int:
+    """Bytes that are not free and that the others are going to take, until they hold as many as they held awake."""
+    still = others_awake - _held_by_others(memory)
+    return still + MARGIN_BYTES - memory.free if still > NOISE_BYTES else 0
