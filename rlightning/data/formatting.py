@@ -223,6 +223,7 @@ class PromptEncoder:
         note |= Note.DROPPED_BOS if tokens.has_dropped_bos else Note(0)
         note |= Note.DROPPED_EOS if tokens.has_dropped_eos else Note(0)
         note |= Note.INSIDE_THOUGHT if find_open_thought(text) else Note(0)
+        note |= Note.EMPTY_COMPLETION if tokens.completion is not None and not tokens.completion else Note(0)
         num_tokens, limit = len(prompt), self.format.max_tokens
         is_dropped = num_tokens > limit and self.format.overlong == "drop"
         if num_tokens > limit and not is_dropped:
@@ -288,10 +289,11 @@ def _template_columns(template: str) -> list[str]:
 class _TemplateFormatter(string.Formatter):
     """Fills templates with texts, numbers and times; anything else would show as Python writes it, such as ``None``."""
 
-    def format_field(self, value: Any, format_spec: str) -> str:
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """Check a value before ``!s``, ``!r`` or ``!a`` makes a text of it."""
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
             raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
-        return str(super().format_field(value, format_spec))
+        return super().convert_field(value, conversion)
 
 
 def _fill_template(template: str, row: Row, where: str) -> str:

@@ -22,6 +22,7 @@ class Note(IntFlag):
     RENDERED_BEFORE = 4
     INSIDE_THOUGHT = 8
     BEYOND_POSITIONS = 16
+    EMPTY_COMPLETION = 32
 
 
 _MESSAGES = {
@@ -32,6 +33,7 @@ _MESSAGES = {
     "before, and get neither the chat template nor the system prompt",
     Note.INSIDE_THOUGHT: "end with the tag that opens the model's thought: completions begin inside the thought, "
     "without the tag. A reward function can have prompt and completion as one text, as its parameter full_text",
+    Note.EMPTY_COMPLETION: "have an empty completion: what is learned after them is the end-of-sequence token alone",
 }
 
 

@@ -1,6 +1,7 @@
 """Templates, chats, and the limit on lengths. The tokenizer has one token a character."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("template", "prompt"), [("{q!s}", "a"), ("{q!r}", "'a'"), ("{n!s:>3}", "  7"), ("{n:03d}{q}", "007a")]
+)
+def test_a_template_may_convert_texts_and_numbers(
+    template: str, prompt: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"q": "a", "n": 7}])
+    assert build(path, tokenizer, template=template)[0][0] == prompt
+
+
+@pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
         ([{"promt": "x"}], {}, r"train\.jsonl' has no column 'prompt'\. Did you mean 'promt'\?"),
@@ -79,6 +90,9 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> No
         ([{"q": "x"}, {"q": None}], {"template": "Q {q}"}, r"line 2: prompt_template='Q \{q\}' .* write None into the"),
         ([{"q": ["a"]}], {"template": "Q {q}"}, r"line 1: .* it would write \['a'\] into the prompt, where texts and"),
         ([{"q": {"a": 1}}], {"template": "Q {q}"}, r"line 1: .* would write \{'a': 1\} into .*Correct or remove the"),
+        ([{"q": None}], {"template": "Q {q!s}"}, r"line 1: .* it would write None into the prompt"),
+        ([{"q": [1]}], {"template": "Q {q!a}"}, r"line 1: .* it would write \[1\] into the prompt"),
+        ([{"q": [1]}], {"template": "Q {q!r:>9}"}, r"line 1: .* it would write \[1\] into the prompt"),
         ([{"q": {"a": None}}], {"template": "Q {q[a]:>4}"}, r"line 1: .* it would write None into the prompt"),
         ([{"q": float("nan")}], {"template": "Q {q}"}, r"line 1: .* it would write nan into the prompt"),
         ([{"q": [1]}], {"template": "Q {q[1]}"}, r"line 1: .* cannot be filled: IndexError: list index out of range"),
@@ -201,7 +215,8 @@ def test_completions_that_cannot_be_learned_say_where(tmp_path: Path, completion
     assert "\n" not in str(caught.value)
 
 
-def test_completions_end_with_one_eos(tmp_path: Path) -> None:
+def test_completions_end_with_one_eos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     rows = [{"prompt": "A:", "completion": text} for text in ("T", "T</s>", "", "</s>")]
     path = write_rows(tmp_path / "train.jsonl", rows)
     prompts = build_prompts(
@@ -209,6 +224,8 @@ def test_completions_end_with_one_eos(tmp_path: Path) -> None:
     )
     assert [prompt.token_ids for prompt in prompts] == [[0, 6, 4]] * 4
     assert [prompt.completion_ids for prompt in prompts] == [[5, 1], [5, 1], [1], [1]]
+    assert "2 of 4 prompts of" in caplog.text
+    assert re.search(r"have an empty completion: .* end-of-sequence token alone \(first: .*, line 3\)", caplog.text)
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion"])
