@@ -104,7 +104,9 @@ def bind_rewards(rewards: Sequence[RewardFunction | str | Callable[..., Any]]) -
     names = [reward.name for reward in bound]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"Two reward functions have the name '{name}'. Give each its own: RewardFunction(..., name=...).")
+            raise ConfigError(
+                f"Two reward functions have the name '{name}'. Give each its own: RewardFunction(..., name=...)."
+            )
         if name in _TAKEN_NAMES:
             raise ConfigError(f"A reward function cannot have the name '{name}': reward/{name} is another metric.")
     return bound
