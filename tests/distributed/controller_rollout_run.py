@@ -8,6 +8,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
+from controller_run import Record as StepRecord
 from controller_run import make_strategy, measured
 from engine_run import make_data, make_module, make_rollout, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,21 +27,13 @@ from rlightning.distributed.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
 
 
-class Record(RLCallback):
-    """Notes hooks, metrics and what was sampled; the same under both strategies."""
+class Record(StepRecord):
+    """Notes further hooks and what was sampled; the same under both strategies."""
 
     def __init__(self) -> None:
-        self.hooks: list[str] = []
-        self.steps: list[dict[str, float]] = []
-        self.validations: list[dict[str, float]] = []
+        super().__init__()
         self.sampled: list[list[Any]] = []
         self.updated: list[list[int]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.hooks.append("on_train_batch_start")
-
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
-        self.hooks.append("on_rollout_start")
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         self.hooks.append(f"on_weight_sync_start {weight_version}")
@@ -55,21 +48,10 @@ class Record(RLCallback):
     def on_reward_start(self, trainer: Any, module: Any, batch: Any) -> None:
         self.hooks.append("on_reward_start")
 
-    def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        self.hooks.append("on_reward_end")
-        assert batch.rewards.shape == (batch.num_sequences,)
-
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         self.hooks.append("on_update_start")
         self.updated.append(batch.group_ids.tolist())
         assert batch.advantages.shape == (batch.num_tokens,)
-
-    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        self.hooks.append("on_update_end")
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.hooks.append("on_train_batch_end")
-        self.steps.append(measured(trainer))
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         self.hooks.append("on_validation_start")

@@ -103,7 +103,7 @@ class Record(RLCallback):
         self.hooks.append("on_rollout_start")
 
     def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        assert batch.rewards is not None
+        assert batch.rewards.shape == (batch.num_sequences,)
         self.hooks.append("on_reward_end")
 
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
