@@ -72,6 +72,10 @@ class CompletionsTable(RunCallback):
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
+    def output(self, trainer: Any, stage: str) -> Path | None:
+        """Return what it writes."""
+        return self._folder(trainer) if stage == "fit" else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a folder that cannot be written to before anything is generated."""
         super().setup(trainer, pl_module, stage)

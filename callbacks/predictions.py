@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback, check_repeated
+from rlightning.hooks import RLCallback, check_outputs, check_repeated
 from rlightning.loop_ranks import num_ranks_in, rank_in
 from rlightning.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
@@ -49,9 +49,14 @@ class JSONLPredictions(RLCallback):
         """Two of them write two files."""
         return self._generate_state_key(path=self.path)
 
+    def output(self, trainer: Any, stage: str) -> Path | None:
+        """Return what it writes."""
+        return self._path(trainer) if stage == "predict" else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse to overwrite before anything is generated, and leave out what an earlier run has done."""
         check_repeated(getattr(trainer, "callbacks", ()))
+        check_outputs(trainer, stage)
         if stage == "predict":
             self._prepare(trainer, pl_module)
 
@@ -150,9 +155,12 @@ class JSONLPredictions(RLCallback):
             )
         return {index: text for file in files for index, text in file.read().items()}
 
+    def _path(self, trainer: Any) -> Path:
+        return Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
+
     def _rank_paths(self, trainer: Any) -> list[Path]:
         """The final names of all ranks' files; refuses those of another number of ranks."""
-        path = Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
+        path = self._path(trainer)
         num_ranks = num_ranks_in(trainer)
         paths = [path]
         if num_ranks > 1:

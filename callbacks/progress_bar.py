@@ -51,7 +51,12 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return self._is_live and super().is_enabled
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find out who is watching."""
+        """Find out who is watching; refuse a loop that is not Lightning's, whose bars these are."""
+        if not hasattr(trainer, "is_global_zero"):
+            raise ConfigError(
+                f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
+                "callbacks of your own loop."
+            )
         PhaseTimer.setup(self, trainer, pl_module, stage)
         RichProgressBar.setup(self, trainer, pl_module, stage)
         self._is_live = is_live_terminal()

@@ -85,6 +85,10 @@ class RunReport(PhaseTimer):
         self._earlier_seconds = state_dict["seconds"]
         self._started = perf_counter()
 
+    def output(self, trainer: Any, stage: str) -> Path | None:
+        """Return what it writes."""
+        return self._file(trainer) if stage == "fit" else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a path that cannot be written to before the run; the time counts from here."""
         super().setup(trainer, pl_module, stage)

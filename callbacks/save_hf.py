@@ -49,6 +49,10 @@ class SaveHF(RunCallback):
         """Save its steps too, though they have the numbers of those before."""
         self._seen_step = -1
 
+    def output(self, trainer: Any, stage: str) -> Path | None:
+        """Return what it writes."""
+        return self._folder(trainer) if stage == "fit" else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what could not be saved, or not there, before the run; become the last of the callbacks."""
         super().setup(trainer, pl_module, stage)

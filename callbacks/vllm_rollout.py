@@ -33,6 +33,8 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
 
+_OF_MODULE = ("model_path", "tokenizer", "max_model_length", "device", "weight_version", "named_weights", "score")
+
 
 class VLLMRollout(RLCallback, Generator):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
@@ -169,6 +171,12 @@ class VLLMRollout(RLCallback, Generator):
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
             return
+        missing = [name for name in _OF_MODULE if not hasattr(module, name)]
+        if missing:
+            raise ConfigError(
+                f"VLLMRollout needs {', '.join(missing)} of the module, which {type(module).__name__} does not have. "
+                "Derive it from PolicyModule, or add them: examples/plain_loop.py shows how."
+            )
         self._trainer, self._module = trainer, module
         if stage == "fit":
             self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this

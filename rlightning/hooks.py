@@ -19,6 +19,7 @@ Lightning's own hooks of the batch stand around them (``on_train_batch_start`` b
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
@@ -42,6 +43,10 @@ class RLCallback(Callback):
     """
 
     runs_in: Literal["controller", "workers"] = "controller"
+
+    def output(self, trainer: Any, stage: str) -> Path | None:
+        """Return the file or folder that it writes in a stage, if there is one; no other callback writes there."""
+        return None
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: "list[Prompt]") -> None:
         """Called before completions are generated for ``prompts``."""
@@ -99,6 +104,7 @@ class RunCallback(RLCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a callback that is listed twice; begin anew."""
         check_repeated(getattr(trainer, "callbacks", ()))
+        check_outputs(trainer, stage)
         self.drop_step()
         if stage == "fit" and not self._is_loaded and not getattr(trainer, "global_step", 0):
             self.begin_run()
@@ -115,6 +121,23 @@ class RunCallback(RLCallback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called when the run is over."""
         self._is_loaded = False
+
+
+def check_outputs(trainer: Any, stage: str) -> None:
+    """Refuse two callbacks of a run that write to the same place, however it is spelled.
+
+    Raises:
+        ConfigError: names the callbacks and the place.
+    """
+    writers: dict[Path, RLCallback] = {}
+    for callback in getattr(trainer, "callbacks", ()):
+        output = callback.output(trainer, stage) if isinstance(callback, RLCallback) else None
+        if output is None:
+            continue
+        other = writers.setdefault(output.resolve(), callback)
+        if other is not callback:
+            names = " and ".join(type(writer).__name__ for writer in (other, callback))
+            raise ConfigError(f"{names} of trainer.callbacks both write '{output}'. Keep one, or name another path.")
 
 
 def check_repeated(callbacks: Iterable[Any]) -> None:

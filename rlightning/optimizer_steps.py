@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rlightning.errors import ConfigError
@@ -20,7 +20,11 @@ METHOD = "configure_optimizers"
 
 
 def prepare_optimizers(
-    network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]
+    network: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedules: Sequence[LRSchedulerConfig],
+    *,
+    max_steps: int = -1,
 ) -> None:
     """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
 
@@ -28,10 +32,12 @@ def prepare_optimizers(
         network: what they train.
         optimizers: as ``configure_optimizers`` returned them.
         schedules: the same, in Lightning's form.
+        max_steps: rollout steps of the run; -1 if unlimited.
 
     Raises:
-        ConfigError: for an optimizer that needs a closure, a schedule that needs a metric, a parameter in two
-            optimizers, and optimizers without any parameter of ``network``.
+        ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, that
+            ends before the run or has no frequency, a parameter in two optimizers, and optimizers without any
+            parameter of ``network``.
     """
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -40,16 +46,37 @@ def prepare_optimizers(
                 f"{METHOD}: {type(optimizer).__name__} computes the loss again within a step, and a rollout's loss is "
                 "computed in micro-batches before it. Use an optimizer that steps without a closure, such as AdamW."
             )
-    for config in schedules:
-        if isinstance(config.scheduler, ReduceLROnPlateau):
+        if isinstance(optimizer, SparseAdam):
             raise ConfigError(
-                f"{METHOD}: ReduceLROnPlateau steps by a metric, and schedules are stepped by the count of rollouts. "
-                "Return the optimizer without it, and call its step(metric) in on_train_batch_end or "
-                "on_validation_end of a callback, or return another schedule, such as LambdaLR."
+                f"{METHOD}: SparseAdam takes sparse gradients alone, and those of the model are dense. Use AdamW."
             )
+    for config in schedules:
+        _check_schedule(config, max_steps)
         if isinstance(config.scheduler, ConfiguredLR):
             config.scheduler.add_groups()
     _check_parameters(network, optimizers)
+
+
+def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
+    scheduler: Any = config.scheduler
+    name = type(scheduler).__name__
+    required = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    if isinstance(scheduler, ReduceLROnPlateau) or required:
+        raise ConfigError(
+            f"{METHOD}: {name} steps by a metric, and schedules are stepped by the count of rollouts. "
+            "Return the optimizer without it, and call its step(metric) in on_train_batch_end or "
+            "on_validation_end of a callback, or return another schedule, such as LambdaLR."
+        )
+    if config.frequency < 1:
+        raise ConfigError(
+            f"{METHOD}: frequency={config.frequency} of {name} must be at least 1. Use 1 for a step after each rollout."
+        )
+    num_steps, total_steps = max_steps // config.frequency, getattr(scheduler, "total_steps", None)
+    if total_steps is not None and num_steps > total_steps:
+        raise ConfigError(
+            f"{METHOD}: {name} ends after total_steps={total_steps}, and the run steps it {num_steps} times. Set "
+            f"total_steps to {num_steps}: schedules are stepped once a rollout."
+        )
 
 
 def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -115,10 +142,13 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
 
     Returns:
         ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different
-        rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers.
+        rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers,
+        which also follows a name that several groups have.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = {f"optim/lr/{group.get('name', number)}": float(group["lr"]) for number, group in enumerate(groups)}
+    names = [str(group.get("name", number)) for number, group in enumerate(groups)]
+    names = [f"{name}_{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    rates = {f"optim/lr/{name}": float(group["lr"]) for name, group in zip(names, groups, strict=True)}
     first = {"optim/lr": float(groups[0]["lr"])}
     is_alike = len(optimizers) == 1 and len(set(rates.values())) == 1 and not any("name" in group for group in groups)
     return first if is_alike else first | rates

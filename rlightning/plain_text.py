@@ -2,9 +2,13 @@
 
 import re
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
+)
 """What hides, moves or reorders other text: control characters but tab and newline, other ends of lines, changes of the
-direction of writing, and lone surrogates, which UTF-8 does not have."""
+direction of writing, characters without a shape (the joiners stay: emojis and scripts are written with them), and lone
+surrogates, which UTF-8 does not have."""
 
 _MARKDOWN = re.compile(r"[\\`*_~#!\[\]<>&|]")
 _SPACES = re.compile(r"^ | $|(?<= ) |(?<=\n) |\t")

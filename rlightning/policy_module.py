@@ -175,7 +175,9 @@ class PolicyModule(PromptBatchModule):
 
     def on_fit_start(self) -> None:
         """Refuse optimizers and schedules that the steps here cannot use."""
-        prepare_optimizers(self, self.trainer.optimizers, self.trainer.lr_scheduler_configs)
+        prepare_optimizers(
+            self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the settings in force, and no secrets among hyperparameters."""

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from sharded_net import OddNet, make_net, run_ranks, shard_net
 from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
-from torch.optim import LBFGS, SGD, AdamW, Muon
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim import LBFGS, SGD, AdamW, Muon, SparseAdam
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
@@ -96,6 +98,18 @@ def added_group(module: Own) -> Any:
     return [optimizer], schedules
 
 
+def same_names(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    first = SGD([{"params": matrices, "name": "x", "lr": 0.01}])
+    return [first, AdamW([{"params": vectors, "name": "x", "lr": 0.02}])]
+
+
+def one_cycle(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    cycle = OneCycleLR(optimizer, max_lr=0.01, total_steps=3, anneal_strategy="linear", pct_start=0.5)
+    return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
 RATES: dict[Callable[[Own], Any], dict[str, list[float]]] = {
     usual: {"optim/lr": [1e-3] * 3},
     single: {"optim/lr": [0.01] * 3},
@@ -107,6 +121,8 @@ RATES: dict[Callable[[Own], Any], dict[str, list[float]]] = {
         "optim/lr/1": [0.01, 0.001, 0.0001],
     },
     two_dictionaries: {"optim/lr/0": [0.01, 0.005, 0.0025], "optim/lr/1": [0.01] * 3},
+    same_names: {"optim/lr": [0.01] * 3, "optim/lr/x_0": [0.01] * 3, "optim/lr/x_1": [0.02] * 3},
+    one_cycle: {"optim/lr": [0.01 / 25, 0.01 - (0.01 - 4e-8) / 3, 4e-8]},  # up to step 0.5, then down to step 2
     added_group: {"optim/lr": [1e-3] * 3, "optim/lr/1": [1e-3] * 3, "optim/lr/last": [0.05] * 3},
 }
 
@@ -169,6 +185,32 @@ def overlapping(module: Own) -> Any:
     return [AdamW(module.parameters()), SGD(by_shape(module)[1], lr=0.1)]
 
 
+def sparse(module: Own) -> Any:
+    return SparseAdam(list(module.parameters()))
+
+
+def no_frequency(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "frequency": 0}}
+
+
+class ByMetric(StepLR):
+    def step(self, metric: float) -> None:  # type: ignore[override]
+        super().step()
+
+
+def by_metric(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    schedule = StepLR(optimizer, 1)
+    schedule.__class__ = ByMetric  # torch calls step() once when it is made
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def short_cycle(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return [optimizer], [OneCycleLR(optimizer, max_lr=0.01, total_steps=2)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -178,6 +220,10 @@ def overlapping(module: Own) -> Any:
         (nothing, "configure_optimizers returns no optimizer of the model's parameters"),
         (of_something_else, "configure_optimizers returns no optimizer of the model's parameters"),
         (needs_closure, "configure_optimizers: LBFGS computes the loss again within a step"),
+        (sparse, "configure_optimizers: SparseAdam takes sparse gradients alone"),
+        (no_frequency, "configure_optimizers: frequency=0 of StepLR must be at least 1"),
+        (by_metric, "configure_optimizers: ByMetric steps by a metric"),
+        (short_cycle, "configure_optimizers: OneCycleLR ends after total_steps=2, and the run steps it 3 times"),
         (overlapping, r"configure_optimizers: \d+ parameters, such as actor\.model\..*, are in two optimizers"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -203,3 +249,34 @@ def test_parameters_without_optimizer_are_named_once(
     (line,) = [record.getMessage() for record in caplog.records if "in no optimizer" in record.getMessage()]
     # two norms and those of queries and keys in each of two layers, and the last one
     assert line.startswith("9 parameters are in no optimizer and stay as they are, such as actor.model.layers.0.")
+
+
+def train_with_muon(net: OddNet) -> None:
+    """Eight steps, the same on every rank."""
+    matrices = [parameter for parameter in net.parameters() if parameter.ndim == 2]
+    muon = Muon(matrices, lr=1e-2)
+    for _ in range(8):
+        net(torch.arange(11)).square().mean().backward()
+        muon.step()
+        muon.zero_grad()
+
+
+def train_shards(folder: Path) -> None:
+    net = shard_net(make_net(), 0, 2, 0)
+    train_with_muon(net)
+    weights = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        torch.save(weights, folder / "sharded.pt")
+
+
+@pytest.mark.processes
+def test_muon_steps_whole_matrices_on_two_ranks(tmp_path: Path) -> None:
+    net = make_net()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    train_with_muon(net)
+    run_ranks(train_shards, 2, tmp_path)
+    sharded = torch.load(tmp_path / "sharded.pt")
+    for name, parameter in net.named_parameters():
+        # It orthogonalises in bfloat16; orthogonalised shards would be as far away as the weights have moved.
+        torch.testing.assert_close(sharded[name], parameter.detach(), atol=0.01, rtol=0)
+        assert parameter.ndim == 1 or (parameter - before[name]).abs().max() > 0.03, name

@@ -23,6 +23,8 @@ WRITTEN = [
     ("\x1b[2J\x1b]0;title\x07 \x9b31m", "\\x1b[2J\\x1b]0;title\\x07 \\x9b31m"),
     ("\x02klzzwxh:0001\x03", "\\x02klzzwxh:0001\\x03"),
     ("a\u202eb\u2066c\u2028d\ud83de", "a\\u202eb\\u2066c\\u2028d\\ud83de"),
+    ("a\u200eb\u200fc\u061cd\u200be\ufefff\xadg", "a\\u200eb\\u200fc\\u061cd\\u200be\\ufefff\\xadg"),
+    ("a\U000e0041\U000e01efb\u2060c\u206a", "a\\U000e0041\\U000e01efb\\u2060c\\u206a"),
     ("\n# one\n\n- two\n    three  \n```\nfour\n```", "\n# one\n\n- two\n    three  \n```\nfour\n```"),
     ("  a  b ", "  a  b "),
     ("😀 👩\u200d👧 é ∑ 数", "😀 👩\u200d👧 é ∑ 数"),

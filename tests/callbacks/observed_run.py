@@ -20,7 +20,7 @@ def make_completion(text: str, finish_reason: Any = "stop") -> Completion:
     num = len(text)
     return Completion(
         text=text,
-        token_ids=np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int64),
+        token_ids=np.array([ord(character) for character in text], np.int64),
         logprobs=np.full(num, -0.5, np.float32),
         weight_versions=np.zeros(num, np.int32),
         finish_reason=finish_reason,

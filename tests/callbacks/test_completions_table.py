@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,18 @@ import pytest
 import rich
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from observed_run import ObservedModule, PlainLoop, PlainModule, add_rewards, loader, make_batch, make_trainer, messages
+from observed_run import (
+    ObservedModule,
+    PlainLoop,
+    PlainModule,
+    add_rewards,
+    loader,
+    make_batch,
+    make_completion,
+    make_prompt,
+    make_trainer,
+    messages,
+)
 from programs import read_csv
 from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
@@ -107,6 +119,22 @@ def test_csv_tensorboard_and_wandb_at_once(tmp_path: Path, monkeypatch: pytest.M
     assert logged[0] == ("completions", [best, worst], 1)
     assert [step for _, _, step in logged] == [1, 2]
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json"))
+
+
+def test_wandb_gets_cells_without_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+    wandb_logger = WandbLogger(save_dir=tmp_path, offline=True)
+    monkeypatch.setattr(wandb_logger, "log_table", lambda key, **kwargs: logged.extend(kwargs["data"]))
+    written = "right\rwrong\x1b[2J \u202ex"
+    completions = [[make_completion(written), make_completion("55")], [make_completion("9"), make_completion("99")]]
+    batch = RolloutBatch.pack([make_prompt(0, "2+2="), make_prompt(7, "3*3=")], completions)
+    add_rewards(batch)
+    table = CompletionsTable(1, num_logged=10, path=str(tmp_path / "completions"))
+    loop = SimpleNamespace(callbacks=[table], loggers=[wandb_logger])
+    fire(loop, PlainModule(), "on_reward_end", batch)
+    fire(loop, PlainModule(), "on_update_start", batch)
+    assert "right\\rwrong\\x1b[2J \\u202ex" in [row[2] for row in logged]
+    assert not [row for row in logged for cell in row if isinstance(cell, str) and not cell.isprintable()]
 
 
 def test_a_line_a_completion_where_there_is_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

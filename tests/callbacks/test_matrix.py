@@ -195,6 +195,43 @@ def test_those_with_other_files_may_be_listed_twice(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "predictions.jsonl") == lines_of(predictions[1]) == 6
 
 
+class OwnReport(callbacks.RunReport):
+    """A report of the user's, with another state than its base's."""
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "make"),
+    [
+        ("JSONLPredictions", "predictions.jsonl", callbacks.JSONLPredictions),
+        ("SaveHF", "hf", callbacks.SaveHF),
+        ("RunReport", "report.html", lambda path=None: OwnReport(path) if path else callbacks.RunReport()),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["{folder}/{path}", "{folder}/../{folder.name}/{path}"])
+def test_one_file_spelled_in_two_ways_is_refused(
+    name: str, path: str, make: Callable[..., Any], spelling: str, tmp_path: Path
+) -> None:
+    pair = make(), make(spelling.format(folder=tmp_path, path=path))
+    stage = "predict" if name == "JSONLPredictions" else "fit"
+    module = ObservedModule()
+    with pytest.raises(ConfigError, match=rf"{name} and \w+ of trainer\.callbacks both write '.*{path}'\. Keep one"):
+        getattr(make_trainer(tmp_path, *pair), stage)(module, loader())
+    assert not list(tmp_path.iterdir()) and module.weight.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("RLProgressBar", "RLProgressBar needs Lightning's Trainer, which Loop is not"),
+        ("VLLMRollout", "VLLMRollout needs model_path, .*score of the module, which Policy does not have"),
+    ],
+)
+def test_loop_without_what_a_callback_needs_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        MAKE[name]().setup(loop, loop.policy, "fit")
+
+
 CUTS = [hook for hook in STEP if hook != "on_update_end"]
 
 

@@ -80,6 +80,7 @@ def test_supervised_runs_have_a_report_too(tmp_path: Path) -> None:
     ("error", "raised", "status"),
     [
         (ValueError("the <user's> mistake"), ValueError, "stopped by ValueError: the &lt;user&#x27;s&gt; mistake"),
+        (ValueError("x" * 30_000_000), ValueError, f"stopped by ValueError: {'x' * 297}..."),
         (KeyboardInterrupt(), SystemExit, "interrupted"),
     ],
 )
