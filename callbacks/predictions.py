@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_outputs, check_repeated
 from rlightning.loop_ranks import num_ranks_in, rank_in
@@ -136,12 +137,16 @@ class JSONLPredictions(RLCallback):
         if self._file is not None:
             self._file.close()
         own = self._file = files[rank]
-        own.lock()
+        refusal: ConfigError | None = None
         try:
+            own.lock()
             self._earlier = self._read_earlier(own, files)
-        except ConfigError:
+        except ConfigError as error:
+            refusal = error
+        # No rank writes before all have read what is there.
+        if any_rank(refusal is not None, name="predictions of earlier runs are read"):
             own.close()
-            raise
+            raise refusal or ConfigError(f"Another rank refuses its file beside '{own.path}', and says why.")
         if hasattr(data, "leave_out"):
             data.leave_out(self.is_done if self._earlier else None)
         self._written.clear()

@@ -122,6 +122,7 @@ def test_async_reward_imports_the_source_of_the_runs_beginning(
     make_runner: MakeRunner,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    others = [finder for finder in sys.meta_path if isinstance(finder, KeptFinder)]  # of runners that are not closed
     runner = make_runner("edited_async.grade")
     (folder / "edited_named.py").write_text("VALUE = 100.0\n")
     (folder / "edited_folder" / "nested" / "table.py").write_text("VALUE = 100.0\n")
@@ -130,7 +131,7 @@ def test_async_reward_imports_the_source_of_the_runs_beginning(
     said = [record.getMessage().partition(" has changed")[0] for record in caplog.records]
     assert sorted(said) == [f"{folder}/edited_folder/nested/table.py", f"{folder}/edited_named.py"]
     runner.close()
-    assert not any(isinstance(finder, KeptFinder) for finder in sys.meta_path)
+    assert [finder for finder in sys.meta_path if isinstance(finder, KeptFinder)] == others
 
 
 @pytest.mark.processes
