@@ -1,7 +1,10 @@
 """Lightning's monitoring callbacks under manual optimization, on a module that logs what a test says."""
 
+import io
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -237,3 +240,41 @@ def test_sigterm_saves_last_state_and_exits_with_143(tmp_path: Path) -> None:
     trainer = bare_trainer(tmp_path, 8, ModelCheckpoint(tmp_path), enable_checkpointing=True)
     trainer.fit(module := Scripted(), ckpt_path=tmp_path / "step=3.ckpt")
     assert module.weight.item() == -8.0
+
+
+class OneWriter(io.StringIO):
+    """Refuses to be written to from within a write, as Python's buffered files do; SIGTERM comes within the first."""
+
+    is_inside = is_sent = False
+
+    def write(self, text: str) -> int:
+        if self.is_inside:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+        self.is_inside = True
+        try:
+            if not self.is_sent:
+                self.is_sent = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().write(text)
+        finally:
+            self.is_inside = False
+
+
+def test_sigterm_while_a_line_is_written_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Telling(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if self.trainer.global_step == 3:
+                with monkeypatch.context() as patch:
+                    patch.setattr(sys, "stderr", stream := OneWriter())
+                    patch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [logging.StreamHandler(stream)])
+                    sys.stderr.write("a line")
+                    assert stream.getvalue() == "a line"
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SIGTERMException):
+            fit(tmp_path, Telling(), 8, ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert steps_in(tmp_path) == {"step=3.ckpt": 3}

@@ -1,5 +1,6 @@
 """SIGTERM ends a fit on all ranks after the same batch, without a collective in the signal handler."""
 
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,6 +17,12 @@ class EndOnSigterm(Callback):
     Lightning stops a fit between two steps; then ``ModelCheckpoint`` saves.
     """
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Have the signal noted, and nothing else done in its handler, on whatever strategy."""
+        connector = trainer._signal_connector
+        if "_sigterm_notifier_fn" not in vars(connector):  # else SigtermAgreement's is there
+            connector._sigterm_notifier_fn = partial(note_sigterm, trainer)  # type: ignore[method-assign]
+
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Give Lightning's exception its exit code."""
         if isinstance(exception, SIGTERMException):
@@ -25,6 +32,17 @@ class EndOnSigterm(Callback):
         """Stop before the next batch."""
         if trainer.received_sigterm:
             raise SIGTERMException
+
+
+def note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM in a process that is alone: pass it on to processes that it has started, and stop soon.
+
+    Lightning's handler logs. If the signal comes while a line is written, that raises from within the handler, in the
+    middle of the writing, and the signal is lost.
+    """
+    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(signum)
+    trainer._signal_connector.received_sigterm = True
 
 
 class SigtermAgreement:
