@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -116,7 +118,7 @@ def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
     num_processes = min(cores, num_rows // ROWS_A_PROCESS)
     values = {name: datasets.Value(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
     features = {name: datasets.List(value) if "list" in COLUMNS[name] else value for name, value in values.items()}
-    with _one_thread_a_process():
+    with plain_forks():
         datasets.Dataset.from_dict({"row": np.arange(num_rows)}).map(
             _encode,
             batched=True,
@@ -136,14 +138,22 @@ def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncode
 
 
 @contextmanager
-def _one_thread_a_process() -> Iterator[None]:
-    """Have forked processes tokenise on one thread each, as the library would warn of each of them otherwise."""
+def plain_forks() -> Iterator[None]:
+    """Have forked processes tokenise on one thread each, of which the library warns otherwise, and end on SIGTERM.
+
+    They inherit this process's handler. One that only takes a note would have the pool wait for ever for a process that
+    it ends because another has found a mistake.
+    """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if is_main else None
     try:
         yield
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
         if before is None:
             del os.environ[name]
         else:

@@ -1,7 +1,10 @@
 """Sets that stay on disk give the prompts that they give in memory, and are tokenised once."""
 
 import json
+import multiprocessing
 import pickle
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,27 @@ def test_several_processes_tokenise_and_any_may_find_a_mistake(tmp_path: Path, m
     prompts = build_prompts(read_rows(write(tmp_path / "a.jsonl")), make_tokenizer(), PromptFormat())
     assert [len(prompt.token_ids) for prompt in prompts] == [len(row["prompt"]) for row in ROWS]
     assert list(pickle.loads(pickle.dumps(prompts))) == list(prompts)
+
+
+@pytest.mark.processes
+def test_processes_that_tokenise_end_on_sigterm_whatever_the_handler() -> None:
+    """A pool ends them so when one has found a mistake, and would wait for ever for one that only takes a note."""
+
+    def note(signum: int, frame: Any) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, note)
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    try:
+        with mapped.plain_forks():
+            process.start()
+            process.terminate()
+            process.join(300)
+        assert signal.getsignal(signal.SIGTERM) is note
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.kill()
 
 
 def test_rows_of_mixed_types_are_kept_as_they_are(tmp_path: Path) -> None:
