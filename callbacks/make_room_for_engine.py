@@ -76,11 +76,11 @@ class MakeRoomForEngine(RunCallback):
         self._offload.on_engine_sleep(trainer, module)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Have everything there to be saved."""
+        """Have all tensors back on the device, to be saved."""
         self._offload.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Have everything there for whoever looks at it now."""
+        """Have all tensors back on the device."""
         super().on_exception(trainer, pl_module, exception)
         self._offload.on_exception(trainer, pl_module, exception)
 

@@ -1,8 +1,8 @@
 """Finds a misspelled key before torch is imported, by the source of the classes that the keys belong to.
 
-It judges the sections, and the keys directly in ``trainer``, ``model``, ``data`` and ``rollout`` where the class is the
-package's own. Everything else passes, and is judged with the classes themselves (:mod:`rlightning.config_keys`), where
-the same keys are checked again, by the same rules.
+It checks the sections, and the keys directly in ``trainer``, ``model``, ``data`` and ``rollout`` where the class is the
+package's own. All else passes. The parser checks every key with the classes themselves
+(:mod:`rlightning.config_keys`), by the same rules.
 """
 
 from pathlib import Path

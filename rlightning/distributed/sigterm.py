@@ -21,7 +21,7 @@ class EndOnSigterm(Callback):
         """Have the signal noted, and nothing else done in its handler, on whatever strategy."""
         connector = trainer._signal_connector
         if "_sigterm_notifier_fn" not in vars(connector):  # else SigtermAgreement's is there
-            connector._sigterm_notifier_fn = partial(note_sigterm, trainer)  # type: ignore[method-assign]
+            connector._sigterm_notifier_fn = partial(record_sigterm, trainer)  # type: ignore[method-assign]
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Give Lightning's exception its exit code."""
@@ -34,7 +34,7 @@ class EndOnSigterm(Callback):
             raise SIGTERMException
 
 
-def note_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
+def record_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
     """Handle SIGTERM in a process that is alone: pass it on to processes that it has started, and stop soon.
 
     Lightning's handler logs. If the signal comes while a line is written, that raises from within the handler, in the

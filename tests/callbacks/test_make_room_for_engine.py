@@ -25,8 +25,8 @@ class Colocated:
     are small tensors on the CPU, beside an engine with 2 GiB of weights, a KV cache of 6 and a context of 1."""
 
     def __init__(self, total: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.total, self.cached = int(total * GIB), CACHED
-        self.engine = 9 * GIB
+        self.total, self.cached = int(total * GIB), 0
+        self.engine = 9 * GIB  # it has come up before the first update
         self.module = nn.Linear(NUMBERS, 1, bias=False)
         optimizer = AdamW(self.module.parameters())
         self.module.weight.grad = torch.ones(1, NUMBERS)
@@ -38,6 +38,8 @@ class Colocated:
         monkeypatch.setattr(OffloadDuringRollout, "device_type", "cpu")
         monkeypatch.setattr(platform, "memory_use", self.memory_use)
         monkeypatch.setattr(platform, "empty_cache", self.empty_cache)
+        self.sync(1)
+        self.sleep()
 
     def memory_use(self, device: Any = None) -> MemoryUse:
         weight = self.module.weight
@@ -80,9 +82,6 @@ def test_no_more_makes_room_than_the_engine_lacks(
 ) -> None:
     device = Colocated(total, monkeypatch)
     before = [tensor.clone() for tensor in (device.module.weight.detach(), *device.moments)]
-    device.cached = 0
-    device.sync(1)  # the engine has come up before the first update
-    device.sleep()
     assert device.room.engine_bytes == 8 * GIB
     for version in (2, 3):
         device.cached = CACHED
@@ -97,9 +96,6 @@ def test_no_more_makes_room_than_the_engine_lacks(
 
 def test_weights_sent_to_an_awake_engine_are_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Colocated(10.5, monkeypatch)
-    device.cached = 0
-    device.sync(1)
-    device.sleep()
     device.sync(2)
     assert device.away() == (True, True)
     device.sync(3)  # as after weights that a callback has swapped in
@@ -108,9 +104,6 @@ def test_weights_sent_to_an_awake_engine_are_read_from_the_device(monkeypatch: p
 
 def test_what_makes_room_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = Colocated(10.5, monkeypatch)
-    device.cached = 0
-    device.sync(1)
-    device.sleep()
     with caplog.at_level(logging.INFO):
         for version in (2, 3):
             device.cached = CACHED
@@ -125,9 +118,6 @@ def test_what_makes_room_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 def test_an_exception_brings_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Colocated(10.5, monkeypatch)
-    device.cached = 0
-    device.sync(1)
-    device.sleep()
     device.sync(2)
     fire(device.loop, device.module, "on_exception", KeyboardInterrupt())
     assert device.away() == (False, False)
@@ -135,8 +125,5 @@ def test_an_exception_brings_everything_back(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_begins_without_what_another_engine_took(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Colocated(10.5, monkeypatch)
-    device.cached = 0
-    device.sync(1)
-    device.sleep()
     device.room.setup(SimpleNamespace(callbacks=[], global_step=0), device.module, "fit")
     assert device.room.engine_bytes == 0
