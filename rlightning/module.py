@@ -18,6 +18,7 @@ from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
+from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
@@ -212,6 +213,7 @@ class RLModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
+        start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self._choose_correction(self._engine.max_staleness)
         if stage == "fit" and self.trainer.is_global_zero:

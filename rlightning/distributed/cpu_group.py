@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -26,6 +27,10 @@ T = TypeVar("T")
 
 class StoreError(RuntimeError):
     """The store does not answer: the process that hosts it has ended, or cannot be reached."""
+
+
+class StoreSilentError(StoreError):
+    """The store gives no answer, but its connection stands: its host may be stopped, and go on."""
 
 
 class NoteStore:
@@ -90,7 +95,7 @@ class NoteStore:
         try:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
-            raise StoreError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
+            raise StoreSilentError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
         if error is not None:
             raise StoreError("The ranks' store does not answer.") from error
         return answer  # type: ignore[return-value]
@@ -116,11 +121,22 @@ class Connection:
         notes: the ranks' store.
         group: the gloo group, once it is there.
         num_barriers: how many this rank has come to.
+        waits_at: the name of the barrier that it waits at.
     """
 
     notes: NoteStore
     group: dist.ProcessGroup | None = None
     num_barriers: int = 0
+    waits_at: str | None = None
+
+    @contextmanager
+    def waiting_at(self, name: str) -> Iterator[None]:
+        """Within, this rank waits for the others at barrier ``name``."""
+        self.waits_at = name
+        try:
+            yield
+        finally:
+            self.waits_at = None
 
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()

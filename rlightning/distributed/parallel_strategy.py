@@ -19,6 +19,7 @@ from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
 from rlightning.distributed.sigterm import SigtermAgreement
+from rlightning.distributed.stacks import run_folder
 from rlightning.errors import check_rules
 
 T = TypeVar("T")
@@ -71,12 +72,13 @@ class ConnectedRanks(ParallelStrategy):
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")
         cpu_group()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         if active_watch() is None:
-            watch = FailureWatch(grace=self.failure_grace)
+            watch = FailureWatch(grace=self.failure_grace, folder=run_folder(trainer.default_root_dir))
             watch.start()
             watch.stop_at_exit()
-        assert self.lightning_module is not None
-        DataPreparation(self.lightning_module.trainer)
+        DataPreparation(trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""

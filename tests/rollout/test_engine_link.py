@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlightning import intervals
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 
 
@@ -57,6 +58,27 @@ def test_an_engine_that_is_asked_and_silent_hangs() -> None:
     link.ready.result()
     with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
         link.submit("ping").result()
+
+
+def test_engine_that_reports_progress_hangs_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "ENGINE_PROGRESS_TIMEOUT", 0.1)
+    monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.02)
+    ours, theirs = Pipe()
+    link = Link(ours, hang_timeout=0.5)
+    theirs.send((None, "ready", {}))
+    link.ready.result()
+    # Loading weights keeps its workers from answering: silent for longer, it is alive.
+    loaded = link.submit("load_chunk", 0)
+    time.sleep(0.3)
+    theirs.send((1, "ok", []))
+    assert loaded.result() == []
+    sampled = link.submit("generate", [1], {})
+    time.sleep(0.3)  # it may have to compile something first
+    theirs.send((None, "alive", None))
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
+        sampled.result()
+    assert time.monotonic() - began < 0.45  # of the 0.5 s that it has without signs
 
 
 @pytest.mark.long
