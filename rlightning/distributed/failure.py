@@ -28,7 +28,8 @@ from rlightning.distributed.barrier import barrier, note_failure, roll_call
 from rlightning.distributed.cpu_group import Connection, barrier_timeout, connection, leave_groups
 from rlightning.distributed.device_groups import abort_device_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
-from rlightning.distributed.hang_watch import HangWatch, kill_process
+from rlightning.distributed.hang_watch import HangWatch
+from rlightning.distributed.process_identity import kill_process
 from rlightning.distributed.stacks import StackRecorder, record_all, start_recorder
 from rlightning.errors import find_mistake
 from rlightning.foreign_text import cut_line

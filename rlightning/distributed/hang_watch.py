@@ -13,17 +13,16 @@ none of its ranks.
 
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rlightning import intervals
 from rlightning.distributed.barrier import name_ranks
 from rlightning.distributed.cpu_group import Connection, barrier_timeout
 from rlightning.distributed.last_seen import find_position
+from rlightning.distributed.process_identity import identify_process, kill_process
 from rlightning.distributed.stacks import StackRecorder, do_nothing
 
 log = logging.getLogger(__name__)
@@ -244,27 +243,6 @@ def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[
     places = "; ".join(f"rank {rank} {seen[rank].describe()}" for rank in missing)
     waited = f"{'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
     return f"{name_ranks(waiting)} {waited} {first.where} for {name_ranks(missing)}: {places}."
-
-
-def identify_process(pid: int) -> str:
-    """Return what names a process on whatever host for good: its boot, its namespace, its number, its start.
-
-    It is empty where the system does not tell, or the process is gone.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-    return f"{boot}/{namespace}/{pid}/{started}"
-
-
-def kill_process(identity: str) -> None:
-    """Kill the process that :func:`identify_process` has named, if it is on this host."""
-    parts = identity.split("/")
-    if len(parts) == 4 and identify_process(int(parts[2])) == identity:
-        os.kill(int(parts[2]), signal.SIGKILL)
 
 
 def _stuck_seconds(seen: Seen) -> float:

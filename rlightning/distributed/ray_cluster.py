@@ -5,12 +5,14 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlightning import intervals
+from rlightning.distributed.ray_reaper import start_reaper
 from rlightning.errors import ConfigError, check_rules
 
 log = logging.getLogger(__name__)
@@ -18,6 +20,10 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LONGEST_REASON = 400
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
+
+
+_reapers: "list[subprocess.Popen[bytes]]" = []
+"""Of the clusters that this process has started; they go on until it ends."""
 
 
 def import_ray() -> Any:
@@ -71,6 +77,8 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
     release_sigterm(handler)
+    if where == "local":
+        _reapers.append(start_reaper())
     return where == "local"
 
 

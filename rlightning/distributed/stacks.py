@@ -38,11 +38,14 @@ class StackRecorder(threading.Thread):
         self._num_read = 0
         self._lock = threading.Lock()
 
+    def take_signal(self) -> None:
+        """Record on SIGUSR1 from now on, unless the program has a handler of its own."""
+        if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+            faulthandler.register(SIGNAL, file=self._raw, all_threads=True)
+            self.start()
+
     def run(self) -> None:
-        """Take SIGUSR1, unless the program has a handler of its own, and look whether it has come."""
-        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
-            return
-        faulthandler.register(SIGNAL, file=self._raw, all_threads=True)
+        """Look whether the signal has come."""
         while True:
             time.sleep(intervals.POLL_INTERVAL)
             with self._lock:
@@ -104,7 +107,7 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
     global _recorder
     if _recorder is None:
         _recorder = StackRecorder(folder / FILE_NAME, name)
-        _recorder.start()
+        _recorder.take_signal()
     _recorder.path, _recorder.process_name = folder / FILE_NAME, name
     return _recorder
 

@@ -60,6 +60,7 @@ def test_an_engine_that_is_asked_and_silent_hangs() -> None:
         link.submit("ping").result()
 
 
+@pytest.mark.long
 def test_engine_that_reports_progress_hangs_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "ENGINE_PROGRESS_TIMEOUT", 0.1)
     monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.02)
