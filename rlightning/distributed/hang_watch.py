@@ -225,8 +225,8 @@ def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], l
         return [], []
     waiting = waiting or [rank for rank in stuck if running[rank].where == running[stuck[0]].where]
     elsewhere = [rank for rank in running if running[rank].where != running[waiting[0]].where]
-    away = [rank for rank in elsewhere if not running[rank].waits_in]
-    return waiting, away or [rank for rank in elsewhere if rank in stuck]
+    missing = [rank for rank in elsewhere if not running[rank].waits_in] or [r for r in elsewhere if r in stuck]
+    return (waiting, missing) if missing else ([], [])
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> str:

@@ -30,6 +30,7 @@ from rlightning.distributed.ray_cluster import Resources, import_ray, join_clust
 from rlightning.distributed.ray_driver import DriverContext, check_names
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
+from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
 from rlightning.seeds import run_seed
@@ -197,6 +198,8 @@ class RayController(ControllerStrategy):
         """Start the workers, when the data has been found to be right, or have them go on to another stage."""
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
+        recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
+        recorder.pass_on = self._record_workers
         config = None
         if self.group is None:
             close_others(self)
@@ -205,6 +208,11 @@ class RayController(ControllerStrategy):
         stage: Any = trainer.state.fn
         self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
         self._is_started = True
+
+    def _record_workers(self, reason: str) -> None:
+        """Have the workers record their stacks."""
+        if self.group is not None:
+            self.group.record_stacks(reason)
 
     def _worker_config(self, trainer: Trainer) -> Any:
         from rlightning.distributed.worker_trainer import WorkerConfig, settings_of

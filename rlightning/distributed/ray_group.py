@@ -134,6 +134,11 @@ class WorkerGroup:
         """By rank, of the workers on their hosts."""
         return list(self._get([self._call(actor, "process_id") for actor in self.actors]))
 
+    def record_stacks(self, reason: str) -> None:
+        """Have each worker record its stacks; returns at once."""
+        for actor in self.actors:
+            self._call(actor, "record_stacks", reason)
+
     def await_end(self) -> None:
         """Wait until a stage is over on all workers."""
         self._get(list(self._runs))

@@ -121,9 +121,15 @@ def run_folder(root_dir: str) -> Path:
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 
-def record_all(reason: str) -> None:
-    """Have all processes of the run record their stacks, and give them a moment for it; nothing without a recorder."""
+def record_own(reason: str) -> None:
+    """Record this process's stacks; nothing without a recorder."""
     if _recorder is not None:
         _recorder.record(reason)
+
+
+def record_all(reason: str) -> None:
+    """Have all processes of the run record their stacks, and give them a moment for it; nothing without a recorder."""
+    record_own(reason)
+    if _recorder is not None:
         _recorder.pass_on(reason)
         time.sleep(intervals.STACKS_GRACE)
