@@ -12,7 +12,8 @@ prompts.
 
 The first table has a row a model: the median seconds of the steps after the first, in which graphs are made, the wait
 for the engine's start in the first, and what the run chose by itself. Or how it ended, and what `rlightning plan` says
-of the same file. The second has a row a phase: the most that all processes use of a device, beside the plan.
+of the same file. The second has a row a phase: the most that all processes use of a device, and need, beside the
+plan (see memory_table.py).
 
 A run that fails, or for which --limit leaves no time, does not hold up the others; what an earlier call with the same
 --out has measured stays in the tables.
