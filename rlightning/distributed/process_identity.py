@@ -8,15 +8,15 @@ from pathlib import Path
 def identify_process(pid: int) -> str:
     """Return what names a process on whatever host: its boot, its namespace, its number, its start.
 
-    It is empty where the system does not tell, or the process is gone.
+    It is empty where the system does not tell, or the process has ended.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return f"{boot}/{namespace}/{pid}/{started}"
+    return "" if state in "ZX" else f"{boot}/{namespace}/{pid}/{rest[18]}"
 
 
 def kill_process(identity: str) -> None:

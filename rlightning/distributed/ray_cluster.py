@@ -5,14 +5,14 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlightning import intervals
-from rlightning.distributed.ray_reaper import start_reaper
+from rlightning.distributed.orders import ClusterLostError
+from rlightning.distributed.ray_reaper import OwnNode, watch_own_node
 from rlightning.errors import ConfigError, check_rules
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ LONGEST_REASON = 400
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
-_reapers: "list[subprocess.Popen[bytes]]" = []
-"""Of the clusters that this process has started; they go on until it ends."""
+_own_nodes: list[OwnNode | None] = []
+"""Of the clusters that this process has started, the last one the newest; their reapers go on until it ends."""
 
 
 def import_ray() -> Any:
@@ -78,8 +78,22 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
         raise _refused(where, error) from error
     release_sigterm(handler)
     if where == "local":
-        _reapers.append(start_reaper())
+        _own_nodes.append(watch_own_node())
     return where == "local"
+
+
+def check_own_node() -> None:
+    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else is the matter there.
+
+    Raises:
+        ClusterLostError: it is.
+    """
+    node = _own_nodes[-1] if _own_nodes else None
+    if node is not None and node.has_ended and import_ray().is_initialized():
+        raise ClusterLostError(
+            f"The run's Ray cluster has ended: its raylet (process {node.raylet[0]} on this machine) was killed, or ran "
+            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+        )
 
 
 def release_sigterm(handler: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
-from rlightning.distributed.ray_cluster import import_ray
+from rlightning.distributed.ray_cluster import check_own_node, import_ray
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.errors import ConfigError, EngineError
 from rlightning.foreign_text import cut_line
@@ -194,7 +194,7 @@ class WorkerGroup:
             try:
                 entries = ray.get(ready)
             except ray.exceptions.RayActorError as error:
-                self._lose(rank, _reason(error))
+                self._lose(rank, _reason(self._find_cause(rank, error)))
             except ray.exceptions.RayTaskError as error:
                 self._fail(Failed(rank, str(error.cause), str(error), is_mistake=False, is_first=True))
             if entries is not None:
@@ -223,6 +223,21 @@ class WorkerGroup:
                 if found.is_first:
                     return found
         return failure
+
+    def _find_cause(self, rank: int, error: BaseException) -> BaseException:
+        """Return why a worker is gone; at first Ray may only know that its connection broke."""
+        ray = import_ray()
+        end = time.monotonic() + intervals.CAUSE_GRACE
+        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < end:
+            check_own_node()
+            time.sleep(intervals.POLL_INTERVAL)
+            try:
+                ray.get(self._call(self.actors[rank], "process_id"), timeout=max(0.0, end - time.monotonic()))
+            except ray.exceptions.RayActorError as later:
+                error = later
+            except ray.exceptions.GetTimeoutError:
+                break
+        return error
 
     def _lose_engine(self, ref: Any) -> None:
         """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""

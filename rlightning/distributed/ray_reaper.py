@@ -1,38 +1,58 @@
-"""Ends what is left of a run's own Ray cluster when its controller was killed.
+"""Ends what is left of a run's own Ray cluster when its controller or its raylet was killed.
 
-All that the controller has started ends with it, the raylet too; the raylet's agents then wait for a cluster that is
-gone. ``python -m rlightning.distributed.ray_reaper PROCESS...`` kills them: it reads standard input, which the
-controller holds open, to its end. It imports nothing but the standard library.
+The raylet ends with the controller; its agents stay, and wait for a cluster that is gone. They are killed by
+``python -m rlightning.distributed.ray_reaper RAYLET AGENT...``, once the raylet or the controller, which holds the
+standard input open, has ended. It imports nothing but the standard library.
 """
 
 import os
+import select
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from rlightning.distributed.process_identity import find_children, identify_process, kill_process
 
 
-def start_reaper() -> "subprocess.Popen[bytes]":
-    """Start a process that kills the agents of this process's raylets once this process has ended, however it did.
+@dataclass(frozen=True)
+class OwnNode:
+    """The node of a Ray cluster that this process has started.
 
-    Returns:
-        The process, whose standard input has to stay open.
+    Attributes:
+        raylet: its process id, and what :func:`~rlightning.distributed.process_identity.identify_process` calls it.
+        reaper: the process whose standard input has to stay open.
     """
-    raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet"]
-    agents = [identify_process(pid) for raylet in raylets for pid in find_children(raylet)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlightning.distributed.ray_reaper", *agents],
+
+    raylet: tuple[int, str]
+    reaper: "subprocess.Popen[bytes]"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the raylet has."""
+        pid, identity = self.raylet
+        return identify_process(pid) != identity
+
+
+def watch_own_node() -> OwnNode | None:
+    """Start a process that kills what the newest raylet of this process leaves; None where none can be found."""
+    raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
+    if not raylets:
+        return None
+    agents = [identify_process(pid) for pid in find_children(raylets[-1])]
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "rlightning.distributed.ray_reaper", str(raylets[-1]), *agents],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the controller's
     )
+    return OwnNode((raylets[-1], identify_process(raylets[-1])), reaper)
 
 
 def main() -> None:
-    """Wait for the controller's end."""
-    sys.stdin.buffer.read()
-    for identity in sys.argv[1:]:
+    """Wait for the end of the raylet or the controller."""
+    select.select([sys.stdin, os.pidfd_open(int(sys.argv[1]))], [], [])
+    for identity in sys.argv[2:]:
         kill_process(identity)
 
 
