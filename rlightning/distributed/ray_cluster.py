@@ -22,8 +22,8 @@ LONGEST_REASON = 400
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
-_own_nodes: list[OwnNode | None] = []
-"""Of the clusters that this process has started, the last one the newest; their reapers go on until it ends."""
+_own_nodes: dict[str, OwnNode] = {}
+"""By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
 
 
 def import_ray() -> Any:
@@ -77,8 +77,8 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
     release_sigterm(handler)
-    if where == "local":
-        _own_nodes.append(watch_own_node())
+    if where == "local" and (node := watch_own_node()) is not None:
+        _own_nodes[ray.get_runtime_context().get_session_name()] = node
     return where == "local"
 
 
@@ -88,11 +88,12 @@ def check_own_node() -> None:
     Raises:
         ClusterLostError: it is.
     """
-    node = _own_nodes[-1] if _own_nodes else None
-    if node is not None and node.has_ended and import_ray().is_initialized():
+    ray = import_ray()
+    node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
+    if node is not None and node.has_ended:
         raise ClusterLostError(
-            f"The run's Ray cluster has ended: its raylet (process {node.raylet[0]} on this machine) was killed, or ran "
-            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran out "
+            "of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
         )
 
 

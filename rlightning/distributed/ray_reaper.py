@@ -19,18 +19,19 @@ class OwnNode:
     """The node of a Ray cluster that this process has started.
 
     Attributes:
-        raylet: its process id, and what :func:`~rlightning.distributed.process_identity.identify_process` calls it.
+        raylet: its process id.
+        identity: the raylet's, by :func:`~rlightning.distributed.process_identity.identify_process`.
         reaper: the process whose standard input has to stay open.
     """
 
-    raylet: tuple[int, str]
+    raylet: int
+    identity: str
     reaper: "subprocess.Popen[bytes]"
 
     @property
     def has_ended(self) -> bool:
         """Whether the raylet has."""
-        pid, identity = self.raylet
-        return identify_process(pid) != identity
+        return identify_process(self.raylet) != self.identity
 
 
 def watch_own_node() -> OwnNode | None:
@@ -38,15 +39,16 @@ def watch_own_node() -> OwnNode | None:
     raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
     if not raylets:
         return None
-    agents = [identify_process(pid) for pid in find_children(raylets[-1])]
+    raylet = max(raylets, key=lambda pid: int(identify_process(pid).rpartition("/")[2]))
+    agents = [identify_process(pid) for pid in find_children(raylet)]
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "rlightning.distributed.ray_reaper", str(raylets[-1]), *agents],
+        [sys.executable, "-m", "rlightning.distributed.ray_reaper", str(raylet), *agents],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the controller's
     )
-    return OwnNode((raylets[-1], identify_process(raylets[-1])), reaper)
+    return OwnNode(raylet, identify_process(raylet), reaper)
 
 
 def main() -> None:
