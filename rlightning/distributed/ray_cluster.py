@@ -92,8 +92,8 @@ def check_own_node() -> None:
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
         raise ClusterLostError(
-            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran out "
-            "of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran "
+            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
         )
 
 
