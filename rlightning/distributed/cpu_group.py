@@ -141,7 +141,9 @@ class Connection:
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 _num_connections = 0
-_timeout_seconds = 1800.0
+DEFAULT_BARRIER_TIMEOUT = 1800.0
+"""Seconds."""
+_timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 
 def set_barrier_timeout(seconds: float) -> None:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LONGEST_REASON = 400
+TOLD_BY_US = r"Raylet is terminated\.|has been marked dead because the detector"
+"""Ray's lines on a raylet that was killed, of which the first has 20 of its log with it."""
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
@@ -28,6 +30,7 @@ _own_nodes: dict[str, OwnNode] = {}
 
 def import_ray() -> Any:
     """Ray, or how to get it."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
     try:
         import ray
     except ImportError as error:

@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import Strategy
 from rlightning.distributed.controller_launcher import ControllerLauncher
 from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
+from rlightning.distributed.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.distributed.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.distributed.ray_cluster import Resources, import_ray, join_cluster
 from rlightning.distributed.ray_driver import DriverContext, check_names
@@ -203,7 +204,8 @@ class RayController(ControllerStrategy):
         config = None
         if self.group is None:
             close_others(self)
-            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver)
+            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
             config = self._worker_config(trainer)
         stage: Any = trainer.state.fn
         self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)

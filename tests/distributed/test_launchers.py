@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -231,3 +232,15 @@ def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     assert "Timed out waiting 10000ms" in output
     assert "rank 1 was last seen at barrier 'next batch', " in output
     assert "rank 0 cleans up" in output
+
+
+def test_stopped_rank_0_is_named_and_run_ends(project: Path) -> None:
+    """The store, the hub of failures and the launcher are in its process."""
+    code, output = failing(project, "stopped-0", 0, "SIGSTOP", "lightning", others="collective")
+    assert code == -signal.SIGKILL
+    assert "rank 1 ends because rank 0 hangs: it does not run, and was last seen " in output
+    assert "s ago in Fails.on_train_batch_start (" in output
+    assert "rank 1 cleans up" in output
+    stacks = (project / "stopped-0" / "stacks.txt").read_text()
+    assert stacks.startswith("=== rank 1, process ")
+    assert "=== rank 0, seen from rank 1 on " in stacks
