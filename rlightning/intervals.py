@@ -48,6 +48,8 @@ CLEANUP_GRACE = 15.0
 """For the other ranks to clean up after the first failure, unless ``failure_grace`` is set."""
 HANG_GRACE = 5.0
 """Over ``barrier_timeout``, before the watch ends a run: a collective that times out by itself says more."""
+DEVICE_TIMEOUT_MARGIN = 60.0
+"""Over ``barrier_timeout``, of collectives on devices."""
 STACKS_GRACE = 1.0
 """For the ranks to write their stacks, before a timeout ends the run."""
 ABORT_DELAY = 1.0

@@ -24,8 +24,8 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from rlightning import intervals
-from rlightning.distributed.barrier import barrier, note_failure, roll_call
-from rlightning.distributed.cpu_group import Connection, barrier_timeout, connection, leave_groups
+from rlightning.distributed.barrier import BarrierError, barrier, note_failure, roll_call
+from rlightning.distributed.cpu_group import Connection, StoreError, barrier_timeout, connection, leave_groups
 from rlightning.distributed.device_groups import abort_device_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
 from rlightning.distributed.hang_watch import HangWatch
@@ -87,7 +87,7 @@ class FailureWatch:
         self._first: Failure | None = None
         self._is_known = threading.Event()
         self._error: BaseException | None = None
-        self._exit_code = 1
+        self._own = Failure(0, "")  # of ``_error``
         self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
@@ -202,7 +202,7 @@ class FailureWatch:
         if self._link is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
-            self._error, self._exit_code, self._is_ending = error, own.exit_code, True
+            self._error, self._own, self._is_ending = error, own, True
             if self._hang_watch is not None:
                 self._hang_watch.needs_verdict = True
             if self._first is None and is_of_collective(error):
@@ -274,8 +274,10 @@ class FailureWatch:
     def _end_hung(self, rank: int, reason: str) -> None:
         """End the run for a rank that hangs; rank 0 tells all, unless it is the one."""
         failure = Failure(rank, reason)
-        if self._error is None:  # else it has been done
+        if self._error is None:
             record_all(f"rank {rank} {reason}")
+        elif not is_of_collective(self._error) and not isinstance(self._error, BarrierError | StoreError):
+            failure = self._own  # which is no consequence of the hang
         if rank == 0 != self.rank:
             self._learn(failure)
         else:
@@ -356,7 +358,7 @@ class FailureWatch:
         if self._is_fatal and (self._first is not None or self._error is not None):
             assert self._hang_watch is not None
             self._hang_watch.kill_silent(self._ranks)
-            exit_now(self._first.exit_code if self._first is not None else self._exit_code)
+            exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""

@@ -68,6 +68,9 @@ class ConnectedRanks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other processes."""
+        if self.root_device.type == "cuda":
+            # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
+            self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         super().setup_environment()
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")
