@@ -32,8 +32,14 @@ show_log_lines()
 rank, hanging, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
 folder = Path(__file__).parent
 
+def is_stopped(path):
+    state = Path("/proc", path.read_text(), "stat").read_text().rpartition(")")[2].split()[0] if path.exists() else ""
+    return state == "T"
+
 def hang_here():
     if how == "stop":
+        (folder / "writing").write_text(str(os.getpid()))
+        (folder / "writing").rename(folder / "stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
     while how == "loop":
         pass
@@ -50,6 +56,10 @@ with FailureWatch(grace=60, folder=folder):
         if rank == hanging:
             hang_here()
         (folder / f"at-work-{rank}").touch()
+        if others == "raise" and rank == 1:
+            while not is_stopped(folder / "stopped"):
+                time.sleep(0.05)
+            raise ValueError("boom")
         barrier("save") if others == "barrier" else dist.all_reduce(torch.ones(1))
     finally:
         sys.stderr.write(f"rank {rank} cleans up\\n")
@@ -122,6 +132,14 @@ def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: s
     assert (f"rank {hanging}, seen from rank {observer}" if how == "stop" else f"rank {hanging}") in heads
     if how == "loop":
         assert "in hang_here" in (tmp_path / "stacks.txt").read_text()
+
+
+@pytest.mark.processes
+def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
+    codes, errors = finish(start_program(tmp_path, 0, "stop", "raise"))
+    assert codes == [-signal.SIGKILL, 1, 1], errors
+    assert errors[1].count("ValueError: boom") == 1 and "ends because" not in errors[1]
+    assert "Traceback" not in errors[2] and "rank 2 ends because rank 0 " in errors[2]
 
 
 @pytest.mark.processes

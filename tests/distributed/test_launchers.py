@@ -239,7 +239,6 @@ def test_stopped_rank_0_is_named_and_run_ends(project: Path) -> None:
     code, output = failing(project, "stopped-0", 0, "SIGSTOP", "lightning", others="collective")
     assert code == -signal.SIGKILL
     assert "rank 1 ends because rank 0 hangs: it does not run, and was last seen " in output
-    assert "s ago in Fails.on_train_batch_start (" in output
     assert "rank 1 cleans up" in output
     stacks = (project / "stopped-0" / "stacks.txt").read_text()
     assert stacks.startswith("=== rank 1, process ")
