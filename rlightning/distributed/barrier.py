@@ -212,7 +212,8 @@ class _Meeting:
         return _Verdict(f"The ranks met at different barriers: {at}. They must come to the same ones in one order.", [])
 
     def _lost_store(self) -> BarrierError:
-        record_all(f"the ranks' store does not answer at barrier '{self.name}'")
+        if time.monotonic() > self.deadline:
+            record_all(f"the ranks' store does not answer at barrier '{self.name}'")
         # Which process hosts it, the ranks cannot ask any more: without torchrun it is that of rank 0.
         return BarrierError(
             f"Barrier '{self.name}' broke: the ranks' store does not answer. Rank 0, which hosts it (torchrun, where "
