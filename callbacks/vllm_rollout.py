@@ -87,8 +87,8 @@ class VLLMRollout(RLCallback, Generator):
         verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
         bucket_bytes: memory that weights travel through, on the actor's device.
         start_timeout: seconds that the engine may take to come up.
-        hang_timeout: seconds without a sign of life until it counts as dead; while it samples and has given one, 30 or
-            this, whichever is less.
+        hang_timeout: seconds without a sign of life until it counts as dead; 30 if that is less, while it only samples,
+            and has before.
         engine: any further arguments of vLLM's AsyncEngineArgs.
     """
 

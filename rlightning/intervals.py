@@ -34,7 +34,7 @@ PLACEMENT_TIMEOUT = 60.0
 ACTOR_START_TIMEOUT = 300.0
 """Of the actors of engines, which have to find room and to import what they need."""
 ENGINE_PROGRESS_TIMEOUT = 30.0
-"""Of an engine's heartbeat while it samples and has given heartbeats, where ``rollout.hang_timeout`` is longer."""
+"""Of an engine's heartbeat while it only samples, and has before, where ``rollout.hang_timeout`` is longer."""
 VERDICT_TIMEOUT = 5.0
 """Of the answer to a rank that failed which rank was the first to fail."""
 

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import logging
-import math
 import os
 import pickle
 import socket
@@ -71,7 +70,7 @@ class VLLMConfig:
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
         start_timeout: seconds until the engine must be up.
         hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead; while it
-            samples and has given one, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
+            only samples, and has before, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
         environment: further variables of its process.
         files: of the model, as the trainer has read them; None for who only starts an engine for others.
     """
@@ -115,9 +114,9 @@ class EngineLink(ABC):
         self._pending: dict[int, Future[Any]] = {0: self.ready}
         self._num_calls = 0
         self._blocking: set[int] = {0}
-        """Calls that are pending and keep the engine from signs of life."""
-        self._has_signs = False
-        """Whether it has given one since the last of these."""
+        """Calls that are pending and may keep the engine from signs of life."""
+        self._has_sampled = False
+        """Whether it has given one without them: what it had to compile, it has."""
         self._silence = 0.0
         self._how = "died"
         self._is_closing = False
@@ -162,7 +161,6 @@ class EngineLink(ABC):
             self._pending[number] = answer
             if method not in PROGRESS_METHODS:
                 self._blocking.add(number)
-                self._has_signs = False
         self._send((number, method, arguments))
         return answer
 
@@ -249,7 +247,7 @@ class EngineLink(ABC):
             log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))
         with self._state_lock:
             self._silence = 0.0
-            self._has_signs = not self._blocking
+            self._has_sampled |= not self._blocking
             answer = None
             if status != "alive":
                 answer = self._pending.pop(number or 0, None)
@@ -267,8 +265,9 @@ class EngineLink(ABC):
     def _timeout(self) -> float:
         if not self.ready.done():
             return self.config.start_timeout
-        progress = intervals.ENGINE_PROGRESS_TIMEOUT if self._has_signs else math.inf
-        return min(self.config.hang_timeout, progress)
+        if self._has_sampled and not self._blocking:
+            return min(self.config.hang_timeout, intervals.ENGINE_PROGRESS_TIMEOUT)
+        return self.config.hang_timeout
 
     def _note(self, problem: EOFError | OSError) -> None:
         """Tell an engine that stopped in the middle of a message from one that is gone."""
