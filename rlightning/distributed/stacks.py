@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +33,7 @@ class StackRecorder(threading.Thread):
         super().__init__(name="stack-recorder", daemon=True)
         self.path, self.process_name = path, name
         self.pass_on: Callable[[str], None] = do_nothing
-        self._raw = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process lives
+        self._raw = os.memfd_create("stacks")  # needs no disk, and is open for as long as the process lives
         self._num_read = 0
         self._lock = threading.Lock()
 
@@ -84,8 +83,8 @@ class StackRecorder(threading.Thread):
 
     def _take_raw(self) -> str:
         """Return what ``faulthandler`` has written since the last call."""
-        size = os.fstat(self._raw.fileno()).st_size
-        data = os.pread(self._raw.fileno(), size - self._num_read, self._num_read)
+        size = os.fstat(self._raw).st_size
+        data = os.pread(self._raw, size - self._num_read, self._num_read)
         self._num_read = size
         return data.decode(errors="replace")
 
