@@ -131,6 +131,10 @@ class ConnectedRanks(ParallelStrategy):
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run ends by an exception."""
         # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.

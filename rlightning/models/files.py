@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import build_empty
@@ -120,15 +121,16 @@ def find_names(model: str) -> set[str]:
 def check_folder(model: str, config: PreTrainedConfig) -> None:
     """Compare a local folder's files with its config.json, before weights are loaded or an engine starts.
 
-    Says how many stored layers are beyond those of config.json.
+    Says how many stored layers are beyond those of config.json. An export of a run is compared with its checksums too.
 
     Args:
         model: the folder.
         config: its.
 
     Raises:
-        ConfigError: if the output layer is missing, or is not the embedding where it should be.
+        ConfigError: if the output layer is missing, or is not the embedding where it should be; if a file is damaged.
     """
+    check_export(model)
     check_head(model, config, find_weights(model))
     names, policy = find_names(model), build_empty(config)
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
@@ -140,6 +142,22 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
             "whole model's folder, or write tie_word_embeddings=true if the embedding is its output layer."
         )
     _tell_of_unused_layers(model, policy, names)
+
+
+@rank_zero_only
+def check_export(model: str) -> None:
+    """Compare a folder that SaveHF has written with its checksums, on rank 0.
+
+    Raises:
+        ConfigError: names the first file that is missing, or not what was written.
+    """
+    try:
+        verify_manifest(Path(model))
+    except DamagedError as error:
+        raise ConfigError(
+            f"model='{model}' is damaged: {error.reason}. Use another copy; if you have changed it yourself, remove "
+            f"its {MANIFEST}."
+        ) from error
 
 
 @rank_zero_only
