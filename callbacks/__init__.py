@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlightning.callbacks.remotize_on_head_only import RemotizeOnHeadOnly
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
+    from rlightning.callbacks.stop_on_signal import StopOnSignal
     from rlightning.callbacks.throughput import Throughput
     from rlightning.callbacks.vllm_rollout import VLLMRollout
 
@@ -30,6 +31,7 @@ __all__ = [
     "RemotizeOnHeadOnly",
     "RunReport",
     "SaveHF",
+    "StopOnSignal",
     "Throughput",
     "VLLMRollout",
 ]
@@ -46,6 +48,7 @@ _FILES = {
     "RemotizeOnHeadOnly": "remotize_on_head_only",
     "RunReport": "run_report",
     "SaveHF": "save_hf",
+    "StopOnSignal": "stop_on_signal",
     "Throughput": "throughput",
     "VLLMRollout": "vllm_rollout",
 }

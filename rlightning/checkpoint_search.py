@@ -83,7 +83,7 @@ def _check_named(path: Path) -> None:
     if not path.exists():
         raise ConfigError(f"ckpt_path={path}: there is no such file. Paths count from the current folder.")
     try:
-        if _is_rank_0():
+        if is_rank_0():
             verify_checkpoint(path)
     except DamagedError as error:
         raise ConfigError(
@@ -103,7 +103,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
     """
     places = list(places)
     saved = _list(places)
-    latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=_is_rank_0())
+    latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
     if latest is not None:
         return latest
     searched = " or ".join(str(place.folder) for place in places)
@@ -119,7 +119,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
     )
 
 
-def _is_rank_0() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is rank 0, or will be, as far as the launcher's variables tell."""
     return getattr(rank_zero_only, "rank", 0) == 0
 

@@ -35,6 +35,7 @@ from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
+from rlightning.run_lock import RunLock
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
@@ -208,7 +209,11 @@ class RLModule(PolicyModule):
         if stage == "fit":
             check_monitors(self.trainer, self)
         own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
-        return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
+        added = [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
+        lock = next((callback for callback in callbacks if isinstance(callback, RunLock)), None) or RunLock()
+        if stage == "fit":
+            lock.take(self.trainer)
+        return added if lock in callbacks else [*added, lock]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""

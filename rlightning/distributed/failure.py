@@ -62,6 +62,9 @@ class FailureWatch:
 
     Args:
         grace: seconds between the first failure and the hard end of whatever is still there.
+
+    Attributes:
+        keeps_groups: whether the process groups stay when this process ends: a collective in one was left.
     """
 
     def __init__(self, *, grace: float = intervals.CLEANUP_GRACE) -> None:
@@ -77,6 +80,7 @@ class FailureWatch:
         self._can_interrupt = False
         self._is_shown = False
         self._is_fatal = False
+        self.keeps_groups = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -257,7 +261,7 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        if not self._is_fatal:
+        if not self._is_fatal and not self.keeps_groups:
             leave_groups()
         self._end_children()
 

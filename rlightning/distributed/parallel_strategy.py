@@ -18,7 +18,7 @@ from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
-from rlightning.distributed.sigterm import SigtermAgreement
+from rlightning.distributed.sigterm import stop_signal
 from rlightning.errors import check_rules
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class ConnectedRanks(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""
         super().setup(trainer)
-        SigtermAgreement(trainer)
+        stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks are here; without a name it has that of the function that calls it."""

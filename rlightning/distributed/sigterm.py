@@ -1,80 +1,326 @@
-"""SIGTERM ends a fit on all ranks after the same batch, without a collective in the signal handler."""
+"""SIGTERM and Ctrl-C end a fit with its state saved: on all ranks after the same batch, and within a grace period.
 
-from functools import partial
+first signal                 the step under way is finished, its state is saved, and the process ends
+after half of the grace      a step that still samples, such as from an engine that hangs, is left: nothing of it
+                             is lost but its completions, and the state after the step before is saved
+at the end of the grace      the process ends, whatever it does
+second signal                the process ends at once
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlightning.distributed.collectives import any_rank
-from rlightning.distributed.failure import TERMINATED
+from rlightning import intervals
+from rlightning.distributed.collectives import all_reduce
+from rlightning.distributed.cpu_group import StoreError, connection, renew_connection
+from rlightning.distributed.execution_mode import ExecutionMode, execution_mode, is_controller
+from rlightning.distributed.failure import active_watch, exit_now
+from rlightning.errors import check_rules
+
+log = logging.getLogger(__name__)
+
+GRACE_PERIOD = 120.0
+"""Seconds, unless a callback sets them."""
+
+
+class StopSignal:
+    """What a process knows of a signal that asks its run to stop; one a Trainer (:func:`stop_signal`).
+
+    It takes the place of two methods of the Trainer's. Lightning's handler broadcasts a tensor of the device from
+    inside the signal handler, in the middle of whatever collective the process is in, and logs, which raises in the
+    middle of the writing of another line; and it asks with another broadcast before each batch. This handler only takes
+    a note.
+
+    Attributes:
+        grace_period: seconds.
+        command: what a shell is given to go on with the run, if a shell has started it.
+        signum: of the first signal, or 0.
+        can_be_cut: whether the step under way has changed nothing yet that a checkpoint holds.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.grace_period, self.command = GRACE_PERIOD, ""
+        self.signum, self.can_be_cut = 0, False
+        self._trainer: Any = weakref.proxy(trainer)
+        self._asked_at = 0.0
+        self._must_cut = self._is_frozen = False
+        self._lock, self._is_decided, self._is_over = threading.RLock(), threading.Event(), threading.Event()
+        trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell or a scheduler expects of a process that the signal ended."""
+        return 128 + (self.signum or signal.SIGTERM)
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler, of both signals."""
+        if self._must_cut:  # it is the watch that calls
+            self._must_cut = False
+            self._cut()
+        elif not self.signum:
+            self.signum, self._asked_at = signum, time.monotonic()
+            launcher = self._trainer.strategy.launcher
+            if launcher is not None:
+                launcher.kill(signum)
+            if self._trainer.world_size == 1 or not self._trainer.training:
+                self._trainer._signal_connector.received_sigterm = True
+        elif time.monotonic() - self._asked_at > intervals.SAME_SIGNAL_GRACE and not is_interactive():
+            self._end("ended by a second signal")
+
+    def agree(self) -> None:
+        """Before a batch: stop if any rank was asked to."""
+        asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
+        if asked:
+            self.signum = self.signum or asked
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+
+    def keep_step(self) -> None:
+        """Say that the step under way changes from here on what a checkpoint holds, so that it has to be finished."""
+        with self._lock:
+            if not self._is_frozen:
+                self.can_be_cut = False
+                return
+        self._is_decided.wait()  # a cut comes as a signal, here at the latest
+        self.can_be_cut = False
+
+    def watch(self) -> None:
+        """Have a thread see to the end of the grace period from here on."""
+        self._is_over.clear()
+        threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the process alone: the run is over."""
+        self._is_over.set()
+        self.signum, self.can_be_cut = 0, False
+
+    def _watch(self) -> None:
+        while not self.signum:
+            if self._is_over.wait(intervals.POLL_INTERVAL):
+                return
+        if self._trainer.is_global_zero:
+            log.warning(
+                "%s: the run ends after the step under way, at most %g s from now, with its state saved. A second one "
+                "ends it at once.", signal.Signals(self.signum).name, self.grace_period,
+            )  # fmt: skip
+        if self._is_over.wait(self._remaining(self.grace_period / 2)):
+            return
+        has_tried = False
+        while self._remaining(self.grace_period) > 0:
+            if self.can_be_cut and not has_tried:
+                has_tried = connection() is not None
+                self._try_to_cut()
+            if self._is_over.wait(min(intervals.POLL_INTERVAL, self._remaining(self.grace_period))):
+                return
+        if not is_interactive():
+            self._end(f"ended, since the step under way was not over {self.grace_period:g} s after the signal")
+
+    def _remaining(self, seconds: float) -> float:
+        return max(0.0, self._asked_at + seconds - time.monotonic())
+
+    def _try_to_cut(self) -> None:
+        """Interrupt the main thread where it samples, if all ranks sample."""
+        with self._lock:
+            self._is_frozen = can_cut = self.can_be_cut
+            self._is_decided.clear()
+        try:
+            can_cut = self._agree_to_cut(can_cut)
+        finally:
+            self._must_cut = can_cut
+            self._is_frozen = False
+            if can_cut:
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, self.signum)
+            self._is_decided.set()
+
+    def _agree_to_cut(self, can_cut: bool) -> bool:
+        """Whether all ranks can leave their step: one in its update would wait for those that left."""
+        shared = connection()
+        if shared is None:
+            return can_cut
+        notes, ranks = shared.notes, range(self._trainer.world_size)
+        try:
+            notes.set(f"cut/{self._trainer.global_rank}", "yes" if can_cut else "no")
+            end = time.monotonic() + min(intervals.CUT_GRACE, self._remaining(self.grace_period) / 2)
+            votes = [notes.get(f"cut/{rank}") for rank in ranks]
+            while None in votes and time.monotonic() < end:
+                time.sleep(intervals.SHORT_POLL_INTERVAL)
+                votes = [notes.get(f"cut/{rank}") for rank in ranks]
+            return notes.settle("cut", "yes" if set(votes) == {"yes"} else "no") == "yes"
+        except StoreError:
+            return False
+
+    def _cut(self) -> None:
+        """In the main thread: leave the step, and whatever collective it waits in."""
+        if not self.can_be_cut:
+            return
+        self.can_be_cut = False
+        if connection() is not None:
+            renew_connection()
+            watch = active_watch()
+            if watch is not None:
+                watch.keeps_groups = True
+            # Threads of the connection that was left may wait for other ranks until those are gone.
+            Finalize(None, exit_now, args=(self.exit_code,), exitpriority=-99)
+        raise SIGTERMException
+
+    def _end(self, reason: str) -> None:
+        """End this process and the ranks that it has started, whatever they are doing."""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{reason}\n".encode())
+        launcher = self._trainer.strategy.launcher
+        for child in getattr(launcher, "procs", ()):
+            child.kill()
+        os._exit(self.exit_code)
+
+
+_signals: weakref.WeakKeyDictionary[Trainer, StopSignal] = weakref.WeakKeyDictionary()
+
+
+def stop_signal(trainer: Trainer) -> StopSignal:
+    """Return a Trainer's."""
+    if trainer not in _signals:
+        _signals[trainer] = StopSignal(trainer)
+    return _signals[trainer]
+
+
+def is_interactive() -> bool:
+    """Whether the process outlives its runs, as a notebook's and Python's prompt do."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 class EndOnSigterm(Callback):
-    """Has SIGTERM end the process with 143, in place of Lightning's 0, and a prediction too, which Lightning ends not.
+    """Has SIGTERM and Ctrl-C end a fit within a grace period, after ``ModelCheckpoint`` has saved its state.
 
-    Lightning stops a fit between two steps; then ``ModelCheckpoint`` saves.
+    A prediction, a validation and a test end at SIGTERM before their next batch. The process ends with 143, or with 130
+    after Ctrl-C. At Python's prompt and in notebooks Ctrl-C is what it always is there, an exception at once.
+
+    Args:
+        grace_period: seconds between the first signal and the end. A step that still samples after half of them is
+            left, and the state after the step before is saved: leave time for that.
     """
 
+    def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
+        check_rules(
+            {f"grace_period={grace_period} must be positive. Use a minute or two, such as 120": grace_period > 0}
+        )
+        super().__init__()
+        self.grace_period = grace_period
+        self._stop: StopSignal | None = None
+        self._usual_handler: Any = None
+
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Have the signal noted, and nothing else done in its handler, on whatever strategy."""
-        connector = trainer._signal_connector
-        if "_sigterm_notifier_fn" not in vars(connector):  # else SigtermAgreement's is there
-            connector._sigterm_notifier_fn = partial(record_sigterm, trainer)  # type: ignore[method-assign]
+        """Have SIGTERM noted, and nothing else done in its handler; become the last of the callbacks."""
+        self._stop = stop_signal(trainer)
+        self._stop.grace_period = self.grace_period
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A new list: Lightning is going through this one. The others save and clean up before this one is through.
+        trainer.callbacks = [*(c for c in callbacks if c is not self), self]  # type: ignore[attr-defined]
+        if stage == "fit" and execution_mode() is not ExecutionMode.WORKER:
+            self._stop.watch()
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Have Ctrl-C noted too: before, there is nothing to save."""
+        is_main = threading.current_thread() is threading.main_thread()
+        is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_usual and not is_interactive():
+            assert self._stop is not None
+            self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
+
+    # What a checkpoint holds changes between the last reward of a step and its end.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Called before anything of a step has happened."""
+        self._allow_cut()
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        """Called before a rollout, of which a step may have several."""
+        self._allow_cut()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called before a batch of a validation."""
+        self._allow_cut()
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Called before a step's update, or its end without one."""
+        self._keep_step()
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Called before an update, also of steps that have no rollout."""
+        self._keep_step()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Called before an update of a module without hooks of its own."""
+        self._keep_step()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called when the step is over."""
+        self._keep_step()
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Called when a batch of a validation is over."""
+        self._keep_step()
+
+    def _allow_cut(self) -> None:
+        # A controller's workers would go on with a step that it has left.
+        if self._stop is not None and not is_controller():
+            self._stop.can_be_cut = True
+
+    def _keep_step(self) -> None:
+        if self._stop is not None:
+            self._stop.keep_step()
+
+    # The end
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Give Lightning's exception its exit code."""
-        if isinstance(exception, SIGTERMException):
-            exception.code = TERMINATED
+        """Give Lightning's exception its exit code; called when all other callbacks have saved and cleaned up."""
+        if isinstance(exception, SIGTERMException) and self._stop is not None:
+            exception.code = self._stop.exit_code
+        is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
+        if is_asked and trainer.state.fn == "fit" and trainer.is_global_zero:
+            self._tell_how_to_go_on(trainer)
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Called when the run is over."""
+        self._close()
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Stop before the next batch."""
         if trainer.received_sigterm:
             raise SIGTERMException
 
+    def _tell_how_to_go_on(self, trainer: Trainer) -> None:
+        assert self._stop is not None
+        saved = [c for c in trainer.checkpoint_callbacks if getattr(c, "_last_checkpoint_saved", "")]
+        if not saved:
+            log.warning("No checkpoint was saved: no step was over, or no ModelCheckpoint may save one.")
+            return
+        newest: Any = max(saved, key=lambda callback: callback._last_global_step_saved)
+        path = newest._last_checkpoint_saved
+        command = self._stop.command or f"trainer.fit(..., ckpt_path={path!r})"
+        log.info("The state after step %d is saved. Go on with:\n  %s", newest._last_global_step_saved, command)
 
-def record_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM in a process that is alone: pass it on to processes that it has started, and stop soon.
-
-    Lightning's handler logs. If the signal comes while a line is written, that raises from within the handler, in the
-    middle of the writing, and the signal is lost.
-    """
-    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.kill(signum)
-    trainer._signal_connector.received_sigterm = True
-
-
-class SigtermAgreement:
-    """Takes the place of two methods of the Trainer's.
-
-    Lightning's handler broadcasts a tensor of the device from inside the signal handler, in the middle of whatever
-    collective the process is in; and asks with another one before each batch. This one's handler only takes a note.
-
-    Args:
-        trainer: one whose ``fit`` is about to begin.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._is_asked = False
-        trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
-
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
-        if not self._is_asked and launcher is not None:
-            launcher.kill(signum)
-        self._is_asked = True
-        if self._trainer.world_size == 1 or not self._trainer.training:
-            connector.received_sigterm = True
-
-    def agree(self) -> None:
-        """Before a batch: stop if any rank was asked to."""
-        if any_rank(self._is_asked, name="next batch"):
-            self._stop()
-
-    def _stop(self) -> NoReturn:
-        self._trainer._signal_connector.received_sigterm = True
-        raise SIGTERMException
+    def _close(self) -> None:
+        if self._usual_handler is not None:
+            signal.signal(signal.SIGINT, self._usual_handler)
+            self._usual_handler = None
+        if self._stop is not None:
+            self._stop.close()
