@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rlightning.callbacks.remotize_on_head_only import RemotizeOnHeadOnly
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
-    from rlightning.callbacks.stop_on_signal import StopOnSignal
     from rlightning.callbacks.throughput import Throughput
     from rlightning.callbacks.vllm_rollout import VLLMRollout
 
@@ -31,7 +30,6 @@ __all__ = [
     "RemotizeOnHeadOnly",
     "RunReport",
     "SaveHF",
-    "StopOnSignal",
     "Throughput",
     "VLLMRollout",
 ]
@@ -48,7 +46,6 @@ _FILES = {
     "RemotizeOnHeadOnly": "remotize_on_head_only",
     "RunReport": "run_report",
     "SaveHF": "save_hf",
-    "StopOnSignal": "stop_on_signal",
     "Throughput": "throughput",
     "VLLMRollout": "vllm_rollout",
 }

@@ -128,7 +128,8 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always the last state.
 
     A save that is due in a step without the monitored metric is made at the next validation. The last state is saved
-    at the end of the run and before SIGTERM or Ctrl-C ends it, unless ``save_top_k=0`` without ``save_last`` forbids all saves.
+    at the end of the run and before SIGTERM or Ctrl-C ends it, unless ``save_top_k=0`` without ``save_last`` forbids
+    all saves.
     """
 
     _is_due = False

@@ -24,6 +24,8 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What file systems say that have no locks, such as NFS or Lustre mounted without them."""
 
 _held: dict[Path, int] = {}
+_of_trainers: set[Path] = set()
+"""Folders that no command line has locked, but a fit."""
 
 
 def lock_run(folder: Path) -> bool:
@@ -90,37 +92,34 @@ def check_writable(folder: Path, key: str) -> None:
         raise _not_writable(folder, key, f"{there} is read-only, or another user's")
 
 
-class RunLock(Callback):
-    """Keeps the run's folder for a fit, where a callback writes to it; a command line has locked it before."""
+def lock_run_of(trainer: Any) -> None:
+    """Take the folder of a fit in which a callback writes, where the command line has not; on every rank.
 
-    _folder: Path | None = None
+    Raises:
+        ConfigError: another run is at work there, or nothing can be written there.
+    """
+    is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
+    if is_other or "://" in str(trainer.default_root_dir):
+        return
+    folder = run_dir(trainer).absolute()
+    outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
+    if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
+        _of_trainers.add(folder)
 
-    def take(self, trainer: Any) -> None:
-        """Lock the folder; called on every rank before anything is set up.
 
-        Raises:
-            ConfigError: another run is at work there, or nothing can be written there.
-        """
-        is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
-        if is_other or "://" in str(trainer.default_root_dir):
-            return
-        folder = run_dir(trainer).absolute()
-        outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
-        if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
-            self._folder = folder
+class UnlockRun(Callback):
+    """Undoes :func:`lock_run_of` when the fit is over."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called when the run was cut short."""
-        self._release()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called when the run is over."""
-        self._release()
-
-    def _release(self) -> None:
-        if self._folder is not None:
-            unlock_run(self._folder)
-            self._folder = None
+        folder = Path(trainer.default_root_dir).expanduser().absolute()
+        if folder in _of_trainers:
+            _of_trainers.discard(folder)
+            unlock_run(folder)
 
 
 def _not_writable(folder: Path, key: str, reason: str | None) -> ConfigError:

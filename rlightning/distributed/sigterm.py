@@ -28,12 +28,11 @@ from rlightning.distributed.collectives import all_reduce
 from rlightning.distributed.cpu_group import StoreError, connection, renew_connection
 from rlightning.distributed.execution_mode import ExecutionMode, execution_mode, is_controller
 from rlightning.distributed.failure import active_watch, exit_now
-from rlightning.errors import check_rules
 
 log = logging.getLogger(__name__)
 
 GRACE_PERIOD = 120.0
-"""Seconds, unless a callback sets them."""
+"""Seconds, unless ``model.stop_grace`` sets them."""
 
 
 class StopSignal:
@@ -216,9 +215,6 @@ class EndOnSigterm(Callback):
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
-        check_rules(
-            {f"grace_period={grace_period} must be positive. Use a minute or two, such as 120": grace_period > 0}
-        )
         super().__init__()
         self.grace_period = grace_period
         self._stop: StopSignal | None = None
