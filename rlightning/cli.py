@@ -35,7 +35,7 @@ from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
-from rlightning.distributed.sigterm import stop_signal
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import without_secrets
 from rlightning.hooks import check_repeated

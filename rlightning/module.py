@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
-from rlightning.distributed.sigterm import GRACE_PERIOD, EndOnSigterm
+from rlightning.distributed.sigterm import EndOnSigterm
+from rlightning.distributed.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from rlightning.distributed.sigterm import stop_signal
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.metric_names import find_names, is_among
 

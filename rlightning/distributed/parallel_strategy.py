@@ -18,7 +18,7 @@ from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
-from rlightning.distributed.sigterm import stop_signal
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import check_rules
 
 T = TypeVar("T")
