@@ -24,6 +24,7 @@ from rlightning.evaluation import check_failed_share, log_validation, validate_i
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
+from rlightning.models.files import check_export
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -36,7 +37,7 @@ from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
-from rlightning.run_lock import UnlockRun, lock_run_of
+from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
@@ -148,6 +149,8 @@ class RLModule(PolicyModule):
         self.rollout_correction = rollout_correction
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
+        if kl_coef and self.reference_path != self.model_path:
+            check_export(self.reference_path)
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
         self.validate_first, self.stop_grace = validate_first, stop_grace

@@ -7,14 +7,8 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback
-
-from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
-from rlightning.run_dir import run_dir
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +18,6 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What file systems say that have no locks, such as NFS or Lustre mounted without them."""
 
 _held: dict[Path, int] = {}
-_of_trainers: set[Path] = set()
-"""Folders that no command line has locked, but a fit."""
 
 
 def lock_run(folder: Path) -> bool:
@@ -90,36 +82,6 @@ def check_writable(folder: Path, key: str) -> None:
         raise _not_writable(folder, key, f"{there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(folder, key, f"{there} is read-only, or another user's")
-
-
-def lock_run_of(trainer: Any) -> None:
-    """Take the folder of a fit in which a callback writes, where the command line has not; on every rank.
-
-    Raises:
-        ConfigError: another run is at work there, or nothing can be written there.
-    """
-    is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
-    if is_other or "://" in str(trainer.default_root_dir):
-        return
-    folder = run_dir(trainer).absolute()
-    outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
-    if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
-        _of_trainers.add(folder)
-
-
-class UnlockRun(Callback):
-    """Undoes :func:`lock_run_of` when the fit is over."""
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Called when the run was cut short."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called when the run is over."""
-        folder = Path(trainer.default_root_dir).expanduser().absolute()
-        if folder in _of_trainers:
-            _of_trainers.discard(folder)
-            unlock_run(folder)
 
 
 def _not_writable(folder: Path, key: str, reason: str | None) -> ConfigError:
