@@ -43,7 +43,7 @@ from rlightning.module import RLModule
 from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.policy_module import PolicyModule
 from rlightning.run_dir import run_dir
-from rlightning.run_lock import check_writable, lock_run, unlock_all
+from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
 from rlightning.run_settings import flatten
 from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
@@ -351,9 +351,7 @@ def make_run_folder() -> str:
     """Make a new run folder, for this run alone, and return its path."""
     while True:
         path = new_run_folder()
-        with suppress(FileExistsError):  # another run of this second was quicker
-            check_writable(Path(path), "trainer.default_root_dir is not set, and the folder for this run")
-            os.makedirs(path)
+        with suppress(FolderTakenError):  # by another run of this second
             lock_run(Path(path))
             return path
 

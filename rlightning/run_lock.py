@@ -17,7 +17,12 @@ LOCK = ".run.lock"
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What file systems say that have no locks, such as NFS or Lustre mounted without them."""
 
-_held: dict[Path, int] = {}
+_held: dict[Path, tuple[int, bool]] = {}
+"""By lock file: its descriptor, and whether this process has made the folder."""
+
+
+class FolderTakenError(ConfigError):
+    """Another run is at work in the folder."""
 
 
 def lock_run(folder: Path) -> bool:
@@ -30,17 +35,19 @@ def lock_run(folder: Path) -> bool:
         Whether this call took it; not, if this process has it already.
 
     Raises:
-        ConfigError: another run is at work there, or nothing can be written there.
+        FolderTakenError: another run is at work there.
+        ConfigError: nothing can be written there.
     """
     path = folder.absolute() / LOCK
     if path in _held:
         return False
     check_writable(folder, "trainer.default_root_dir")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _held[path] = _open_locked(path)
+        _held[path] = _open_locked(path), is_new
     except BlockingIOError:
-        raise ConfigError(
+        raise FolderTakenError(
             f"trainer.default_root_dir={folder}: another run is at work there ({_holder(path)}). Name another folder, "
             "or wait for its end."
         ) from None
@@ -50,15 +57,16 @@ def lock_run(folder: Path) -> bool:
 
 
 def unlock_run(folder: Path) -> None:
-    """Let other runs into a folder; it is removed if nothing is in it."""
+    """Let other runs into a folder; it is removed if this process has made it, and nothing is in it."""
     path = folder.absolute() / LOCK
-    descriptor = _held.pop(path, None)
-    if descriptor is not None:
-        with contextlib.suppress(OSError):  # on a disk that is gone
-            path.unlink(missing_ok=True)
-            if not any(folder.iterdir()):
-                folder.rmdir()
-        os.close(descriptor)
+    descriptor, is_new = _held.pop(path, (None, False))
+    if descriptor is None:
+        return
+    with contextlib.suppress(OSError):  # on a disk that is gone
+        path.unlink(missing_ok=True)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+    os.close(descriptor)
 
 
 def unlock_all() -> None:
@@ -125,7 +133,7 @@ def _holder(path: Path) -> str:
 
 def _forget_in_child() -> None:
     """Close the locks of a forked child, which would keep them after the death of the run."""
-    for descriptor in _held.values():
+    for descriptor, _ in _held.values():
         os.close(descriptor)
     _held.clear()
 
