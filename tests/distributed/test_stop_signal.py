@@ -144,9 +144,9 @@ from rlightning.algorithms import SFT
 class Slow(SFT):
     \"\"\"Says when it is in its third step; sleeps there, in a rollout so to speak, or in its update.\"\"\"
 
-    def __init__(self, model: str, *, place: str = "rollout", **kwargs):
+    def __init__(self, model: str, *, place: str = "rollout", awake_rank: int = -1, **kwargs):
         super().__init__(model, **kwargs)
-        self.place = place
+        self.place, self.awake_rank = place, awake_rank
 
     def collect(self, prompts):
         self.sleep("rollout")
@@ -157,7 +157,8 @@ class Slow(SFT):
         return super().update(batch)
 
     def sleep(self, place):
-        if self.trainer.global_step == 2 and self.place == place:
+        is_awake = self.trainer.global_rank == self.awake_rank
+        if self.trainer.global_step == 2 and self.place == place and not is_awake:
             print("in the third step", flush=True)
             time.sleep(600)
 """
@@ -240,3 +241,28 @@ def test_second_signal_ends_at_once(project: Path, first: signal.Signals, second
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + first
     assert output == "ended by a second signal\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("strategy", "awake_rank"), [("fsdp2", -1), ("ddp", 0)])
+def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_rank: int) -> None:
+    # Rank 0, if awake, waits for rank 1 in the middle of a collective.
+    options = ("--trainer.devices", "2", "--trainer.strategy", strategy, "--model.awake_rank", str(awake_rank))
+    process = start(project, strategy, "--model.stop_grace", "30", *options)
+    process.terminate()  # rank 0 alone
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 143, output
+    assert output.splitlines()[-1] == "ended by SIGTERM" and "Traceback" not in output
+    assert output.count("The state after step 2 is saved.") == 1
+    assert saved_step(project / strategy / "checkpoints") == 2
+
+
+@pytest.mark.processes
+def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None:
+    options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.place", "update")
+    process = start(project, "updating", "--model.stop_grace", "4", *options)
+    process.terminate()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 143, output
+    assert "ended, since the step under way was not over 4 s after the signal" in output
+    assert "is saved" not in output
