@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from rlightning.__main__ import is_other_rank
 from rlightning.atomic_save import find_saved
 from rlightning.checksums import DamagedError
 from rlightning.config_files import read_keys
@@ -120,8 +120,8 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0, or will be, as far as the launcher's variables tell."""
-    return getattr(rank_zero_only, "rank", 0) == 0
+    """Whether this process is rank 0, or will be, as far as the launchers' variables tell."""
+    return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _list(places: Iterable[Place]) -> list[Path]:

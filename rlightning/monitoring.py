@@ -206,6 +206,10 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             return True
         return super()._should_save_on_train_epoch_end(trainer)
 
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        stop_signal(trainer).keep_step()  # a save that has begun is finished
+        super()._save_checkpoint(trainer, filepath)
+
     def _save_if_due(self, trainer: Trainer) -> None:
         if self._should_skip_saving_checkpoint(trainer):
             self._is_due = False  # above all where this step is saved already

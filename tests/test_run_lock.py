@@ -59,7 +59,10 @@ def test_folder_is_one_process_until_that_ends(tmp_path: Path) -> None:
     assert lock_run(folder)
     assert not lock_run(folder)  # this process has it
     unlock_run(folder)
-    assert not folder.exists()  # nothing was in it
+    assert list(folder.iterdir()) == []  # which another process has made
+    assert lock_run(tmp_path / "own")
+    unlock_run(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
 
 
 @pytest.mark.processes

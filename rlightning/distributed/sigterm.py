@@ -43,13 +43,14 @@ class EndOnSigterm(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Have Ctrl-C noted too: before, there is nothing to save."""
+        self._allow_cut()
         is_main = threading.current_thread() is threading.main_thread()
         is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_usual and not is_interactive():
             assert self._stop is not None
             self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
 
-    # What a checkpoint holds changes between the last reward of a step and its end.
+    # What a checkpoint holds changes between the last reward of a step and its end. This is the last of the callbacks.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Called before anything of a step has happened."""
@@ -57,12 +58,6 @@ class EndOnSigterm(Callback):
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         """Called before a rollout, of which a step may have several."""
-        self._allow_cut()
-
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Called before a batch of a validation."""
         self._allow_cut()
 
     def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
@@ -78,12 +73,12 @@ class EndOnSigterm(Callback):
         self._keep_step()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called when the step is over."""
-        self._keep_step()
+        """Called when the step is over; a validation may follow."""
+        self._allow_cut()
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Called when a batch of a validation is over."""
-        self._keep_step()
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Called when what was validated has been saved."""
+        self._allow_cut()
 
     def _allow_cut(self) -> None:
         # A controller's workers would go on with a step that it has left.

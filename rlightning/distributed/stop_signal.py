@@ -48,7 +48,7 @@ class StopSignal:
         grace_period: seconds.
         command: what a shell is given to go on with the run, if a shell has started it.
         signum: of the first signal, or 0.
-        can_be_cut: whether the step under way has changed nothing yet that a checkpoint holds.
+        can_be_cut: whether nothing is under way that changes what a checkpoint holds, or that writes one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
