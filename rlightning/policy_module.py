@@ -26,7 +26,7 @@ from rlightning.models import (
     save_policy,
 )
 from rlightning.models.attention import describe_attention
-from rlightning.models.files import check_folder, find_weights, stored_dtype
+from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
@@ -90,6 +90,7 @@ class PolicyModule(PromptBatchModule):
         )
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
+        check_export(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         if Path(model).is_dir():

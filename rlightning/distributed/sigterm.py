@@ -50,7 +50,7 @@ class EndOnSigterm(Callback):
             assert self._stop is not None
             self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
 
-    # What a checkpoint holds changes between the last reward of a step and its end. This is the last of the callbacks.
+    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Called before anything of a step has happened."""
@@ -59,10 +59,6 @@ class EndOnSigterm(Callback):
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         """Called before a rollout, of which a step may have several."""
         self._allow_cut()
-
-    def on_reward_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        """Called before a step's update, or its end without one."""
-        self._keep_step()
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         """Called before an update, also of steps that have no rollout."""
