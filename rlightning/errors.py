@@ -21,6 +21,10 @@ class RewardError(RuntimeError):
     """Too large a share of rewards failed; the message ends with the first failure's traceback."""
 
 
+class WeightError(RuntimeError):
+    """A weight of the model is NaN or infinite; the message is a line that names it."""
+
+
 def check_rules(rules: Mapping[str, bool]) -> None:
     """Raise a ConfigError with the first rule, which names the value too, that does not hold."""
     for rule, holds in rules.items():

@@ -42,6 +42,10 @@ VERDICT_DELAY = 0.1
 """Between a reported failure and the verdict, for a report of a death that it may be a consequence of."""
 CAUSE_GRACE = 30.0
 """For the cause of a failure of Ray workers to be known: one whose neighbour died may report that before Ray does."""
+SAME_SIGNAL_GRACE = 0.5
+"""Within which two signals to stop are one: a terminal sends it to each process, and so does the launcher of ranks."""
+CUT_GRACE = 10.0
+"""For all ranks to say whether the step under way may be left, half of their grace period after a signal to stop."""
 ARRIVALS_GRACE = 2.5
 """For ranks to report that they have reached a barrier, after a connection broke."""
 CLEANUP_GRACE = 15.0

@@ -19,11 +19,13 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.distributed.stacks import run_folder, start_recorder
+from rlightning.distributed.stop_signal import GRACE_PERIOD, stop_signal
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
+from rlightning.models.files import check_export
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -36,6 +38,7 @@ from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
+from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.trainer_options import check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
@@ -86,6 +89,8 @@ class RLModule(PolicyModule):
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
             refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
         validate_first: validate before the first step too.
+        stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
+            less than a scheduler waits before it kills. A step that still samples after half of them is left.
         kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
     """
 
@@ -116,6 +121,7 @@ class RLModule(PolicyModule):
         max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
         validate_first: bool = True,
+        stop_grace: float = GRACE_PERIOD,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
@@ -144,7 +150,11 @@ class RLModule(PolicyModule):
         self.rollout_correction = rollout_correction
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
-        self.validate_first = validate_first
+        if kl_coef and self.reference_path != self.model_path:
+            check_export(self.reference_path)
+        if not 0 < stop_grace < math.inf:
+            raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
+        self.validate_first, self.stop_grace = validate_first, stop_grace
         self.max_steps_without_signal, self.num_steps_without_signal = max_steps_without_signal, 0
         self.validation_failures: dict[int, FailureCount] = {}  # of the validation that runs, by the set's number
         self._update_progress = 0.0
@@ -208,8 +218,10 @@ class RLModule(PolicyModule):
         adapt_monitoring(callbacks)
         if stage == "fit":
             check_monitors(self.trainer, self)
-        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
-        return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
+        if stage == "fit":
+            lock_run_of(self.trainer)
+        own = (EndOnSigterm(self.stop_grace), EpochStep(), UnlockRun())
+        return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
         """Say the arithmetic; refuse to start without an engine."""
@@ -280,6 +292,7 @@ class RLModule(PolicyModule):
         """
         batch = self.collect(prompts)
         if batch is None:
+            stop_signal(self.trainer).keep_step()
             metrics = self.skip_update()
         else:
             batch = self.estimate_advantages(self.share_out(batch))

@@ -26,7 +26,8 @@ from rlightning.models import (
     save_policy,
 )
 from rlightning.models.attention import describe_attention
-from rlightning.models.files import check_folder, find_weights, stored_dtype
+from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
+from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights
@@ -89,6 +90,7 @@ class PolicyModule(PromptBatchModule):
         )
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
+        check_export(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         if Path(model).is_dir():
@@ -181,7 +183,8 @@ class PolicyModule(PromptBatchModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the settings in force, and no secrets among hyperparameters."""
+        """Refuse weights that are not finite; keep the settings in force, and no secrets among hyperparameters."""
+        check_finite(self.named_parameters(), "No checkpoint is saved")
         checkpoint[SETTINGS] = self.settings
         for key in (self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
             if key in checkpoint:

@@ -140,6 +140,8 @@ class Connection:
 
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+_left: list[Connection] = []
+"""Whose groups may be in the middle of a collective, so that their end would be waited for."""
 _num_connections = 0
 DEFAULT_BARRIER_TIMEOUT = 1800.0
 """Seconds."""
@@ -159,18 +161,31 @@ def barrier_timeout() -> float:
 
 def connection() -> Connection | None:
     """The ranks' connection, or None in a process that is alone."""
-    global _num_connections
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
     if world not in _connections:
-        # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
-        _num_connections += 1
-        notes = NoteStore(dist.distributed_c10d._get_default_store(), f"rlightning/{_num_connections}/")
-        _connections[world] = Connection(notes)
-        weakref.finalize(world, notes.close)
+        _connections[world] = _connect(world)
     return _connections[world]
+
+
+def renew_connection() -> None:
+    """Begin another connection, with a group of its own, where all ranks have left what they met for on the first."""
+    world = dist.group.WORLD
+    assert world is not None
+    if (left := _connections.get(world)) is not None:
+        _left.append(left)
+    _connections[world] = _connect(world)
+
+
+def _connect(world: dist.ProcessGroup) -> Connection:
+    global _num_connections
+    # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
+    _num_connections += 1
+    notes = NoteStore(dist.distributed_c10d._get_default_store(), f"rlightning/{_num_connections}/")
+    weakref.finalize(world, notes.close)
+    return Connection(notes)
 
 
 def cpu_group() -> dist.ProcessGroup | None:

@@ -73,6 +73,9 @@ class FailureWatch:
     Args:
         grace: seconds between the first failure and the hard end of whatever is still there.
         folder: where ``stacks.txt`` is written before a rank that hangs ends the run; None is the current one.
+
+    Attributes:
+        keeps_groups: whether the process groups stay when this process ends: a collective in one was left.
     """
 
     def __init__(self, *, grace: float = intervals.CLEANUP_GRACE, folder: Path | None = None) -> None:
@@ -92,6 +95,7 @@ class FailureWatch:
         self._can_interrupt = False
         self._is_shown = False
         self._is_fatal = False
+        self.keeps_groups = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -345,7 +349,7 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        if not self._is_fatal:
+        if not self._is_fatal and not self.keeps_groups:
             leave_groups()
         self._end_children()
 

@@ -18,8 +18,8 @@ from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher
-from rlightning.distributed.sigterm import SigtermAgreement
 from rlightning.distributed.stacks import run_folder
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import check_rules
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class ConnectedRanks(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""
         super().setup(trainer)
-        SigtermAgreement(trainer)
+        stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks are here; without a name it has that of the function that calls it."""
@@ -135,6 +135,10 @@ class ConnectedRanks(ParallelStrategy):
         """Whether all ranks, or any of them, decided so."""
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run ends by an exception."""
