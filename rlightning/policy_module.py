@@ -29,7 +29,7 @@ from rlightning.models.attention import describe_attention
 from rlightning.models.files import check_folder, find_weights, stored_dtype
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.models.shards import named_weights
+from rlightning.models.shards import named_weights, rounded_vectors
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
 from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
@@ -245,7 +245,7 @@ class PolicyModule(PromptBatchModule):
         plugin: Any = self.trainer.precision_plugin
         precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
-        with torch.compiler.set_stance("force_eager"), precision:
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
             return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
 """The canary: tokens that actor and engine score, to tell an engine that rounds otherwise from one with other weights.
 
 The actor scores the canary several times, each time with other rounding errors. An engine that holds the actor's
-weights is as far from each of these evaluations as they are from each other; wrong weights lead further away. And it is
-nearer to them than to what the actor gave before the update; one whose weights are stale is not, be the step as small
-as rounding errors are.
+weights is as far from each of these evaluations as they are from each other; other weights lead further away. Former
+weights, be they as near as rounding errors, lead in a direction that is known: towards what the actor gave before the
+update.
 
 Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
 """
@@ -32,8 +32,10 @@ Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 
 MAX_DISTANCE = 1.5
 """Of an engine from the actor's evaluations, as a multiple of their distance from each other."""
-MAX_STALENESS = 6.0
-"""Standard errors by which an engine may be nearer to the weights of before: chance leads as far once in 10^9 syncs."""
+MAX_SHARE = 0.1
+"""Of the way from the current weights back to the former ones: errors of other sizes than the actor's look like 3%."""
+MAX_ERRORS = 6.0
+"""Standard errors by which an engine may be on that way: chance leads as far in less than one of 10^7 syncs."""
 
 NUM_EVALUATIONS = 4
 CANARY_TOKENS = 2048
@@ -63,12 +65,14 @@ class Comparison(NamedTuple):
     Attributes:
         distance: mean difference of its log-probabilities from the actor's, in nats a token.
         noise: that of the actor's evaluations from each other.
-        staleness: standard errors by which it is nearer to the actor of before than to that of now; 0 without one.
+        share: of the way from the actor's weights back to those before; 0 if those are not known.
+        errors: standard errors by which that is above 0.
     """
 
     distance: float
     noise: float
-    staleness: float
+    share: float = 0.0
+    errors: float = 0.0
 
 
 class Canary:
@@ -123,10 +127,10 @@ class Canary:
         )
 
     def _find_fault(self, found: Comparison) -> str | None:
-        if found.staleness > MAX_STALENESS:
+        if found.share > MAX_SHARE and found.errors > MAX_ERRORS:
             return (
-                f"it is nearer to the weights of before than to these, by {found.staleness:.1f} standard errors, where "
-                f"{MAX_STALENESS:g} may be chance: it holds former weights, all or some of them"
+                f"it is {found.share:.0%} of the way back from these weights to those before, by {found.errors:.1f} "
+                f"standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, all or some of them"
             )
         if found.distance <= self.tolerance * found.noise:  # which it is not if one of them is not a number
             return None
@@ -219,11 +223,9 @@ def compare(actor: Floats, engine: Floats, former: Floats | None = None) -> Comp
         former: [K, S], of the weights that the engine held before; None if they are not known.
     """
     pairs = [abs(actor[i] - actor[j]) for i in range(len(actor)) for j in range(i)]
-    return Comparison(
-        distance=trimmed_mean(abs(actor - engine).mean(0)),
-        noise=trimmed_mean(np.mean(pairs, 0)) + LEAST_NOISE,
-        staleness=0.0 if former is None else staleness(actor, former, engine),
-    )
+    distance, noise = trimmed_mean(abs(actor - engine).mean(0)), trimmed_mean(np.mean(pairs, 0)) + LEAST_NOISE
+    share, errors = (0.0, 0.0) if former is None else way_back(actor, former, engine)
+    return Comparison(distance, noise, share, errors)
 
 
 def trimmed_mean(values: Floats) -> float:
@@ -235,23 +237,39 @@ def trimmed_mean(values: Floats) -> float:
     )
 
 
-def staleness(actor: Floats, former: Floats, engine: Floats) -> float:
-    """Return how many standard errors an engine is nearer to the former weights than to the current ones.
+def way_back(actor: Floats, former: Floats, engine: Floats) -> tuple[float, float]:
+    """Find out how far back an engine is on the way from the current weights to the former ones.
 
-    Of each token that is the step from now to before, times the side of the middle between both that the engine is on,
-    each in units of the token's noise and at most ``MAX_SCORE`` large; their mean over blocks of tokens, divided by its
-    standard error. If both weights are alike its expectation is 0.
+    A token's score is the step from now to before, times the side of the middle between both that a value is on, each
+    in units of the token's noise and at most ``MAX_SCORE`` large. An engine with the current weights scores as each
+    evaluation of the actor does against the others, one with the former weights as those of before do.
 
     Args:
         actor: [K, S], of the current weights.
         former: [K, S].
         engine: [S].
+
+    Returns:
+        The share of the way, 0 with the current weights and 1 with the former ones, and the standard errors by which it
+        is above 0. Where the weights differ by less than can be told from rounding, the share means nothing.
     """
-    now, before = actor.mean(0), former.mean(0)
-    variance = (actor.var(0, ddof=1) + former.var(0, ddof=1)) / 2
-    noise = np.sqrt((variance + np.median(variance)) / 2) + LEAST_NOISE  # that of K evaluations is itself uncertain
-    step, side = (before - now) / noise, (engine - (now + before) / 2) / noise
-    scores = step.clip(-MAX_SCORE, MAX_SCORE) * side.clip(-MAX_SCORE, MAX_SCORE)
+    moved, whole = [], []
+    for k in range(len(actor)):
+        others, former_others = np.delete(actor, k, 0), np.delete(former, k, 0)
+        start = _score(actor[k], others, former_others)
+        moved.append(_score(engine, others, former_others) - start)
+        whole.append(_score(former[k], others, former_others) - start)
+    share = float(np.mean(moved) / np.mean(whole)) if np.mean(whole) > 0 else 0.0
+    scores = np.mean(moved, 0)
     blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
     deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
-    return float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+    return share, float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+
+
+def _score(values: Floats, now: Floats, before: Floats) -> Floats:
+    """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
+    variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
+    noise = np.sqrt((variance + np.median(variance)) / 2) + LEAST_NOISE  # that of few evaluations is itself uncertain
+    step = (before.mean(0) - now.mean(0)) / noise
+    side = (values - (now.mean(0) + before.mean(0)) / 2) / noise
+    return np.asarray(step.clip(-MAX_SCORE, MAX_SCORE) * side.clip(-MAX_SCORE, MAX_SCORE))

@@ -112,7 +112,9 @@ def test_scale_of_logits_changes_nothing(policy: Policy, scale: float) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     with pytest.raises(EngineError, match=r"they differ by .* nats a token, .* where rollout\.verify_tolerance allows"):
         policy.verify(policy.weights | {name: policy.weights[name].flip(0)})
-    with pytest.raises(EngineError, match=r"nearer to the weights of before than to these, by \d+\.\d standard errors"):
+    with pytest.raises(
+        EngineError, match=r"it is (9\d|10\d)% of the way back from these weights to those before, by \d+\.\d"
+    ):
         policy.verify(sharpened)
 
 
@@ -129,6 +131,11 @@ def exchange_layers(weights: Weights) -> Weights:
 
 def other_values(weight: Tensor) -> Tensor:
     return 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+
+
+def old_shard(weights: Weights, former: Weights) -> Weights:
+    """One of two ranks has given its shards of the former weights."""
+    return {name: torch.cat([former[name][: len(w) // 2], w[len(w) // 2 :]]) for name, w in weights.items()}
 
 
 def other_shard(weight: Tensor) -> Tensor:
@@ -176,6 +183,15 @@ def test_weights_stale_by_updates_are_caught(policy: Policy, updates: int) -> No
     policy.verify(policy.weights)
 
 
+def test_shards_stale_by_one_update_are_caught(policy: Policy) -> None:
+    former = policy.weights
+    policy.take(update(former, 1e-5, seed=10))
+    with pytest.raises(
+        EngineError, match=r"it is \d\d% of the way back .* it holds former weights, all or some of them"
+    ):
+        policy.verify(old_shard(policy.weights, former))
+
+
 def test_a_disagreement_says_what_was_compared_and_the_architectures_traits(policy: Policy) -> None:
     config = tiny_config("glm4_moe", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     answers = policy.engine.score_all(policy.canary.token_ids) * 0 - 1
@@ -203,7 +219,7 @@ def test_a_disagreement_says_what_was_compared_and_the_architectures_traits(poli
 def test_compare_means_distances_of_evaluations() -> None:
     actor = np.stack([np.full(32, -1.0), np.full(32, -3.0)])
     found = compare(actor, np.full(32, -2.0))  # 1 from either, which are 2 apart
-    assert found == (1.0, 2.0 + LEAST_NOISE, 0.0)
+    assert found == (1.0, 2.0 + LEAST_NOISE, 0.0, 0.0)
     assert compare(actor, np.full(32, -5.0)).distance == 3.0  # 4 and 2
     assert np.isnan(compare(actor, np.full(32, np.nan)).distance)
     assert np.isnan(compare(actor, np.full(32, -np.inf)).distance)
@@ -217,20 +233,21 @@ def test_one_token_in_a_hundred_does_not_count() -> None:
     assert trimmed_mean(values) == (197 + 199) / 198
 
 
-def test_staleness_counts_standard_errors() -> None:
-    # Both evaluations of a token are 1 from their mean, of variance 2 (with one degree of freedom), so its noise is
-    # sqrt(2). The step is 1 noise; the engine is on the former side by half a noise in block one, by a quarter in two.
-    noise = np.sqrt(2)
-    now, former = np.zeros(32), np.full(32, noise)
-    engine = np.repeat([noise, 0.75 * noise], 16)
-    both = np.array([[1.0], [-1.0]])
-    found = compare(now + both, engine, former + both)
-    # The blocks' scores are 0.5 and 0.25: a mean of 0.375, and a standard error of 0.125, to which the least deviation
-    # adds little: hypot(0.1768, 0.01) / sqrt(2).
-    assert found.staleness == pytest.approx(0.375 / 0.1252, rel=1e-3)
-    assert compare(now + both, now + former - engine, former + both).staleness == pytest.approx(-2.995, rel=1e-3)
-    # All tokens say so alike: the mean is 0.5, the deviation the least.
-    assert compare(now + both, former, former + both).staleness == pytest.approx(0.5 / 0.01 * np.sqrt(2), rel=1e-3)
+def test_way_back_is_a_share_and_its_standard_errors() -> None:
+    # Three evaluations each, 1 apart: without one of them the others have a variance of 1/2 or 2, but the noise of a
+    # token is hardly more than 0.7 to 1.4, so that steps and sides of thousands all count 2: a score of 4 or -4.
+    spread = np.array([[-1.0], [0.0], [1.0]])
+    actor, former = np.zeros(32) + spread, np.full(32, 1e4) + spread
+    stale = compare(actor, np.full(32, 1e4), former)
+    # From -4 to 4 in each block alike, so that the deviation is the least one, of two blocks.
+    assert stale.share == 1 and stale.errors == pytest.approx(8 / 0.01 * np.sqrt(2))
+    current = compare(actor, np.zeros(32), former)
+    assert current.share == 0 and current.errors == 0
+    half = compare(actor, np.repeat([0.0, 1e4], 16), former)
+    # Blocks of 0 and 8: a mean of 4, a deviation of sqrt(32), whose standard error of two is 4.
+    assert half.share == 0.5 and half.errors == pytest.approx(1, rel=1e-4)
+    away = compare(actor, np.full(32, -1e4), former)
+    assert away.share == 0 and away.distance > 9000  # not back, but away
 
 
 class Noise(NamedTuple):
@@ -250,12 +267,16 @@ def test_a_thousand_syncs_give_no_alarm() -> None:
     found = [compare(noise.draw(4), noise.draw(), noise.draw(4)) for _ in range(1000)]  # the update changes nothing
     assert min(one.distance / one.noise for one in found) > 0.9
     assert max(one.distance / one.noise for one in found) < 1.1
-    assert max(one.staleness for one in found) < 5
+    assert max(one.errors for one in found) < 5
     step = (
         1.2 * noise.sizes * generator.standard_normal(2032)
     )  # as large as rounding, whose variance is 2 sizes squared
-    stale = [compare(noise.draw(4), noise.draw() + step, noise.draw(4) + step).staleness for _ in range(20)]
-    assert min(stale) > 6
+    stale = [compare(noise.draw(4), noise.draw() + step, noise.draw(4) + step) for _ in range(20)]
+    assert min(one.errors for one in stale) > 6
+    assert 0.9 < np.mean([one.share for one in stale]) < 1.1
+    half = [compare(noise.draw(4), noise.draw() + step / 2, noise.draw(4) + step) for _ in range(20)]
+    assert min(one.errors for one in half) > 6
+    assert 0.4 < np.mean([one.share for one in half]) < 0.6
 
 
 # What the actor scores
