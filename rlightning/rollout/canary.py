@@ -30,23 +30,27 @@ Floats = NDArray[np.float64]
 Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 """[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
-MAX_DISTANCE = 1.5
+MAX_DISTANCE = 1.2
 """Of an engine from the actor's evaluations, as a multiple of their distance from each other."""
 MAX_SHARE = 0.1
-"""Of the way from the current weights back to the former ones: errors of other sizes than the actor's look like 3%."""
+"""Of the way from the current weights back to former ones: errors of other sizes than the actor's may look like 3%."""
+BEYOND = 1.5
+"""Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
 MAX_ERRORS = 6.0
 """Standard errors by which an engine may be on that way: chance leads as far in less than one of 10^7 syncs."""
 
-NUM_EVALUATIONS = 4
-CANARY_TOKENS = 2048
+NUM_FORWARDS = 2
+NUM_COPIES = 2
+"""Of the canary in a forward pass. The product with ``NUM_FORWARDS`` is ``K``: one pass would take more memory."""
+CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32
 BLOCK_LENGTH = 16
 """Consecutive tokens that count as one observation: their errors may hang together."""
 TRIMMED = 0.01
-"""The share of tokens that are left out of means, those that differ most: experts of a token may change by rounding."""
-MAX_SCORE = 2.0
-"""A token's step and side count up to so many times its own noise."""
+"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+MAX_UNITS = 2.0
+"""A token that is further off than so many of its units counts no more."""
 LEAST_DEVIATION = 0.01
 """Of the scores of blocks, which are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
@@ -63,20 +67,41 @@ class Comparison(NamedTuple):
     """How far an engine is from the actor.
 
     Attributes:
-        distance: mean difference of its log-probabilities from the actor's, in nats a token.
+        distance: of its log-probabilities from the actor's, root mean square in nats.
         noise: that of the actor's evaluations from each other.
-        share: of the way from the actor's weights back to those before; 0 if those are not known.
-        errors: standard errors by which that is above 0.
     """
 
     distance: float
     noise: float
-    share: float = 0.0
-    errors: float = 0.0
+
+
+class WayBack(NamedTuple):
+    """How far an engine is on the way from the current weights back to former ones.
+
+    Attributes:
+        length: distance of the actor's evaluations of both, root mean square in nats.
+        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
+            told from rounding it means nothing.
+        errors: standard errors by which it is above 0.
+    """
+
+    length: float
+    share: float
+    errors: float
+
+
+class Evaluation(NamedTuple):
+    """What the actor has given for the weights of a version: [K, S]."""
+
+    version: int
+    logprobs: Floats
 
 
 class Canary:
-    """What actor and engines score after a sync, and what the actor has given for these weights and those before.
+    """What actors and engines score after a sync.
+
+    An engine that holds former weights has those of the sync before, or those that were verified last: what was sent
+    since then may be lost.
 
     Args:
         tokenizer: the policy's.
@@ -93,16 +118,19 @@ class Canary:
         self.tolerance, self._dtype = tolerance, engine.dtype
         is_tf32 = engine.dtype == torch.float32 and engine.device.type == "cuda"
         self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[engine.dtype]
-        self._batch = RolloutBatch.of_sequences(self.token_ids.tolist())
-        self._version: int | None = None
-        self._actor: Floats | None = None
-        self._former: Floats | None = None
+        self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
+        self._latest: Evaluation | None = None
+        self._former: Evaluation | None = None  # of the sync before
+        self._verified: Evaluation | None = None  # before the latest
+        self._has_passed = False
 
     def evaluate(self, score: Score, weight_version: int) -> None:
-        """Have the actor score it; what it gave for another version counts as that of before."""
-        if weight_version != self._version:
-            self._former, self._version = self._actor, weight_version
-        self._actor = evaluate(score, self._batch, self._dtype, self._rounding)
+        """Have the actor score it; what it gave for another version is that of former weights from now on."""
+        if self._latest is not None and self._latest.version != weight_version:
+            self._former = self._latest
+            self._verified = self._latest if self._has_passed else self._verified
+            self._has_passed = False
+        self._latest = Evaluation(weight_version, evaluate(score, self._batch, self._dtype, self._rounding))
 
     def check(self, answers: NDArray[np.float32], model_config: PreTrainedConfig | None = None) -> None:
         """Raise EngineError if an engine has other weights than the actor had when it was evaluated.
@@ -111,31 +139,40 @@ class Canary:
             answers: [N, L], the engine's log-probabilities; the first of each sequence is not looked at.
             model_config: the actor's, for what the error says of its architecture; None where it is not known.
         """
-        assert self._actor is not None, "evaluate comes first"
+        assert self._latest is not None, "evaluate comes first"
+        version, actor = self._latest
         engine = answers[:, 1:].flatten().astype(np.float64)
-        found = compare(self._actor, engine, self._former)
-        reason = self._find_fault(found)
+        reason = self._find_fault(actor, engine)
         if reason is None:
+            self._has_passed = True
             return
         traits = [] if model_config is None else describe_traits(model_config)
         number, length = self.token_ids.shape
         raise EngineError(
-            f"Actor and engine disagree after weights of version {self._version} were sent: the canary's mean "
-            f"log-probability is {self._actor.mean():.4f} under the actor and {engine.mean():.4f} under the engine, "
+            f"Actor and engine disagree after weights of version {version} were sent: the canary's mean "
+            f"log-probability is {actor.mean():.4f} under the actor and {engine.mean():.4f} under the engine, "
             f"and {reason}. Checked: every parameter of the engine's model was loaded, and {number} sequences of "
             f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
         )
 
-    def _find_fault(self, found: Comparison) -> str | None:
-        if found.share > MAX_SHARE and found.errors > MAX_ERRORS:
+    def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
+        """Say what is wrong, if anything is."""
+        found = compare(actor, engine)
+        is_far = not found.distance <= self.tolerance * found.noise  # nor is it near if one of them is not a number
+        formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
+        ways = [(find_way_back(actor, logprobs, engine), version) for version, logprobs in formers.items()]
+        ways = [(way, version) for way, version in ways if not (is_far and found.distance > BEYOND * way.length)]
+        way, version = max(ways, key=lambda pair: pair[0].errors, default=(None, 0))
+        if way is not None and way.share > MAX_SHARE and way.errors > MAX_ERRORS:
             return (
-                f"it is {found.share:.0%} of the way back from these weights to those before, by {found.errors:.1f} "
-                f"standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, all or some of them"
+                f"the engine is {way.share:.0%} of the way back to the weights of version {version}, by "
+                f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
+                "all or some of them"
             )
-        if found.distance <= self.tolerance * found.noise:  # which it is not if one of them is not a number
+        if not is_far:
             return None
         return (
-            f"they differ by {found.distance:.3g} nats a token, {found.distance / found.noise:.3g} times the "
+            f"they differ by {found.distance:.3g} nats, {found.distance / found.noise:.3g} times the "
             f"{found.noise:.3g} that rounding makes of the actor's, where rollout.verify_tolerance allows "
             f"{self.tolerance:g} times: the engine holds other weights, or computes otherwise than the actor"
         )
@@ -203,55 +240,43 @@ def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: fl
 
     Args:
         score: the actor's.
-        batch: of ``N`` sequences, on the CPU.
+        batch: of ``NUM_COPIES`` times ``N`` sequences, on the CPU.
         dtype: the engine's.
         rounding: see :func:`perturbed_embeddings`.
     """
     evaluations = []
-    for seed in range(NUM_EVALUATIONS):
+    for seed in range(NUM_FORWARDS):
         with perturbed_embeddings(rounding, seed):
             evaluations.append(score(batch, dtype))
-    return torch.stack(evaluations).double().cpu()[:, batch.completion_mask].numpy()
+    found = torch.stack(evaluations).double().cpu()[:, batch.completion_mask]
+    return found.view(NUM_FORWARDS * NUM_COPIES, -1).numpy()
 
 
-def compare(actor: Floats, engine: Floats, former: Floats | None = None) -> Comparison:
-    """Compare an engine's log-probabilities with the actor's.
-
-    Args:
-        actor: [K, S].
-        engine: [S].
-        former: [K, S], of the weights that the engine held before; None if they are not known.
-    """
-    pairs = [abs(actor[i] - actor[j]) for i in range(len(actor)) for j in range(i)]
-    distance, noise = trimmed_mean(abs(actor - engine).mean(0)), trimmed_mean(np.mean(pairs, 0)) + LEAST_NOISE
-    share, errors = (0.0, 0.0) if former is None else way_back(actor, former, engine)
-    return Comparison(distance, noise, share, errors)
+def compare(actor: Floats, engine: Floats) -> Comparison:
+    """Compare an engine's log-probabilities [S] with the actor's [K, S]."""
+    pairs = np.stack([actor[i] - actor[j] for i in range(len(actor)) for j in range(i)])
+    return Comparison(root_mean_square(actor - engine), root_mean_square(pairs) + LEAST_NOISE)
 
 
-def trimmed_mean(values: Floats) -> float:
-    """Return the mean of all but the largest hundredth; NaN if one of them is not finite."""
-    return (
-        float(np.sort(values)[: len(values) - int(TRIMMED * len(values))].mean())
-        if np.isfinite(values).all()
-        else math.nan
-    )
+def root_mean_square(differences: Floats) -> float:
+    """Root mean square of [., S], without the hundredth of the tokens that differ most; NaN if one is not finite."""
+    squares = np.sort(np.mean(differences**2, 0))
+    if not np.isfinite(squares).all():
+        return math.nan
+    return float(np.sqrt(squares[: len(squares) - int(TRIMMED * len(squares))].mean()))
 
 
-def way_back(actor: Floats, former: Floats, engine: Floats) -> tuple[float, float]:
-    """Find out how far back an engine is on the way from the current weights to the former ones.
+def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
+    """Find out how far back an engine is on the way from the current weights to former ones.
 
     A token's score is the step from now to before, times the side of the middle between both that a value is on, each
-    in units of the token's noise and at most ``MAX_SCORE`` large. An engine with the current weights scores as each
-    evaluation of the actor does against the others, one with the former weights as those of before do.
+    in units of the token's noise and half the mean step, added in squares. An engine with the current weights scores as
+    each evaluation of the actor does against the others, one with the former weights as those of before do.
 
     Args:
         actor: [K, S], of the current weights.
         former: [K, S].
         engine: [S].
-
-    Returns:
-        The share of the way, 0 with the current weights and 1 with the former ones, and the standard errors by which it
-        is above 0. Where the weights differ by less than can be told from rounding, the share means nothing.
     """
     moved, whole = [], []
     for k in range(len(actor)):
@@ -263,13 +288,15 @@ def way_back(actor: Floats, former: Floats, engine: Floats) -> tuple[float, floa
     scores = np.mean(moved, 0)
     blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
     deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
-    return share, float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+    errors = float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+    return WayBack(root_mean_square(actor - former), share, errors)
 
 
 def _score(values: Floats, now: Floats, before: Floats) -> Floats:
     """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
     variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
-    noise = np.sqrt((variance + np.median(variance)) / 2) + LEAST_NOISE  # that of few evaluations is itself uncertain
-    step = (before.mean(0) - now.mean(0)) / noise
-    side = (values - (now.mean(0) + before.mean(0)) / 2) / noise
-    return np.asarray(step.clip(-MAX_SCORE, MAX_SCORE) * side.clip(-MAX_SCORE, MAX_SCORE))
+    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
+    step = before.mean(0) - now.mean(0)
+    side = values - (now.mean(0) + before.mean(0)) / 2
+    unit = np.sqrt(variance + np.mean(step**2) / 4) + LEAST_NOISE
+    return np.asarray((step / unit).clip(-MAX_UNITS, MAX_UNITS) * (side / unit).clip(-MAX_UNITS, MAX_UNITS))

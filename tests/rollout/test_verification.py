@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlightning.errors import ConfigError
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs
-from rlightning.rollout.canary import NUM_EVALUATIONS
+from rlightning.rollout.canary import NUM_FORWARDS
 from rlightning.rollout.verification import Verification
 from rlightning.types import RolloutBatch
 
@@ -19,7 +19,7 @@ from rlightning.types import RolloutBatch
 @pytest.mark.parametrize(
     ("every", "tolerance", "message"),
     [
-        (-1, 1.5, r"^rollout\.verify_every=-1 must be at least 0, where 0 verifies nothing\.$"),
+        (-1, 1.2, r"^rollout\.verify_every=-1 must be at least 0, where 0 verifies nothing\.$"),
         (
             20,
             0.2,
@@ -52,7 +52,7 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
         return packed_logprobs(model, batch)[0]
 
     module = SimpleNamespace(tokenizer=load_tokenizer(folder), score=score, weight_version=0)
-    verification = Verification(every, 1.5)
+    verification = Verification(every, 1.2)
     verification.begin_run(module, engine_config(folder, tmp_path / "engine.log"))
     found = []
     for number in range(9):
@@ -61,4 +61,4 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
             found.append(number)
         verification.num_syncs += 1
     assert found == due
-    assert calls == [number for number in scored for _ in range(NUM_EVALUATIONS)]
+    assert calls == [number for number in scored for _ in range(NUM_FORWARDS)]
