@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.throughput import log_metrics
@@ -19,7 +17,7 @@ from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
+from rlightning.rollout.canary import MAX_DISTANCE
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
@@ -27,7 +25,9 @@ from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
+from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weight_print import WeightPrint
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -41,7 +41,7 @@ class VLLMRollout(RLCallback, Generator):
 
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
     first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
-    a canary sequence must have the same log-probabilities under the actor and the engine. On a GPU that it shares with
+    the canary's log-probabilities under the engine must be the actor's but for rounding. On a GPU that it shares with
     the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the
     current weights, and finishes the step with what was done already; the second death in a step ends the run with the
     engine's last log lines.
@@ -54,7 +54,8 @@ class VLLMRollout(RLCallback, Generator):
     ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
     ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
     ``device``, ``weight_version`` (counted up here too, when weights have changed without), ``named_weights()``, and
-    ``score(token_ids)``, the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one such loop.
+    ``score(batch, dtype)``, a packed batch's log-probabilities under the actor, [T], at temperature 1, computed in the
+    engine's ``dtype``. ``examples/plain_loop.py`` is one such loop.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -84,7 +85,8 @@ class VLLMRollout(RLCallback, Generator):
             standalone.
         sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
         verify_every: syncs between two verifications; 0 verifies nothing.
-        verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
+        verify_tolerance: how far an engine's log-probabilities may be from the actor's, as a multiple of what rounding
+            makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
         bucket_bytes: memory that weights travel through, on the actor's device.
         start_timeout: seconds that the engine may take to come up.
         hang_timeout: seconds without a sign of life until it counts as dead; 30 if that is less, while it only samples,
@@ -116,7 +118,7 @@ class VLLMRollout(RLCallback, Generator):
         gpu_memory_utilization: float | None = None,
         sleep: bool = True,
         verify_every: int = 20,
-        verify_tolerance: float | None = None,
+        verify_tolerance: float = MAX_DISTANCE,
         bucket_bytes: int = 2 << 30,
         start_timeout: float = 600.0,
         hang_timeout: float = 120.0,
@@ -148,9 +150,7 @@ class VLLMRollout(RLCallback, Generator):
             hang_timeout=hang_timeout,
             arguments=engine or {},
         )
-        if verify_every < 0:
-            raise ConfigError(f"rollout.verify_every={verify_every} must be at least 0, where 0 verifies nothing.")
-        self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
+        self.verification = Verification(verify_every, verify_tolerance)
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
         # Not by the options: the engines that a controller has started are named by URL there too.
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
@@ -159,7 +159,6 @@ class VLLMRollout(RLCallback, Generator):
         self._engines: EngineGroup | StandaloneEngines | None = None
         self._trainer: Any = None
         self._module: Any = None
-        self._num_syncs = 0
         self._weight_print, self._seen_version = WeightPrint(), -1
         self._streams = RandomStreams()
         self._room = MakeRoomForEngine()
@@ -197,9 +196,9 @@ class VLLMRollout(RLCallback, Generator):
             )
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
+        self.verification.begin_run(module, self._engines.config)
         self._engines.start()
         self._room.begin_run()
-        self._num_syncs = 0
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
@@ -432,42 +431,23 @@ class VLLMRollout(RLCallback, Generator):
         fire(self._trainer, module, "on_weight_sync_start", version)
         if engines.can_sleep:
             self._room.on_weight_sync_start(self._trainer, module, version)
-        expected = None
-        is_new = any(engine.is_alive and not engine.is_verified for engine in engines.engines)
-        is_due = self.verify_every > 0 and (is_new or self._num_syncs % self.verify_every == 0)
-        if any_rank(is_due, name="canary"):
-            # While the actor has the device: its memory may be somewhere else once the engine is awake.
-            canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
-            expected = module.score(canary).cpu().numpy()
+        # While the actor has the device: its memory may be somewhere else once the engine is awake.
+        is_due = self.verification.evaluate(module, engines.engines)
         self._wait_for_start(engines)
         engines.load_weights(module.named_weights, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
             self._room.on_engine_wake(self._trainer, module)
         engines.finish_loading(version)
-        if expected is not None:
-            for engine in engines.fresh:
-                try:
-                    self._verify(engine, canary, expected)
-                except EngineDiedError as error:
-                    self._restart(engines, error)
-        self._num_syncs += 1
+        for engine in engines.fresh if is_due else ():
+            try:
+                self.verification.verify(module, engine)
+            except EngineDiedError as error:
+                self._restart(engines, error)
+        self.verification.num_syncs += 1
         if engines.can_sleep:
             self._room.on_weight_sync_end(self._trainer, module, version)
         fire(self._trainer, module, "on_weight_sync_end", version)
-
-    def _verify(self, engine: VLLMEngine, canary: list[int], expected: NDArray[np.float32]) -> None:
-        """Refuse to sample from an engine whose log-probabilities are not the actor's."""
-        version, tolerance = self._module.weight_version, self.verify_tolerance
-        if tolerance is None:
-            tolerance = default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
-        model_config = getattr(self._module, "model_config", None)
-        try:
-            check_agreement(expected, engine.score(canary), tolerance, version, model_config)
-        except EngineError:
-            engine.weight_version = None  # nobody may sample from it
-            raise
-        engine.is_verified = True
 
     # Configuration
 

@@ -30,7 +30,7 @@ from rlightning.models.files import check_export, check_folder, find_weights, st
 from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.models.shards import named_weights
+from rlightning.models.shards import named_weights, rounded_vectors
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
 from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
@@ -235,19 +235,22 @@ class PolicyModule(PromptBatchModule):
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probabilities of one sequence under the actor at temperature 1, as an engine's canary is compared with.
+    def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+        """Log-probabilities of the completion tokens under the actor at temperature 1, to verify an engine's.
 
         Args:
-            token_ids: [P].
+            batch: on the CPU.
+            dtype: the engine's. The actor computes in it if it is of half precision, else in the run's own.
 
         Returns:
-            [P] float32; the first one 0.
+            [T] float32, on the actor's device; 0 on prompts.
         """
-        batch = RolloutBatch.of_sequence(token_ids).to(self.device)
-        # One short sequence now and then is not worth compiled graphs of its own, of a forward without gradient.
-        with torch.compiler.set_stance("force_eager"), self.trainer.precision_plugin.forward_context():
-            return packed_logprobs(self.loaded_actor, batch)[0]
+        is_half = dtype.itemsize == 2
+        plugin: Any = self.trainer.precision_plugin
+        precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
+        # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
+            return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
 
     @torch.no_grad()
     def evaluate_logprobs(

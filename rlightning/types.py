@@ -149,12 +149,13 @@ class RolloutBatch:
         )
 
     @classmethod
-    def of_sequence(cls, token_ids: Sequence[int]) -> Self:
-        """A batch of one sequence of which every token but the first is asked about."""
-        rest = np.asarray(token_ids[1:], np.int64)
-        zeros = np.zeros(len(rest), np.float32)
-        completion = Completion("", rest, zeros, zeros.astype(np.int32), "stop")
-        return cls.pack([Prompt(0, "", list(token_ids[:1]), {})], [[completion]])
+    def of_sequences(cls, sequences: Sequence[Sequence[int]]) -> Self:
+        """A batch of sequences of which every token but the first is asked about."""
+        prompts = [Prompt(number, "", list(tokens[:1]), {}) for number, tokens in enumerate(sequences)]
+        rests = [np.asarray(tokens[1:], np.int64) for tokens in sequences]
+        zeros = [np.zeros(len(rest), np.float32) for rest in rests]
+        pairs = zip(rests, zeros, strict=True)
+        return cls.pack(prompts, [[Completion("", rest, zero, zero.astype(np.int32), "stop")] for rest, zero in pairs])
 
     @property
     def num_tokens(self) -> int:
@@ -257,7 +258,7 @@ class RolloutBatch:
 
     def filler(self) -> Self:
         """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
-        one = type(self).of_sequence([0])
+        one = type(self).of_sequences([[0]])
         ones: dict[str, Any] = {
             f.name: torch.zeros(1, dtype=value.dtype)
             for f in fields(self)

@@ -46,11 +46,11 @@ def test_pack_nothing() -> None:
     assert batch.to_tokens(torch.zeros(0)).shape == (0,)
 
 
-def test_of_sequence() -> None:
-    batch = RolloutBatch.of_sequence([5, 6, 7])
-    assert batch.token_ids.tolist() == [5, 6, 7]
-    assert batch.completion_mask.tolist() == [False, True, True]
-    assert RolloutBatch.of_sequence([5]).completion_mask.tolist() == [False]
+def test_of_sequences() -> None:
+    batch = RolloutBatch.of_sequences([[5, 6, 7], [8], [3, 4]])
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch.completion_mask.tolist() == [False, True, True, False, False, True]
 
 
 def test_sequences_to_tokens_and_back() -> None:

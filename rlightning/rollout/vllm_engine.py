@@ -117,6 +117,11 @@ class VLLMEngine:
         """See :meth:`RolloutEngine.score`."""
         return np.asarray(self._call("score", list(token_ids)), np.float32)
 
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
+        answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
+        return np.array([answer.result() for answer in answers], np.float32)
+
     def begin_loading(self, handles: Sequence[bytes]) -> None:
         """Take the weights' memory, if asleep, and get ready for :meth:`load_chunk`.
 
