@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
-from rlightning.distributed.platform import limit_host_threads
+from rlightning.distributed.platform import limit_host_threads, use_expandable_segments
 from rlightning.models import (
     hold_as_computed,
     load_config,
@@ -106,6 +106,7 @@ class PolicyModule(PromptBatchModule):
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
+            use_expandable_segments()
             self.actor = self.load_model(self.model_path)
             self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
             checkpoint_layers(self.actor, self.count_checkpointed_layers())
