@@ -19,7 +19,7 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.distributed.stacks import run_folder, start_recorder
-from rlightning.distributed.stop_signal import GRACE_PERIOD, stop_signal
+from rlightning.distributed.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
@@ -292,7 +292,6 @@ class RLModule(PolicyModule):
         """
         batch = self.collect(prompts)
         if batch is None:
-            stop_signal(self.trainer).keep_step()
             metrics = self.skip_update()
         else:
             batch = self.estimate_advantages(self.share_out(batch))
