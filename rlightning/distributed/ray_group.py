@@ -191,7 +191,7 @@ class WorkerGroup:
             except ray.exceptions.RayActorError as error:
                 self._lose(rank, _reason(error))
             except ray.exceptions.RayTaskError as error:
-                self._fail(Failed(rank, str(error.cause), str(error), is_mistake=False, is_first=True))
+                self._fail(Failed(rank, str(error.cause), str(error), exit_code=None, is_first=True))
             if entries is not None:
                 yield rank, entries
 
