@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from pathlib import Path
 from typing import TextIO
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -70,6 +71,14 @@ def show_log_lines() -> None:
         logger.addHandler(_StandardError())
 
 
+class _OfCallbacks(logging.Filter):
+    """Drops what Lightning says of devices, ranks and itself; what callbacks were asked to say stays."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is shown."""
+        return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
+
+
 def quieten() -> None:
     """Show the run's own log, without what Lightning says of itself and of its usual loop.
 
@@ -78,7 +87,9 @@ def quieten() -> None:
     """
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).addFilter(_OfCallbacks())
+    for name in ("lightning.fabric.utilities.distributed", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # a line of each rank
     ignore_warnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")

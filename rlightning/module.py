@@ -24,7 +24,7 @@ from rlightning.evaluation import check_failed_share, log_validation, validate_i
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
 from rlightning.metrics import RunningMeans, rollout_metrics
-from rlightning.models import packed_logprobs
+from rlightning.models import load_config, packed_logprobs
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -121,6 +121,8 @@ class RLModule(PolicyModule):
     ) -> None:
         super().__init__(model, **kwargs)
         self.reference_path = os.path.expanduser(reference_model or model)
+        if kl_coef and reference_model is not None:
+            load_config(self.reference_path)  # before anything is loaded or started
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,

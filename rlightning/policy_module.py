@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
 from rlightning.distributed.platform import limit_host_threads, use_tensor_cores
+from rlightning.errors import ConfigError
 from rlightning.models import (
     hold_as_computed,
     load_config,
@@ -90,7 +91,8 @@ class PolicyModule(PromptBatchModule):
         self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
-        if Path(model).is_dir():
+        self._is_folder = Path(model).is_dir()
+        if self._is_folder:
             check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -119,6 +121,8 @@ class PolicyModule(PromptBatchModule):
             is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
                 they are computed with.
         """
+        if model == self.model_path and self._is_folder and not Path(model).is_dir():
+            raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device

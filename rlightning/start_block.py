@@ -42,6 +42,8 @@ def describe_start(trainer: Any, module: Any) -> str:
     rollout = find_rollout(trainer)
     if rollout is not None:
         rows["engine"] = rollout.describe()
+    if is_fit and trainer.ckpt_path is not None:
+        rows["resumes"] = str(trainer.ckpt_path)
     rows["writes"] = describe_output(trainer, module, num_parameters)
     return "\n".join(wrap(name, text) for name, text in rows.items() if text)
 

@@ -120,26 +120,26 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
             _refuse_duplicates([name for name, _ in pairs], where)
         return found
 
-    too_deep = f"{where} nests lists or objects more than {MAX_NESTING} deep. Flatten them, or write them as a text."
+    too_deep = f"lists or objects are nested more than {MAX_NESTING} deep. Flatten them, or write them as a text."
     try:
         content = json.loads(text, object_pairs_hook=unique)
     except ConfigError:
         raise
     except RecursionError as error:
-        raise ConfigError(too_deep) from error
+        raise ConfigError(f"{what} that can be read: {too_deep}") from error
     except ValueError as error:
         raise ConfigError(f"{what}: {error}. {way_out}") from error
     if text.count(b"[") + text.count(b"{") > MAX_NESTING and not _is_flat(content):
-        raise ConfigError(too_deep)
+        raise ConfigError(f"{where}: {too_deep}")
     return content
 
 
 def _is_flat(content: Any) -> bool:
     """Whether lists and objects are nested no deeper than ``MAX_NESTING``."""
     level = [content]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(MAX_NESTING):
         level = [part for one in level if isinstance(one, dict | list) for part in _parts(one)]
-    return not level
+    return not any(isinstance(one, dict | list) for one in level)
 
 
 def _parts(container: Row | list[Any]) -> Iterable[Any]:

@@ -18,6 +18,7 @@ from rlightning.distributed.orders import (
     EvaluateBatch,
     Failed,
     Fired,
+    ForeseenWorkerError,
     Inbox,
     Load,
     Order,
@@ -107,6 +108,8 @@ def test_a_failure_answers_all_orders() -> None:
 def test_a_failure_is_raised_as_what_it_is() -> None:
     with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom"):
         raise_failure(Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True))
+    with pytest.raises(ForeseenWorkerError, match=r"^worker 1: the engine died\nTraceback \.\.\.$"):
+        raise_failure(Failed(1, "the engine died", "Traceback ...", exit_code=1, is_first=True))
     with pytest.raises(ConfigError, match=r"^use another$"):
         raise_failure(Failed(0, "use another", "Traceback ...", exit_code=2, is_first=True))
 
