@@ -19,8 +19,8 @@ from rlightning.errors import ConfigError
 from rlightning.start_block import describe_start
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-# An embedding that is the output layer too, and the last norm; in each layer two heads of 32 as queries and outputs, one
-# as keys and values, three matrices of the feed-forward, two norms of the stream and one each of queries and keys.
+# An embedding that is the output layer too, and the last norm; in each layer two heads of 32 as queries and outputs,
+# one as keys and values, three matrices of the feed-forward, two norms of the stream and one each of queries and keys.
 NUM_PARAMETERS = 14 * 64 + 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 32)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlightning import intervals
 from rlightning.errors import EngineStartError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -74,14 +75,14 @@ def describe_open_files() -> str | None:
 
 def describe_network() -> str | None:
     """Return what is wrong with the loopback interface, over which an engine's processes find each other."""
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", 0))
-        except OSError as error:
-            return (
-                f"it has no network interface that is up, not even the loopback one ({error.strerror}). Bring that up: "
-                "ip link set lo up."
-            )
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=intervals.CONNECT_TIMEOUT).close()
+    except OSError as error:
+        return (
+            f"it has no network interface that is up, not even the loopback one ({error.strerror or error}). Bring that "
+            "up: ip link set lo up."
+        )
     return None
 
 

@@ -83,4 +83,4 @@ def test_few_open_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
-    assert say(tmp_path, "ulimit -H -n 1000 && ulimit -S -n 64") == "ok 1000"
+    assert say(tmp_path, "ulimit -S -n 64 && ulimit -H -n 1000") == "ok 1000"
