@@ -80,8 +80,8 @@ def describe_network() -> str | None:
             socket.create_connection(server.getsockname(), timeout=intervals.CONNECT_TIMEOUT).close()
     except OSError as error:
         return (
-            f"it has no network interface that is up, not even the loopback one ({error.strerror or error}). Bring that "
-            "up: ip link set lo up."
+            f"it has no network interface that is up, not even the loopback one ({error.strerror or error}). Bring "
+            "that up: ip link set lo up."
         )
     return None
 
