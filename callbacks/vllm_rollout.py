@@ -403,11 +403,20 @@ class VLLMRollout(RLCallback, Generator):
     def _update_engines(self) -> None:
         """Send all engines that need it the actor's current weights, until each has them."""
         engines = self._running_engines
+        if isinstance(engines, StandaloneEngines):  # which are told stale only once they are up
+            self._wait_for_start(engines)
         while any_rank(engines.is_stale(self._module.weight_version), name="weights are there"):
             try:
                 self._sync(engines)
             except EngineDiedError as error:
                 self._restart(engines, error)
+
+    def _wait_for_start(self, engines: EngineGroup | StandaloneEngines) -> None:
+        """Wait until there is an engine to send weights to. One that died meanwhile is found out as they are sent."""
+        if engines.is_starting:
+            fire(self._trainer, self._module, "on_engine_start")
+            engines.wait_for_start()
+            fire(self._trainer, self._module, "on_engine_ready")
 
     def _restart(self, engines: EngineGroup | StandaloneEngines, error: EngineDiedError) -> None:
         """Start what has died again, which takes all of its memory at once."""
@@ -448,6 +457,7 @@ class VLLMRollout(RLCallback, Generator):
             # While the actor has the device: its memory may be somewhere else once the engine is awake.
             canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
             expected = module.score(canary).cpu().numpy()
+        self._wait_for_start(engines)
         engines.load_weights(module.named_weights, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")

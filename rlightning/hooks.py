@@ -1,9 +1,12 @@
 """The RL hooks, and the one function that fires them.
 
-A training step fires them in this order; those in brackets only when there is something to send. The first two lines
-come again for each refill, the weights being there already; those of the engine come if it shares a device and sleeps::
+A training step fires them in this order; those in brackets only when an engine is waited for, when there is something
+to send, and if it shares a device and sleeps. The first three lines come again for each refill, the weights being there
+already; standalone engines are waited for before the first ``on_weight_sync_start``::
 
-    on_rollout_start  [on_weight_sync_start  on_engine_wake  on_weight_sync_end]  [on_engine_sleep]  on_rollout_end
+    on_rollout_start
+    [on_weight_sync_start  [on_engine_start  on_engine_ready]  on_engine_wake  on_weight_sync_end]
+    [on_engine_sleep]  on_rollout_end
     on_reward_start  on_reward_end
     on_update_start  on_update_end
 
@@ -65,6 +68,12 @@ class RLCallback(Callback):
 
     def on_update_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
         """Called after the last optimizer step of a rollout."""
+
+    def on_engine_start(self, trainer: Any, module: Any) -> None:
+        """Called before an engine is waited for that has been started and is not up yet."""
+
+    def on_engine_ready(self, trainer: Any, module: Any) -> None:
+        """Called when it is waited for no longer: it is up, or has died."""
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""

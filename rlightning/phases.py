@@ -8,7 +8,7 @@ import torch
 from rlightning.hooks import RunCallback
 from rlightning.types import Prompt, RolloutBatch
 
-PHASES = ("generate", "reward", "update", "sync")
+PHASES = ("generate", "reward", "update", "sync", "engine_start")
 
 
 class PhaseTimer(RunCallback):
@@ -18,8 +18,8 @@ class PhaseTimer(RunCallback):
     ``on_rollout_start`` to ``on_update_end``. When it is over, :meth:`on_step_timed` is called.
 
     A phase that comes twice in a step (a refill of the batch) counts with both times. Weight sync inside a rollout
-    or at the end of an update is counted as sync alone. The clock is the process's own: the device is not synchronised
-    for it.
+    or at the end of an update is counted as sync alone, and the wait for an engine's start as that alone. The clock is
+    the process's own: the device is not synchronised for it.
 
     In a loop without batches a rollout begins the step again if it is of the same prompts, or comes before a phase has
     ended: the one under way was interrupted. A loop that accumulates gradients over several rollouts fires
@@ -96,15 +96,21 @@ class PhaseTimer(RunCallback):
         if not self._is_batch_open:
             self._close_step(trainer, module)
 
+    def on_engine_start(self, trainer: Any, module: Any) -> None:
+        """Begin to wait for an engine."""
+        self._begin("engine_start")
+
+    def on_engine_ready(self, trainer: Any, module: Any) -> None:
+        """End of waiting."""
+        self._end_within("engine_start")
+
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Begin to send weights."""
         self._begin("sync")
 
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """End of sending weights; a rollout or an update around it does not count these seconds."""
-        seconds = self._end("sync")
-        for phase in self._begun:
-            self._begun[phase] += seconds
+        """End of sending weights."""
+        self._end_within("sync")
 
     def begin_run(self) -> None:
         """Forget the last step of the run before."""
@@ -141,6 +147,12 @@ class PhaseTimer(RunCallback):
         """End that of the step's micro-batch before, in a loop that says only of the last one that it is over."""
         if "update" in self._begun:
             self._end("update")
+
+    def _end_within(self, phase: str) -> None:
+        """End a phase whose seconds a rollout or an update around it does not count."""
+        seconds = self._end(phase)
+        for outer in self._begun:
+            self._begun[outer] += seconds
 
     def _end(self, phase: str) -> float:
         """Seconds since the phase began; none for one that was under way before this callback was there."""

@@ -5,7 +5,9 @@ import json
 import shlex
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from fork_server import START_BY_EXEC
 from programs import read_csv, run_python
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.processes
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
-    *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table"),
+    *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
     *("optimizer_states", "asynchronous", "staleness", "controller", "host_side"),
 )
 
@@ -93,6 +95,20 @@ def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> No
     assert (row["planned longest"], row["tried"], row["end"]) == (1024, 768, "ok")
     phases = [peak["phase"] for peak in read_csv(tmp_path / "out" / "tiny" / "longest" / "peaks-0.csv")]
     assert list(dict.fromkeys(phases)) == ["rest", "generate", "sync", "update"]
+
+
+@pytest.mark.slow
+def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
+    run_benchmark("defaults", "--prompts 2 --max-new-tokens 96 --steps 2 -- --model.compile false", tmp_path)
+    (row,) = read_csv(tmp_path / "out" / "table.csv")
+    assert (row["model"], row["devices"], row["steps"], row["end"]) == ("tiny", "1", "2", "ok")
+    seconds = [float(row[name]) for name in ("step, s", "generate, s", "update, s", "of it engine's start, s")]
+    assert all(value > 0 for value in seconds)
+    config = yaml.safe_load((tmp_path / "out" / "tiny-1" / "run.yaml").read_text())
+    assert config["model"]["init_args"]["samples_per_prompt"] == 8  # the README's
+    (completions,) = (tmp_path / "out").rglob("completions/*1.parquet")
+    lengths = [len(ids) for ids in pq.read_table(completions)["token_ids"].to_pylist()]
+    assert len(set(lengths)) > 4
 
 
 @pytest.mark.slow

@@ -91,6 +91,15 @@ class EngineGroup:
         for engine in self.engines:
             engine.start()
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether an engine of this rank has been started and is not up yet."""
+        return any(engine.process is not None and not engine.process.ready.done() for engine in self.engines)
+
+    def wait_for_start(self) -> None:
+        """Block until each engine of this rank is up or has died."""
+        wait([engine.process.ready for engine in self.engines if engine.process is not None])
+
     def is_stale(self, weight_version: int) -> bool:
         """Whether this rank has an engine that holds other weights."""
         return any(engine.weight_version != weight_version for engine in self.engines)

@@ -159,13 +159,17 @@ class EnginePool:
         """Whether an engine is up that holds no weights."""
         return any(member.is_up and member.engine.weight_version is None for member in self._living())
 
+    def has_up(self) -> bool:
+        """Whether an engine is up."""
+        return any(member.is_up for member in self._living())
+
     def wait_for_one(self) -> None:
         """Block until an engine is up.
 
         Raises:
             EngineError: all are gone for good.
         """
-        while not any(member.is_up for member in self._living()):
+        while not self.has_up():
             self.check()
             coming = [m.engine.process.ready for m in self._living() if m.engine.is_alive and m.engine.process]
             if coming:

@@ -196,6 +196,20 @@ class StandaloneEngines:
 
     # Weights
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether none of this rank's engines is up."""
+        return self._pool is not None and not self._pool.has_up()
+
+    def wait_for_start(self) -> None:
+        """Block until one of this rank's engines is up.
+
+        Raises:
+            EngineError: no engine is left.
+        """
+        if self._pool is not None:
+            self._pool.wait_for_one()
+
     def is_stale(self, weight_version: int) -> bool:
         """Whether an engine of this rank's is up and holds other weights; waits for the first that comes up.
 

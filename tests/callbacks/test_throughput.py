@@ -53,6 +53,27 @@ def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch)
     assert 0.05 < throughput.last["memory/rss_gib"] < 100
 
 
+def test_the_wait_for_an_engine_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    throughput = Throughput()
+    loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
+    clock.fire(loop, "on_rollout_start", [], at=0)
+    clock.fire(loop, "on_weight_sync_start", 1, at=0.5)
+    clock.fire(loop, "on_engine_start", at=1.0)
+    clock.fire(loop, "on_engine_ready", at=31.0)
+    clock.fire(loop, "on_weight_sync_end", 1, at=32.0)
+    clock.fire(loop, "on_rollout_end", batch, at=35.0)
+    clock.fire(loop, "on_update_start", batch, at=35.0)
+    clock.fire(loop, "on_update_end", batch, at=36.0)
+    timings = {name: value for name, value in throughput.last.items() if name.startswith("time/")}
+    assert timings == {
+        "time/step": 36.0,
+        "time/generate": 3.5,  # 35 seconds less 31.5 of weight sync and of waiting within it
+        "time/sync": 1.5,
+        "time/engine_start": 30.0,
+        "time/update": 1.0,
+    }
+
+
 def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()

@@ -1,0 +1,195 @@
+"""Real sizes with nothing but the README's first YAML: seconds by phase, memory beside the plan, what was chosen.
+
+    python benchmarks/defaults.py --model 0.6b 1.7b 4b
+    python benchmarks/defaults.py --model 8b --devices 2
+
+The YAML is read from README.md. Changed are the model (a made shape, or a folder), where its prompts and outputs are,
+how many steps there are, that no checkpoint is written, and the reward: an untrained model has no answer right, and a
+run without any signal ends. The lengths of completions are spread as a sampler spreads them that ends with 3 chances in
+`max_new_tokens` after each token: so many of a random model's tokens, which are all about equally likely, are made
+tokens that end. With --devices 2 and more the file gets `devices` and `strategy: fsdp2`, and each device a full step's
+prompts.
+
+The first table has a row a model: the median seconds of the steps after the first, in which graphs are made, the wait
+for the engine's start in the first, and what the run chose by itself. Or how it ended, and what `rlightning plan` says
+of the same file. The second has a row a phase: the most that all processes use of a device, beside the plan.
+
+A run that fails, or for which --limit leaves no time, does not hold up the others; what an earlier call with the same
+--out has measured stays in the tables.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from kept import KeptRows
+from launch import (
+    BENCHMARKS,
+    PROMPT_TOKENS,
+    RUN_TIMEOUT,
+    Job,
+    Rows,
+    Run,
+    benchmark_parser,
+    callback,
+    finish,
+    fit,
+    format_table,
+    prepare,
+    run_logged,
+    say,
+    write_run,
+)
+from memory_table import describe_end, tabulate_phases
+
+PHASES = ("generate", "update", "sync", "reward")
+CHANCES_TO_END = 3
+
+
+def read_readme() -> dict[str, Any]:
+    """The first YAML file of README.md."""
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    match = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert match is not None, "README.md has no YAML"
+    config: dict[str, Any] = yaml.safe_load(match[1])
+    return config
+
+
+def make_job(arguments: argparse.Namespace, name: str) -> Job:
+    """The README's file with another model, and what a model without any training needs."""
+    config = read_readme()
+    settings, trainer = config["model"]["init_args"], config["trainer"]
+    settings |= {"model": arguments.model, "rewards": ["rewards.random_reward"]}
+    settings["prompts_per_step"] = arguments.prompts or settings["prompts_per_step"] * arguments.devices
+    config["data"] |= {"train": write_questions(arguments.out / "questions.jsonl")}
+    trainer |= {"max_steps": arguments.steps, "enable_checkpointing": False}
+    trainer |= {"callbacks": [callback("device_poll.DevicePeaks")]}
+    if arguments.device == "cpu":
+        trainer |= {"accelerator": "cpu", "precision": "32-true"}
+    if arguments.max_new_tokens:
+        config["rollout"]["max_new_tokens"] = arguments.max_new_tokens
+    if arguments.devices > 1:
+        trainer |= {"devices": arguments.devices, "strategy": "fsdp2"}
+    spread_lengths(Path(arguments.model), config["rollout"]["max_new_tokens"])
+    return Job(f"{name}-{arguments.devices}", config, arguments.devices)
+
+
+def write_questions(path: Path, count: int = 4096) -> str:
+    """Prompts of letters, a token each, with answers; the file's name."""
+    letters = random.Random(0)
+    with path.open("w") as file:
+        for number in range(count):
+            question = "".join(letters.choices("abcdefgh ", k=PROMPT_TOKENS))
+            file.write(json.dumps({"question": question, "answer": f"#### {number}"}) + "\n")
+    return str(path)
+
+
+def spread_lengths(model: Path, max_new_tokens: int) -> None:
+    """Have so many tokens end a completion that a model which finds all equally likely spreads their lengths."""
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    ends = range(min(round(size * CHANCES_TO_END / max_new_tokens), size // 2) or 1)
+    path = model / "generation_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"eos_token_id": list(ends)}))
+
+
+def plan(arguments: argparse.Namespace, job: Job) -> Any:
+    """What `rlightning plan` computes for the same file on the same device."""
+    from rlightning.memory_plan.command import PlanCLI
+    from rlightning.memory_plan.phases import MemoryPlan
+    from rlightning.memory_plan.settings import read_work
+
+    _, command = write_run(arguments, job)
+    return MemoryPlan(read_work(PlanCLI(args=command).config["fit"]), device_memory(arguments.device))
+
+
+def device_memory(device: str) -> int:
+    """Bytes of a device; asked by another process, for one that has used a GPU keeps some of its memory."""
+    if device == "cpu":
+        return 8 << 30
+    code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+def read_plan(arguments: argparse.Namespace, run: Run) -> str:
+    """The last lines of `rlightning plan` for a run's file."""
+    log = run.folder / "plan.txt"
+    memory = f"{device_memory(arguments.device) / (1 << 30):.2f}GiB"
+    command = ["plan", "--config", str(run.folder / "run.yaml"), "--device-memory", memory]
+    run_logged([sys.executable, "-m", "rlightning", *command], log, dict(os.environ), RUN_TIMEOUT)
+    return (log.read_text().strip().splitlines() or [""])[-1]
+
+
+def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
+    """A model's row."""
+    steps = run.metrics()
+    later = steps[1:] or steps
+    row: dict[str, Any] = {"model": name, "devices": run.job.num_devices, "steps": len(steps)}
+    row["step, s"] = median([step["time/step"] for step in later]) if later else None
+    for phase in PHASES:
+        seconds = [step[f"time/{phase}"] for step in later if f"time/{phase}" in step]
+        row[f"{phase}, s"] = median(seconds) if seconds else None
+    row["first step, s"] = steps[0]["time/step"] if steps else None
+    row["of it engine's start, s"] = steps[0].get("time/engine_start") if steps else None
+    row["layers checkpointed"] = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
+    row["planned to wait on the host"] = ", ".join(planned.away()) or "nothing"
+    return row | {"end": "ok" if run.exit_code == 0 else describe_end(run)}
+
+
+def measure(arguments: argparse.Namespace, name: str, timeout: float) -> tuple[dict[str, Any], Rows, Run]:
+    """Run one model; its row, its phases' rows, and the run."""
+    job = make_job(arguments, name)
+    planned = plan(arguments, job)
+    run = fit(job, arguments, range(arguments.devices), timeout=timeout)
+    phases = [{"devices": arguments.devices} | row for row in tabulate_phases(run, planned, name)]
+    return summarise(run, planned, name), phases, run
+
+
+def main() -> None:
+    """Run each model, then print the tables."""
+    parser = benchmark_parser(__doc__ or "", "defaults", steps=5, model=None)
+    parser.add_argument("--model", nargs="+", default=["0.6b", "1.7b", "4b"], help="shapes or folders (0.6b 1.7b 4b)")
+    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of a run (1)")
+    parser.add_argument("--prompts", type=int, help="a step (the README's on each device)")
+    parser.add_argument("--max-new-tokens", type=int, help="(the README's)")
+    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.limit
+    sys.path[:0] = [str(BENCHMARKS.parent)]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    runs, phases = (
+        KeptRows(arguments.out, "model", "devices"),
+        KeptRows(arguments.out / "phases", "model", "devices", "phase"),
+    )
+    notes = []
+    for model in arguments.model:
+        name = Path(model).name
+        named = argparse.Namespace(**vars(arguments) | {"model": model})
+        prepare(named)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            notes.append(f"Left out, as --limit was over: {name}.")
+            continue
+        row, peaks, run = measure(named, name, min(left, RUN_TIMEOUT))
+        runs.put(row)
+        say(format_table([row]))
+        for peak in peaks:
+            phases.put(peak)
+        if run.exit_code:
+            notes.append(f"{name} ended early: {describe_end(run)} The plan: {read_plan(named, run)}")
+    finish(arguments, runs.rows, [format_table(phases.rows), *notes])
+
+
+if __name__ == "__main__":
+    main()
