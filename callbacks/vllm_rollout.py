@@ -17,6 +17,7 @@ from rlightning.distributed.collectives import any_rank, gather_objects, world_s
 from rlightning.errors import ConfigError, EngineError, EngineStartError
 from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated, fire
+from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
@@ -204,8 +205,10 @@ class VLLMRollout(RLCallback, Generator):
         self._num_syncs = 0
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Wait until an engine is up, or refuse one that cannot start, before loggers begin the run."""
-        engines = [] if self._engines is None else self._engines.engines
+        """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
+        if self._engines is None or not any(is_service(logger) for logger in getattr(trainer, "loggers", ())):
+            return
+        engines = self._engines.engines
         starts = [engine.process.ready for engine in engines if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
             if isinstance(error := start.exception(), EngineStartError):

@@ -6,9 +6,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-LOCAL = (CSVLogger, TensorBoardLogger)
-"""Write into the run's folder alone."""
-
 
 class LateLoggers(Callback):
     """Stands in front of the callbacks and gives the Trainer its loggers back, whom it was to ask for their runs.
@@ -40,4 +37,9 @@ def delay_loggers(trainer: Any) -> None:
     """Hide loggers of services from the Trainer until the first callback's ``setup``."""
     others = [callback for callback in trainer.callbacks if not isinstance(callback, LateLoggers)]
     trainer.callbacks = [LateLoggers(trainer.loggers), *others]
-    trainer.loggers = [logger for logger in trainer.loggers if isinstance(logger, LOCAL)]
+    trainer.loggers = [logger for logger in trainer.loggers if not is_service(logger)]
+
+
+def is_service(logger: Logger) -> bool:
+    """Whether a logger makes a run somewhere else than in the run's folder."""
+    return not isinstance(logger, (CSVLogger, TensorBoardLogger))
