@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlightning import intervals
 from rlightning.errors import find_run_error
-from rlightning.foreign_text import without_secrets
+from rlightning.foreign_text import cut, without_secrets
 from rlightning.plain_text import visible_on_one_line
 
 FILE = "error.txt"
@@ -41,6 +41,7 @@ def show_error(error: BaseException) -> None:
     """Write to standard error what ended the run.
 
     Of a foreseen error this is its line, after one that names the file with the trace; of any other the trace.
+    A mistake that was found before the run has a folder leaves none.
     """
     expected = find_run_error(error)
     if isinstance(error, KeyboardInterrupt):
@@ -48,24 +49,32 @@ def show_error(error: BaseException) -> None:
     elif expected is None:
         traceback.print_exception(error)
     else:
-        _keep_trace(error, is_mistake=expected.exit_code == 2)
+        trace = "".join(traceback.format_exception(error))
+        is_mistake = expected.exit_code == 2
+        kept = _write(trace, makes_folder=not is_mistake)
+        # What nobody has to look into needs no place; all else is shown where it has none.
+        if _shows_trace() or (kept is None and not is_mistake):
+            sys.stderr.write(cut(trace, len(trace)))
+        if kept is not None:
+            sys.stderr.write(f"The trace of this error is in {kept}.\n")
         sys.stderr.write(f"error: {visible_on_one_line(without_secrets(expected.line))}\n")
 
 
-def _keep_trace(error: BaseException, *, is_mistake: bool) -> None:
-    """Write the trace to the run's folder, which a mistake that was found before there was one does not make."""
-    trace = without_secrets("".join(traceback.format_exception(error)))
-    trace = trace.encode("utf-8", "backslashreplace").decode()
-    if os.environ.get(SHOW_TRACE, "0") not in ("", "0"):
-        sys.stderr.write(trace)
-    if _folder is None or (is_mistake and not _folder.is_dir()):
-        return
+def _shows_trace() -> bool:
+    return os.environ.get(SHOW_TRACE, "0") not in ("", "0")
+
+
+def _write(trace: str, *, makes_folder: bool) -> Path | None:
+    """Write a trace to the run's folder, and return the file; None if there is no folder, or it cannot be written."""
+    if _folder is None or not (makes_folder or _folder.is_dir()):
+        return None
+    path = _folder / FILE
     try:
         _folder.mkdir(parents=True, exist_ok=True)
-        (_folder / FILE).write_text(trace, encoding="utf-8")
+        path.write_text(cut(trace, len(trace)), encoding="utf-8")
     except OSError:
-        return
-    sys.stderr.write(f"The trace of this error is in {_folder / FILE}.\n")
+        return None
+    return path
 
 
 def is_other_rank() -> bool:

@@ -96,14 +96,16 @@ def describe_memory(trainer: Any, module: Any) -> str:
 
 def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:
     """Return where the run writes what, and how much a checkpoint is."""
-    folder = Path(trainer.default_root_dir)
-    if trainer.state.fn != "fit" or execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
+    folder, stage = Path(trainer.default_root_dir), str(trainer.state.fn.value)
+    if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
         return str(folder)
-    parts = [describe_checkpoints(trainer, module, num_parameters, folder)]
-    parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if getattr(logger, "log_dir", None)]
-    outputs = (one.output(trainer, "fit") for one in trainer.callbacks if isinstance(one, RLCallback))
+    parts = []
+    if stage == "fit":
+        parts.append(describe_checkpoints(trainer, module, num_parameters, folder))
+        parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if logger.log_dir]
+    outputs = (one.output(trainer, stage) for one in trainer.callbacks if isinstance(one, RLCallback))
     parts += [relative(output, folder) for output in outputs if output is not None]
-    return f"{folder}: {', '.join(parts)}"
+    return f"{folder}: {', '.join(parts)}" if parts else str(folder)
 
 
 def describe_checkpoints(trainer: Any, module: Any, num_parameters: int, folder: Path) -> str:

@@ -80,13 +80,13 @@ def test_variable_shows_the_trace_too(capsys: pytest.CaptureFixture[str], monkey
     assert shown.startswith("Traceback") and "its log's end" in shown and shown.endswith("\nerror: The engine died.\n")
 
 
-def test_file_that_cannot_be_written_costs_nothing_but_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_that_has_no_place_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    set_run_folder(tmp_path / "file")
-    show_error(raised(EngineError("The engine died.")))
-    assert capsys.readouterr().err == "error: The engine died.\n"
+    for folder in (None, tmp_path / "file"):
+        set_run_folder(folder)
+        show_error(raised(EngineError("The engine died.", "its log's end")))
+        shown = capsys.readouterr().err
+        assert shown.startswith("Traceback") and shown.endswith("its log's end\nerror: The engine died.\n")
 
 
 def test_other_error_keeps_its_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            check_port(self.cluster_environment.main_port)
+            if self.cluster_environment.node_rank() == 0:
+                check_port(self.cluster_environment.main_port)
             self._call_children_scripts()
             threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
         if execution_mode() is not ExecutionMode.WORKER:  # a worker has its share
