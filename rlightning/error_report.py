@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlightning import intervals
 from rlightning.errors import find_run_error
-from rlightning.foreign_text import cut, without_secrets
-from rlightning.plain_text import visible_on_one_line
+from rlightning.foreign_text import without_secrets
+from rlightning.plain_text import visible, visible_on_one_line
 
 FILE = "error.txt"
 """In the run's folder: the trace of the error that ended the run."""
@@ -49,12 +49,12 @@ def show_error(error: BaseException) -> None:
     elif expected is None:
         traceback.print_exception(error)
     else:
-        trace = "".join(traceback.format_exception(error))
+        trace = visible(without_secrets("".join(traceback.format_exception(error))))
         is_mistake = expected.exit_code == 2
         kept = _write(trace, makes_folder=not is_mistake)
         # What nobody has to look into needs no place; all else is shown where it has none.
         if _shows_trace() or (kept is None and not is_mistake):
-            sys.stderr.write(cut(trace, len(trace)))
+            sys.stderr.write(trace)
         if kept is not None:
             sys.stderr.write(f"The trace of this error is in {kept}.\n")
         sys.stderr.write(f"error: {visible_on_one_line(without_secrets(expected.line))}\n")
@@ -71,7 +71,7 @@ def _write(trace: str, *, makes_folder: bool) -> Path | None:
     path = _folder / FILE
     try:
         _folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(cut(trace, len(trace)), encoding="utf-8")
+        path.write_text(trace, encoding="utf-8")
     except OSError:
         return None
     return path

@@ -209,14 +209,14 @@ def test_set_that_a_file_names_twice_is_refused() -> None:
         nest_names({"easy": "a.jsonl", "easy.limit": 2}, "data.validation")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("run.yaml", '{"data": {"system_prompt": "Hi \\ud83d"}}'), ("run.json", '{"data": {"\\ud83d": "Hi"}}')],
-)
-def test_half_of_a_character_is_refused(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=rf"{name}: '(Hi )?.ud83d' holds U\+D83D, half of a character"):
-        read_config(str(tmp_path / name))
+def test_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    content = '{"data": {"system_prompt": "Hi \\ud83d"}}'
+    (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.yaml, line 1: not valid YAML \(found invalid Unicode character"):
+        read_config(str(tmp_path / "run.yaml"))
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.json: 'Hi .ud83d' holds U\+D83D, half of a character"):
+        read_config(str(tmp_path / "run.json"))
 
 
 def test_deeply_nested_json_configuration_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
 """Of a line that vLLM logs in another process than its own."""
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$|Fatal Python error: .+|(?<=what\(\):  ).+")
 """Of Python's exceptions, of signals that end Python, and of exceptions in C++."""
+FATAL = "Fatal Python error"
+"""What Python writes before a signal ends it."""
 PLACE = re.compile(r'File "(?:.*/)?(.+)", (line \d+), in ')
 """Of a call in a traceback; the next line quotes its code."""
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
@@ -118,11 +120,16 @@ class EngineProcess(EngineLink):
         )
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and (status > 0 or -status in FAULTS):
-            causes = [text for text in (find_cause(self._log_lines()), describe_host()) if text]
-            if causes:
-                return EngineStartError(f"The engine could not start: {' '.join(causes)} {place}", log_tail)
+            cause = self._find_cause()
+            if cause:
+                return EngineStartError(f"The engine could not start: {cause} {place}")
             return EngineError(f"The engine could not start{code}. {place}", log_tail)
         return EngineDiedError(f"The engine {how}{code}. {place}", log_tail)
+
+    def _find_cause(self) -> str:
+        """Why the engine did not come up, by its log and, where no exception tells, by the host; "" if neither does."""
+        cause = find_cause(self._log_lines()) or ""
+        return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
 def find_cause(lines: Sequence[str]) -> str | None:
