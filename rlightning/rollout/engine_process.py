@@ -114,10 +114,8 @@ class EngineProcess(EngineLink):
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         code = f" (exit status {status})" if status is not None else ""
-        place, log_tail = (
-            f"(Its log is {self.config.log_file})",
-            f"The end of {self.config.log_file}:\n{self.log_tail()}",
-        )
+        place = f"(Its log is {self.config.log_file})"
+        log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
         if not self.ready.done() and status is not None and (status > 0 or -status in FAULTS):
             cause = self._find_cause()
