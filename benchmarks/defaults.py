@@ -12,7 +12,8 @@ prompts.
 
 The first table has a row a model: the median seconds of the steps after the first, in which graphs are made, the wait
 for the engine's start in the first, and what the run chose by itself. Or how it ended, and what `rlightning plan` says
-of the same file. The second has a row a phase: the most that all processes use of a device, beside the plan.
+of the same file. The second has a row a phase: the most that all processes use of a device, and need, beside the
+plan (see memory_table.py).
 
 A run that fails, or for which --limit leaves no time, does not hold up the others; what an earlier call with the same
 --out has measured stays in the tables.
@@ -50,6 +51,7 @@ from launch import (
     write_run,
 )
 from memory_table import describe_end, tabulate_phases
+from weak_scaling import rare_tokens
 
 PHASES = ("generate", "update", "sync", "reward")
 CHANCES_TO_END = 3
@@ -95,11 +97,10 @@ def write_questions(path: Path, count: int = 4096) -> str:
 
 def spread_lengths(model: Path, max_new_tokens: int) -> None:
     """Have so many tokens end a completion that a model which finds all equally likely spreads their lengths."""
-    size = json.loads((model / "config.json").read_text())["vocab_size"]
-    ends = range(min(round(size * CHANCES_TO_END / max_new_tokens), size // 2) or 1)
+    ends = rare_tokens(str(model), max_new_tokens // CHANCES_TO_END)
     path = model / "generation_config.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(settings | {"eos_token_id": list(ends)}))
+    path.write_text(json.dumps(settings | {"eos_token_id": ends}))
 
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:

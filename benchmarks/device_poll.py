@@ -1,7 +1,7 @@
 """How much of a device's memory is used by all processes together, watched from a thread."""
 
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from probes import CSVTrace
@@ -9,6 +9,15 @@ from probes import CSVTrace
 from rlightning.distributed.platform import memory_use, reset_peak
 
 POLL_SECONDS = 0.02
+
+
+class Peak(NamedTuple):
+    """The most memory of a device that was seen in use, in bytes, by all processes together."""
+
+    used: int
+    """All that is not free."""
+    needed: int
+    """Without the unused blocks that this process's allocator gives back when memory is short."""
 
 
 class DevicePoll:
@@ -20,15 +29,15 @@ class DevicePoll:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._most = 0
+        self._most = Peak(0, 0)
         self._stop = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def take(self) -> int:
-        """Bytes: the most since the last call."""
+    def take(self) -> Peak:
+        """The most since the last call."""
         self._look()
-        most, self._most = self._most, 0
+        most, self._most = self._most, Peak(0, 0)
         return most
 
     def close(self) -> None:
@@ -43,7 +52,8 @@ class DevicePoll:
     def _look(self) -> None:
         use = memory_use(self.device)
         if use is not None:
-            self._most = max(self._most, use.total - use.free)
+            used, unused = use.total - use.free, use.reserved - use.allocated
+            self._most = Peak(max(self._most.used, used), max(self._most.needed, used - unused))
 
 
 class DevicePeaks(CSVTrace):
@@ -53,7 +63,7 @@ class DevicePeaks(CSVTrace):
     """
 
     def __init__(self) -> None:
-        super().__init__("peaks", ["phase", "allocated", "used"])
+        super().__init__("peaks", ["phase", "allocated", "used", "needed"])
         self._phase = "rest"
         self._poll: DevicePoll | None = None
 
@@ -101,8 +111,8 @@ class DevicePeaks(CSVTrace):
 
     def _enter(self, trainer: Any, module: Any, phase: str) -> None:
         assert self._poll is not None
-        use, used = memory_use(module.device), self._poll.take()
+        use, peak = memory_use(module.device), self._poll.take()
         if self.step:
-            self.write(trainer, self._phase, use.peak if use else 0, used)
+            self.write(trainer, self._phase, use.peak if use else 0, *peak)
         reset_peak(module.device)
         self._phase = phase

@@ -4,7 +4,8 @@
     python benchmarks/memory_table.py --part longest --fraction 0.9
 
 Part "phases" runs a few steps of 64 prompts x 8 completions. "device" is the most that all processes use at any time of
-a phase, beside what `rlightning plan` says of it; "tensors" what tensors of the trainer's process take at most, beside
+a phase, "needed" the same without the unused blocks that PyTorch's allocator gives back when memory is short, beside
+what `rlightning plan` says of it; "tensors" what tensors of the trainer's process take at most, beside
 the planned parts that are such. A sync ends with an engine that is awake, so that the device is then as full as during
 generation, which is planned by itself. Activations are checkpointed where the plan asks for it.
 
@@ -113,13 +114,16 @@ def tabulate_phases(run: Run, planned: Any, model: str) -> Rows:
         measured = [row for row in traces if row["phase"] == phase]
         if not parts or not measured:
             continue
-        used, allocated = (max(int(row[name]) for row in measured) / GIB for name in ("used", "allocated"))
+        used, needed, allocated = (
+            max(int(row[name]) for row in measured) / GIB for name in ("used", "needed", "allocated")
+        )
         total = max(sum(parts.values()), awake if phase == "sync" else 0) / GIB
         own = sum(size for name, size in parts.items() if name not in FOREIGN) / GIB
-        row = {"model": model, "phase": phase, "device, GiB": used, "planned": total, "planned / device": None}
+        row = {"model": model, "phase": phase, "device, GiB": used, "needed": needed, "planned": total}
+        row |= {"planned / needed": None}
         row |= {"tensors, GiB": allocated, "planned tensors": own, "planned / tensors": None}
         if used and allocated:
-            row |= {"planned / device": total / used, "planned / tensors": own / allocated}
+            row |= {"planned / needed": total / needed, "planned / tensors": own / allocated}
         rows.append(row)
     return rows
 

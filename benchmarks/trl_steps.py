@@ -136,7 +136,7 @@ class StepTrace(TrainerCallback):
             mfu = [str(needed / (update * peak)) for needed in (float(flops.sum()), six_n)]
         use = memory_use(self.device)
         row = [state.global_step, seconds, *(phases[name] for name in ("generate", "sync", "reward", "other")), update]
-        row += [tokens, sum(completions), max(completions), *mfu, use.peak if use else 0, self.poll.take()]
+        row += [tokens, sum(completions), max(completions), *mfu, use.peak if use else 0, self.poll.take().used]
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(row)
 

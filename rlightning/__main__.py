@@ -99,10 +99,7 @@ def run(args: list[str]) -> None:
         sys.stdout.write(HELP)
         return
     with ending_at_once():
-        if args[0] not in ("plan", "serve"):
-            from rlightning.config_precheck import check_early
-
-            check_early(args[0], args[1:])
+        check_options(args)
         from rlightning.hidden_packages import check_folder
 
         check_folder(Path.cwd())
@@ -114,6 +111,22 @@ def run(args: list[str]) -> None:
             sys.path.insert(0, os.getcwd())
         command = load(args)
     command()
+
+
+def check_options(args: list[str]) -> None:
+    """Raise a ConfigError for a misspelled key before anything heavy is imported."""
+    from rlightning.config_precheck import check_early
+
+    command, options = args[0], args[1:]
+    if command == "plan":
+        from rlightning.memory_plan.devices import split_device_memory
+
+        command, options = "fit", split_device_memory(options)[1]
+    elif command == "serve":
+        from rlightning.serve_command import split_options
+
+        command, options = "fit", split_options(options)[1]
+    check_early(command, options)
 
 
 def load(args: list[str]) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
-from rlightning.distributed.platform import limit_host_threads, use_tensor_cores
+from rlightning.distributed.platform import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.errors import ConfigError
 from rlightning.models import (
     hold_as_computed,
@@ -105,6 +105,7 @@ class PolicyModule(PromptBatchModule):
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
+            use_expandable_segments()
             if self._trainer is not None:
                 use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
             self.actor = self.load_model(self.model_path)

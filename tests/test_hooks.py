@@ -17,7 +17,7 @@ from rlightning.types import RolloutBatch
 ROLLOUT = ["on_rollout_start", "on_rollout_end", "on_reward_start", "on_reward_end"]
 SYNCED_ROLLOUT = ["on_rollout_start", "on_weight_sync_start", "on_weight_sync_end", *ROLLOUT[1:]]
 UPDATE = ["on_update_start", "on_update_end"]
-COLOCATED_ENGINE = ["on_engine_wake", "on_engine_sleep"]
+COLOCATED_ENGINE = ["on_engine_start", "on_engine_ready", "on_engine_wake", "on_engine_sleep"]
 
 
 async def length(completion: str) -> float:

@@ -103,7 +103,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
             ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
         reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
-            once and needs memory for the whole model, in the dtype of the forward.
+            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
         reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
             its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
         barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
@@ -168,17 +168,29 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         """Inside, a backward leaves out what it need not do before the last micro-batch of an optimizer step.
 
         That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
-        whole exchange of gradients.
+        whole exchange of gradients. What a forward keeps gathered for its backward stays so for the next forward too:
+        embedding and output layer, and with ``reshard_after_forward=False`` all layers.
         """
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        kept = sharded
+        if self.reshard_after_forward:
+            kept = [module for module in self.model.children() if isinstance(module, FSDPModule)]
         for module in sharded:
             self._require_sync(module, False)
+        for module in kept:
+            module.set_reshard_after_backward(False, recurse=False)
         try:
             yield
+        except BaseException:  # the weights may be others before the next forward
+            for module in kept:
+                module.reshard()
+            raise
         finally:
             for module in sharded:
                 self._require_sync(module, True)
+            for module in kept:
+                module.set_reshard_after_backward(True, recurse=False)
 
     def _require_sync(self, module: FSDPModule, is_required: bool) -> None:
         if self.reduce_every_microbatch:

@@ -4,12 +4,11 @@ from typing import Any
 
 from rlightning.cli import RLCLI, check_trainer
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.devices import DEVICES, read_device_memory
+from rlightning.memory_plan.devices import DEVICES, OPTION, read_device_memory, split_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.settings import read_work
 
-OPTION = "--device-memory"
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
 
@@ -59,22 +58,3 @@ def plan(options: list[str]) -> str:
     device_memory = read_device_memory(size)
     config: Any = PlanCLI(args=["fit", *rest]).config["fit"]
     return format_plan(MemoryPlan(read_work(config), device_memory))
-
-
-def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
-    """The size of the device, and the options that are left."""
-    size, rest = None, []
-    position = 0
-    while position < len(options):
-        name, equals, value = options[position].partition("=")
-        if name != OPTION:
-            rest.append(options[position])
-        elif equals:
-            size = value
-        else:
-            position += 1
-            if position == len(options):
-                raise ConfigError(f"{OPTION}: its value is missing. Write {OPTION} 80GB.")
-            size = options[position]
-        position += 1
-    return size, rest

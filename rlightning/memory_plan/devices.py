@@ -5,6 +5,8 @@ import re
 from rlightning.errors import ConfigError
 
 GIB = 1 << 30
+OPTION = "--device-memory"
+"""Of ``rlightning plan``: a size, or a name of :data:`DEVICES`."""
 DEVICES = {
     "A10": 22.0,
     "A100-40GB": 39.4,
@@ -38,6 +40,25 @@ From NVIDIA's data sheets, half of what these give "with sparsity": A10, A100, D
 architecture for the RTX 4090.
 """
 UNITS = {"GB": 10**9, "GIB": GIB, "MB": 10**6, "MIB": 1 << 20}
+
+
+def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
+    """What ``--device-memory`` says, and the options that are left.
+
+    Raises:
+        ConfigError: it says nothing.
+    """
+    size, rest = None, []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != OPTION:
+            rest.append(word)
+            continue
+        size = value if equals else next(words, None)
+        if not size:
+            raise ConfigError(f"{OPTION}: its value is missing. Write {OPTION} 80GB.")
+    return size, rest
 
 
 def read_device_memory(text: str) -> int:

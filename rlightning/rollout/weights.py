@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from rlightning.distributed.gathering import gather_into
-from rlightning.distributed.platform import synchronize_stream
+from rlightning.distributed.platform import shareable_memory, synchronize_stream
 from rlightning.errors import EngineError
 
 
@@ -259,7 +259,8 @@ class WeightBucket:
         self.chunks, num_bytes = plan_chunks(shapes, dtype, bucket_bytes)
         self._fd: int | None = None
         if device.type == "cuda":
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            with shareable_memory():
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, num_bytes)

@@ -326,8 +326,9 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     trainer = make_trainer(tmp_path, 2, rollout, WaitsForAnswers(), first, checkpoint, enable_checkpointing=True)
     trainer.fit(make_module(model_folder), make_data(tmp_path))
     saved = torch.load(last, weights_only=False)["callbacks"][rollout.state_key]["in_flight"]["groups"]
-    # Of the eight that the first step left complete the second has taken four.
-    assert [len(group["completions"] or []) for group in saved] == [2] * PER_STEP + [0] * PER_STEP
+    # Of the eight that the first step left complete the second has taken four; of its own the engine may be through.
+    complete = [len(group["completions"] or []) == 2 for group in saved]
+    assert len(saved) == 2 * PER_STEP and all(complete[:PER_STEP])
 
     caplog.set_level("INFO", logger="rlightning")
     witness = Witness()
@@ -342,7 +343,7 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert sorted(consumed(first.batches) + trained + in_flight) == sorted(drawn(trainer, 5 * PER_STEP))
     assert [line for line in caplog.messages if "begin again" in line] == [
-        "4 prompts in flight begin again: their completions were sampled with other settings "
+        f"{sum(complete)} prompts in flight begin again: their completions were sampled with other settings "
         "(model.samples_per_prompt: 2, now 3; rollout.temperature: 1.0, now 0.5; rollout.max_new_tokens: 8, now 5)."
     ]
 

@@ -1,14 +1,21 @@
-"""What the strategy refuses before any process starts, that its name is known, and how long its groups wait."""
+"""What the strategy refuses before any process starts, its name, how long its groups wait, and what it gathers."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from rank_processes import run_script
+from sharded_net import run_ranks
 from tiny import bare_trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
@@ -84,3 +91,46 @@ def test_collectives_of_all_groups_end_with_the_barriers_timeout(tmp_path: Path)
     script = tmp_path / "timeouts.py"
     script.write_text(TIMEOUTS)
     assert run_script(script, 2) == [{"seconds": [123.0] * 4}] * 2
+
+
+class Owner(nn.Module):
+    """What a LightningModule is to the strategy: the owner of a sharded model."""
+
+    def __init__(self, *, reshards: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+        for layer in (self.actor[1], self.actor[2]):
+            fully_shard(layer, reshard_after_forward=reshards)
+        fully_shard(self.actor, reshard_after_forward=False)
+
+
+def accumulate(owner: Owner, strategy: FSDP, *, kept: bool) -> tuple[int, list[Tensor]]:
+    """Gatherings of three micro-batches, and the gradients."""
+    batches = torch.arange(18, dtype=torch.float32).reshape(3, 2, 3) + dist.get_rank()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as counted:
+        for number, batch in enumerate(batches):
+            with strategy.block_backward_sync() if kept and number < 2 else nullcontext():
+                owner.actor(batch).square().sum().backward()
+    gradients = [p.grad.full_tensor() for p in owner.parameters() if isinstance(p.grad, DTensor)]
+    assert all(isinstance(p, DTensor) for p in owner.parameters())  # nothing is left gathered
+    owner.zero_grad()
+    return sum(event.name == "c10d::_allgather_base_" for event in counted.events()), gradients
+
+
+def count_gatherings(folder: Path) -> None:
+    # Of each micro-batch: the root once, two layers for the forward, and again for the backward if they are let go of.
+    for reshards, alone, together in ((True, 3 * (1 + 2 + 2), 1 + 3 * (2 + 2)), (False, 3 * (1 + 2), 1 + 2)):
+        owner, strategy = Owner(reshards=reshards), FSDP(reshard_after_forward=reshards)
+        strategy.model = owner  # type: ignore[assignment]
+        expected, first = accumulate(owner, strategy, kept=False)
+        counted, second = accumulate(owner, strategy, kept=True)
+        assert (expected, counted) == (alone, together)
+        assert len(first) == len(second) == 6
+        for before, after in zip(first, second, strict=True):
+            assert torch.equal(before, after)
+
+
+@pytest.mark.processes
+def test_what_stays_gathered_for_the_backward_stays_for_the_next_forward(tmp_path: Path) -> None:
+    run_ranks(count_gatherings, 2, tmp_path)

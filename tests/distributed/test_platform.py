@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from programs import run_python
 
 from rlightning.distributed import execution_mode, platform
 from rlightning.distributed.execution_mode import ExecutionMode
@@ -53,6 +55,36 @@ def test_device_of_every_kind_of_loop() -> None:
     assert platform.device_of(object(), BoringModel()) == cpu
     assert platform.device_of(object(), model) == meta
     assert platform.device_of(object(), object()) is None
+
+
+SEGMENTS = """
+import torch
+from rlightning.distributed import platform
+
+def find(tensor):
+    for segment in torch.cuda.memory_snapshot():
+        if 0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]:
+            return segment["is_expandable"]
+
+platform.use_expandable_segments()
+before = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+with platform.shareable_memory():
+    shared = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+after = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+print([find(before), find(shared), find(after)])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("setting", "segments"),
+    [("", [True, False, True]), (platform.EXPANDABLE, [True, False, True]), (platform.PLAIN, [False, False, False])],
+)
+def test_segments_expand_but_for_what_others_open(setting: str, segments: list[bool], tmp_path: Path) -> None:
+    said = run_python(
+        "-c", SEGMENTS, folder=tmp_path, environment={**os.environ, platform.ALLOCATOR_VARIABLES[1]: setting}
+    ).stdout
+    assert said.splitlines()[-1] == str(segments)
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ from planned import QWEN3
 from programs import run_python
 
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.command import plan, split_device_memory
-from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory
+from rlightning.memory_plan.command import plan
+from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory, split_device_memory
 from rlightning.memory_plan.settings import count_devices
 
 
