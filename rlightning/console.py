@@ -88,8 +88,8 @@ def quieten() -> None:
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_OfCallbacks())
-    for name in ("lightning.fabric.utilities.distributed", "lightning.pytorch.accelerators.cuda"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # a line of each rank
+    for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
+        logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank
     ignore_warnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")
