@@ -133,8 +133,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(project: Path, as_module: bool) -
 
 
 def test_file_that_hides_a_package_is_one_line(project: Path, tmp_path: Path) -> None:
-    for name in ("vllm.py", "own_classes.py", "test.py"):
-        (tmp_path / name).write_text("")
+    for name in ("vllm.py", "test.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "run.yaml").write_text((project / "run.yaml").read_text())
     done = rlightning(tmp_path, "fit", "--config", "run.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(

@@ -103,9 +103,10 @@ class EngineOptions:
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
         share = f", {self.memory_share:.0%} of the device's memory" if config.device.type == "cuda" else ""
+        engines = f"{num_engines} engine{'s' if num_engines > 1 else ''} {place}"
         return (
-            f"{name}, {num_engines} engine{'s' if num_engines > 1 else ''} {place}, {arguments['dtype']}, sequences of up to "
-            f"{arguments['max_model_len']:,} tokens{share}; its log is {config.url or config.log_file}"
+            f"{name}, {engines}, {arguments['dtype']}, sequences of up to {arguments['max_model_len']:,} tokens{share}; "
+            f"{config.url or f'its log is {config.log_file}'}"
         )
 
     def check(self) -> None:
