@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.loggers.logger import Logger
 from tiny import make_data, make_grpo, make_trainer, save_model
 
 from rlightning.callbacks import SaveHF

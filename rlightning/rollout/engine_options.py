@@ -104,10 +104,9 @@ class EngineOptions:
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
         share = f", {self.memory_share:.0%} of the device's memory" if config.device.type == "cuda" else ""
         engines = f"{num_engines} engine{'s' if num_engines > 1 else ''} {place}"
-        return (
-            f"{name}, {engines}, {arguments['dtype']}, sequences of up to {arguments['max_model_len']:,} tokens{share}; "
-            f"{config.url or f'its log is {config.log_file}'}"
-        )
+        length = f"sequences of up to {arguments['max_model_len']:,} tokens"
+        where = config.url or f"its log is {config.log_file}"
+        return f"{name}, {engines}, {arguments['dtype']}, {length}{share}; {where}"
 
     def check(self) -> None:
         """Refuse what no engine could be started with, where that is not known before a run."""
