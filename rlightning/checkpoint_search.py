@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from rlightning.__main__ import is_other_rank
 from rlightning.atomic_save import find_saved
 from rlightning.checksums import DamagedError
 from rlightning.config_files import read_keys
 from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints, verify_checkpoint
+from rlightning.error_report import is_other_rank
 from rlightning.errors import ConfigError
 
 log = logging.getLogger(__name__)

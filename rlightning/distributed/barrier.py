@@ -27,11 +27,12 @@ from rlightning.distributed.cpu_group import (
 )
 from rlightning.distributed.platform import synchronize
 from rlightning.distributed.stacks import record_all
+from rlightning.errors import RunError
 
 _hooks: list[Callable[[], None]] = []
 
 
-class BarrierError(RuntimeError):
+class BarrierError(RunError, RuntimeError):
     """A barrier was not reached by all ranks; the message is the same on every rank.
 
     Attributes:

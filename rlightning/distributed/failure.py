@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -31,13 +30,12 @@ from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, 
 from rlightning.distributed.hang_watch import HangWatch
 from rlightning.distributed.process_identity import kill_process
 from rlightning.distributed.stacks import StackRecorder, record_all, start_recorder
-from rlightning.errors import find_mistake
+from rlightning.error_report import INTERRUPTED, exit_code, show_error
+from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 TERMINATED = 143
 """What a scheduler expects of a process that SIGTERM ended."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
@@ -202,7 +200,7 @@ class FailureWatch:
         Returns:
             The first failure of all ranks: this one's, unless another was earlier.
         """
-        own = Failure(self.rank, describe(error), exit_code(error))
+        own = Failure(self.rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
         if self._link is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
@@ -214,7 +212,7 @@ class FailureWatch:
             if self._first is not None:
                 self._link.send({"ending": True})
             else:
-                self._link.send({"failed": {"rank": own.rank, "text": own.text, "exit_code": own.exit_code}})
+                self._link.send({"failed": asdict(own)})
         self._is_known.wait(intervals.VERDICT_TIMEOUT)
         return self._first or own
 
@@ -294,7 +292,7 @@ class FailureWatch:
             threading.Thread(target=self._end, args=(first,), name="failure-end", daemon=True).start()
 
     def _end(self, first: Failure) -> None:
-        if first.rank != self.rank and first.exit_code not in (2, INTERRUPTED):
+        if first.rank != self.rank and first.exit_code != INTERRUPTED and not first.is_foreseen:
             log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
         self._is_known.set()
         if not self._is_ending and self._can_interrupt:
@@ -311,7 +309,7 @@ class FailureWatch:
         time.sleep(max(0.0, end - time.monotonic()))
         self._hang_watch.kill_silent(self._ranks)
         if self._error is not None and first.rank == self.rank and not self._is_shown:
-            self._show(self._error)
+            show_error(self._error)
         end_children(self.children, 0)
         exit_now(first.exit_code)
 
@@ -333,15 +331,6 @@ class FailureWatch:
         """Show the traceback of the rank that failed first, and no other."""
         if self.is_first(self.give_up(error)):
             self._usual_excepthook(kind, error, trace)
-
-    def _show(self, error: BaseException) -> None:
-        mistake = find_mistake(error)
-        if mistake is not None:
-            sys.stderr.write(f"error: {' '.join(str(mistake).split())}\n")
-        elif isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            traceback.print_exception(error)
 
     def _stop_finally(self) -> None:
         try:
@@ -415,15 +404,6 @@ def describe(error: BaseException) -> str:
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]
     return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")
-
-
-def exit_code(error: BaseException) -> int:
-    """What a process ends with after ``error``."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return 2 if find_mistake(error) is not None else 1
 
 
 def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:

@@ -17,7 +17,7 @@ from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
-from rlightning.distributed.launcher import RankLauncher
+from rlightning.distributed.launcher import RankLauncher, describe_rendezvous
 from rlightning.distributed.stacks import run_folder
 from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import check_rules
@@ -71,7 +71,10 @@ class ConnectedRanks(ParallelStrategy):
         if self.root_device.type == "cuda":
             # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            raise describe_rendezvous(error) from error
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")
         cpu_group()
