@@ -25,7 +25,7 @@ from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens, with_run_seed
+from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine
@@ -159,6 +159,7 @@ class VLLMRollout(RLCallback, Generator):
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
         self._engines: EngineGroup | StandaloneEngines | None = None
+        self._is_started = False
         self._trainer: Any = None
         self._module: Any = None
         self._weight_print, self._seen_version = WeightPrint(), -1
@@ -168,7 +169,10 @@ class VLLMRollout(RLCallback, Generator):
     # The engine's life
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Check the configuration and start the engine; returns before it is up."""
+        """Check the configuration and start the engine; returns before it is up.
+
+        With optimizers of the user's own the engine starts when these have been checked.
+        """
         check_repeated(getattr(trainer, "callbacks", ()))
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
@@ -201,7 +205,9 @@ class VLLMRollout(RLCallback, Generator):
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
         self.verification.begin_run(module, self._engines.config)
-        self._engines.start()
+        self._is_started = False
+        if stage != "fit" or getattr(module, "has_usual_optimizers", True):
+            self._start_engines()
         self._room.begin_run()
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -247,6 +253,10 @@ class VLLMRollout(RLCallback, Generator):
         return engines[0] if engines else None
 
     # When it is needed, and when not
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Start the engine, if :meth:`setup` has not: the optimizers are there, and have been checked."""
+        self._start_engines()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Forgive one death a step."""
@@ -401,7 +411,14 @@ class VLLMRollout(RLCallback, Generator):
     def _running_engines(self) -> EngineGroup | StandaloneEngines:
         if self._engines is None:
             raise EngineError("There is no engine: it has not been set up, or has been closed.")
+        self._start_engines()
         return self._engines
+
+    def _start_engines(self) -> None:
+        """Start the engines, once; returns before they are up."""
+        if self._engines is not None and not self._is_started:
+            self._is_started = True
+            self._engines.start()
 
     def _update_engines(self) -> None:
         """Send all engines that need it the actor's current weights, until each has them."""
@@ -495,6 +512,7 @@ class VLLMRollout(RLCallback, Generator):
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
+        check_own_limit(getattr(datamodule, "longest_limit", 0), sampling)
         max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(

@@ -12,6 +12,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
+from rlightning.data.own_sampling import longest_limit
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
 from rlightning.errors import ConfigError
@@ -83,6 +84,10 @@ class PromptDataModule(LightningDataModule):
         chat_template: whether to apply the tokenizer's chat template; None: where it has one.
         chat_template_arguments: passed to the chat template, such as ``enable_thinking: false``.
         max_prompt_tokens: the limit on a prompt's tokens.
+        temperature_column: a column with the temperature of each training and prediction prompt's completions; an empty
+            cell stands for ``rollout.temperature``. Validation sets have a temperature each.
+        max_new_tokens_column: a column with the limit on each prompt's completions, at most ``rollout.max_new_tokens``,
+            which an empty cell stands for. Sets other than ``train`` may lack these columns.
         overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
         seed: of these orders; None: of ``seed_everything``.
@@ -102,6 +107,8 @@ class PromptDataModule(LightningDataModule):
         chat_template_arguments: dict[str, Any] | None = None,
         max_prompt_tokens: int = 1024,
         overlong: Literal["drop", "truncate"] = "drop",
+        temperature_column: str | None = None,
+        max_new_tokens_column: str | None = None,
         shuffle: bool = True,
         seed: int | None = None,
         validation_batch_size: int = 256,
@@ -127,10 +134,13 @@ class PromptDataModule(LightningDataModule):
             chat_template_arguments=chat_template_arguments or {},
             max_tokens=max_prompt_tokens,
             overlong=overlong,
+            temperature_column=temperature_column,
+            max_new_tokens_column=max_new_tokens_column,
         )
         self.shuffle = shuffle
         self.seed = seed
         self.validation_batch_size = validation_batch_size
+        self.longest_limit = 0  # of the prompts' own, in the sets that have been read
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -140,6 +150,9 @@ class PromptDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
         self._check_lengths()
+        own = [name for name, column in self.format.own_sampling.items() if column is not None]
+        if own and not getattr(self._module, "generates", True) and stage != "predict":
+            raise ConfigError(f"data.{own[0]} has no effect: {type(self._module).__name__} samples nothing. Remove it.")
         if stage == "fit":
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
@@ -278,6 +291,7 @@ class PromptDataModule(LightningDataModule):
             column=chosen.prompt_column or self.format.column,
             # A column of the set's own is not to be hidden by the data module's template.
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
+            temperature_column=None,  # the set has one for all
         )
         return self._load(chosen.path, own, limit=chosen.limit, is_rewarded=True)
 
@@ -285,6 +299,8 @@ class PromptDataModule(LightningDataModule):
         self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
     ) -> Sequence[Prompt]:
         table = read_rows(path, limit)
+        if path is not self.train:
+            prompt_format = prompt_format.without_missing(table.columns)
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
             _check_columns(check_columns, table)
@@ -296,6 +312,7 @@ class PromptDataModule(LightningDataModule):
             vocab_size=getattr(self._module, "vocab_size", None),
             max_length=self._module.max_model_length,
         )
+        self.longest_limit = max(self.longest_limit, longest_limit(prompts))
         check_answers = getattr(self._module, "check_answers", None)
         if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
             check_answers(prompts, table.where)

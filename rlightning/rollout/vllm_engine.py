@@ -105,7 +105,7 @@ class VLLMEngine:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
         ends = model_files(self.config).end_token_ids
         return [
-            self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
+            self.submit("generate", prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
             for prompt, stream in requests
         ]
 
