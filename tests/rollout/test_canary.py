@@ -295,7 +295,7 @@ def test_canary_is_sums_and_random_text_tokens(tmp_path: Path) -> None:
     tokenizer.add_tokens(["<image>"])
     token_ids = canary_tokens(tokenizer, 40)
     assert token_ids.shape == (25, 40)  # 1,024 tokens
-    assert tokenizer.decode(token_ids[0]).startswith("What is ") and tokenizer.decode(token_ids[24]).count("?") >= 1
+    assert str(tokenizer.decode(token_ids[0])).startswith("What is ") and "?" in tokenizer.decode(token_ids[24])
     assert token_ids.min() > 0 and token_ids.max() == 256  # no end of sequence, no image
     assert (canary_tokens(tokenizer, 40) == token_ids).all()
     assert canary_tokens(tokenizer, 4096).shape == (8, 128)
