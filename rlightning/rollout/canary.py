@@ -56,10 +56,10 @@ LEAST_DEVIATION = 0.01
 LEAST_NOISE = 2e-6
 """Nats: steps of float32 near log-probabilities of -10."""
 
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
-otherwise. In float32 it stands for what sums of a thousand products lose."""
-TF32_ROUNDING = 2.0**-8
+otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
+TF32_ROUNDING = 2.0**-6
 """The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
 
 
