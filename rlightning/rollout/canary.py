@@ -49,17 +49,17 @@ BLOCK_LENGTH = 16
 """Consecutive tokens that count as one observation: their errors may hang together."""
 TRIMMED = 0.01
 """The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
-MAX_UNITS = 2.0
+MAX_SIDE = 2.0
 """A token that is further off than so many of its units counts no more."""
 LEAST_DEVIATION = 0.01
 """Of the scores of blocks, which are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
 """Nats: steps of float32 near log-probabilities of -10."""
 
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
-otherwise. In float32 it stands for what sums of a thousand products lose."""
-TF32_ROUNDING = 2.0**-8
+otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
+TF32_ROUNDING = 2.0**-6
 """The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
 
 
@@ -270,7 +270,7 @@ def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
     """Find out how far back an engine is on the way from the current weights to former ones.
 
     A token's score is the step from now to before, times the side of the middle between both that a value is on, each
-    in units of the token's noise and half the mean step, added in squares. An engine with the current weights scores as
+    in units of the token's noise and half the step, added in squares. An engine with the current weights scores as
     each evaluation of the actor does against the others, one with the former weights as those of before do.
 
     Args:
@@ -298,5 +298,5 @@ def _score(values: Floats, now: Floats, before: Floats) -> Floats:
     variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
     step = before.mean(0) - now.mean(0)
     side = values - (now.mean(0) + before.mean(0)) / 2
-    unit = np.sqrt(variance + np.mean(step**2) / 4) + LEAST_NOISE
-    return np.asarray((step / unit).clip(-MAX_UNITS, MAX_UNITS) * (side / unit).clip(-MAX_UNITS, MAX_UNITS))
+    unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE
+    return np.asarray(step / unit * (side / unit).clip(-MAX_SIDE, MAX_SIDE))

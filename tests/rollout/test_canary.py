@@ -18,6 +18,8 @@ from rlightning.models import load_policy, load_tokenizer, packed_logprobs
 from rlightning.models.shards import named_weights
 from rlightning.rollout.canary import (
     LEAST_NOISE,
+    MAX_DISTANCE,
+    MAX_ERRORS,
     Canary,
     canary_tokens,
     compare,
@@ -115,7 +117,7 @@ def test_scale_of_logits_changes_nothing(policy: Policy, scale: float) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     with pytest.raises(EngineError, match=r"they differ by .* nats, .* where rollout\.verify_tolerance allows"):
         policy.verify(policy.weights | {name: policy.weights[name].flip(0)})
-    with pytest.raises(EngineError, match=r"is (9\d|1[01]\d)% of the way back to the weights of version \d+, by"):
+    with pytest.raises(EngineError, match=r"is ([89]\d|1[0-2]\d)% of the way back to the weights of version \d+, by"):
         policy.verify(sharpened)
 
 
@@ -276,11 +278,11 @@ def test_a_thousand_syncs_give_no_alarm() -> None:
         found = compare(actor, engine)
         ratios.append(found.distance / found.noise)
         errors.append(find_way_back(actor, former, engine).errors)
-    assert min(ratios) > 0.9 and max(ratios) < 1.1
-    assert max(errors) < 5
-    step = (
-        1.2 * noise.sizes * generator.standard_normal(1016)
-    )  # as large as rounding, whose variance is 2 sizes squared
+    assert min(ratios) > 1 / MAX_DISTANCE and max(ratios) < MAX_DISTANCE
+    assert np.mean(ratios) == pytest.approx(1, abs=0.01)
+    assert max(errors) < 5 < MAX_ERRORS
+    # Rounding has a variance of 2 sizes squared, and the step one of 4.
+    step = 2 * noise.sizes * generator.standard_normal(1016)
     for share in (0.5, 1.0):
         back = [find_way_back(noise.draw(4), noise.draw(4) + step, noise.draw() + share * step) for _ in range(20)]
         assert min(one.errors for one in back) > 6
@@ -295,7 +297,7 @@ def test_canary_is_sums_and_random_text_tokens(tmp_path: Path) -> None:
     tokenizer.add_tokens(["<image>"])
     token_ids = canary_tokens(tokenizer, 40)
     assert token_ids.shape == (25, 40)  # 1,024 tokens
-    assert tokenizer.decode(token_ids[0]).startswith("What is ") and tokenizer.decode(token_ids[24]).count("?") >= 1
+    assert str(tokenizer.decode(token_ids[0])).startswith("What is ") and "?" in tokenizer.decode(token_ids[24])
     assert token_ids.min() > 0 and token_ids.max() == 256  # no end of sequence, no image
     assert (canary_tokens(tokenizer, 40) == token_ids).all()
     assert canary_tokens(tokenizer, 4096).shape == (8, 128)
