@@ -96,10 +96,10 @@ def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hook", ["on_update_start", "on_train_batch_start"])
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_start"])
 def test_step_that_ends_in_time_is_finished_and_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
     # An update is not left, though half of the grace period is over.
-    seconds, waited = (1.0, 0.51) if hook == "on_update_start" else (0.0, 0.0)
+    seconds, waited = (1.0, 0.51) if hook == "on_before_optimizer_step" else (0.0, 0.0)
     fit_until_stopped(tmp_path, model_folder, Hang(hook, signal.SIGTERM, seconds, waited))
     assert saved_step(tmp_path / "ck") == 3
 
