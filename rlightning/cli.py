@@ -33,6 +33,7 @@ from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
+from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 from rlightning.module import RLModule
@@ -55,6 +56,8 @@ OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 TRAINER_DEFAULTS = {
     # The engine validates; a sanity check before training would cost a full start of it for nothing.
     "num_sanity_val_steps": 0,
+    # The run's own block at its start names the model and its size.
+    "enable_model_summary": False,
     # The data module spreads prompts over the ranks itself.
     "use_distributed_sampler": False,
     "log_every_n_steps": 1,
@@ -91,15 +94,18 @@ class RLArgumentParser(LightningArgumentParser):
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
         gist = visible_on_one_line(str(cause)) if cause else visible(summarise(message, RLArgumentParser.keys))
+        yield_to_rank_0()
         self.exit(2, f"error: {gist}\n")
         raise AssertionError("exit returned")
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes the resolved configuration to the run's folder and to the loggers when a run starts."""
+    """Writes the resolved configuration to the run's folder, and to the loggers once the set-up is over."""
+
+    _unlogged: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save once; a resumed run keeps the files of those before it."""
+        """Write the file, once; a resumed run keeps those of runs before it."""
         if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True
@@ -108,8 +114,15 @@ class SaveRunConfig(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         earlier = len(list(folder.glob("config*.yaml")))
         (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
-        for logger in trainer.loggers:
-            logger.log_hyperparams(load_yaml(text))
+        self._unlogged = load_yaml(text)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the loggers, which make their runs now."""
+        unlogged, self._unlogged = self._unlogged, None
+        for logger in trainer.loggers if unlogged is not None else ():
+            logger.log_hyperparams(unlogged)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
 
 class RLCLI(LightningCLI):
@@ -201,6 +214,7 @@ class RLCLI(LightningCLI):
             last = find_last(command, places)
             log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
             config["ckpt_path"] = str(last.path)
+        set_run_folder(folder)
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None

@@ -110,14 +110,15 @@ def test_failures_of_one_rank_are_a_share_of_all_ranks(
 def test_failure_beyond_all_that_may_fail_ends_at_once() -> None:
     count = FailureCount(10, 0.2, " of the step")
     count.num_scored = 5
-    count.add("judge", 0, "ValueError: first")
+    count.add("judge", 0, "Traceback (most recent call last):\n  ...\nValueError: first")
     count.add("judge", 1, "ValueError: second")
     with pytest.raises(RewardError) as caught:
         count.add("judge", 2, "ValueError: third")
-    assert str(caught.value) == (
+    assert caught.value.line == (
         "3 of 10 samples of the step have no reward, more than max_failed_share=0.2 allows. The first failure, of "
-        "'judge' on sample 0:\nValueError: first"
+        "'judge' on sample 0: ValueError: first"
     )
+    assert caught.value.details == "Traceback (most recent call last):\n  ...\nValueError: first"
     other = FailureCount(10, 0.2, " of the step")
     with pytest.raises(RewardError, match=r"allows\. Other ranks have logged the failures\.$"):
         other.check(3, 10)

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from rlightning import intervals
 from rlightning.distributed.cpu_group import Connection, StoreError, barrier_timeout, connection, cpu_group
 from rlightning.distributed.platform import synchronize
+from rlightning.errors import RunError
 
 _hooks: list[Callable[[], None]] = []
 
 
-class BarrierError(RuntimeError):
+class BarrierError(RunError, RuntimeError):
     """A barrier was not reached by all ranks; the message is the same on every rank.
 
     Attributes:

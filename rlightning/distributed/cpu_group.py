@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch.distributed as dist
 
 from rlightning import intervals
+from rlightning.errors import RunError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class StoreError(RuntimeError):
+class StoreError(RunError, RuntimeError):
     """The store does not answer: the process that hosts it has ended, or cannot be reached."""
 
 

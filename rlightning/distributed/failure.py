@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import Self
@@ -22,13 +21,12 @@ from rlightning import intervals
 from rlightning.distributed.barrier import barrier, note_failure, roll_call
 from rlightning.distributed.cpu_group import barrier_timeout, connection, leave_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
-from rlightning.errors import find_mistake
+from rlightning.error_report import INTERRUPTED, exit_code, show_error
+from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 TERMINATED = 143
 """What a scheduler expects of a process that SIGTERM ended."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
@@ -159,7 +157,7 @@ class FailureWatch:
         Returns:
             The first failure of all ranks: this one's, unless another was earlier.
         """
-        own = Failure(self.rank, describe(error), exit_code(error))
+        own = Failure(self.rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
         if self._link is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
@@ -169,7 +167,7 @@ class FailureWatch:
             if self._first is not None:
                 self._link.send({"ending": True})
             else:
-                self._link.send({"failed": {"rank": own.rank, "text": own.text, "exit_code": own.exit_code}})
+                self._link.send({"failed": asdict(own)})
         self._is_known.wait(intervals.VERDICT_TIMEOUT)
         return self._first or own
 
@@ -215,7 +213,7 @@ class FailureWatch:
 
     def _end(self, first: Failure) -> None:
         self._first = first
-        if first.rank != self.rank and first.exit_code not in (2, INTERRUPTED):
+        if first.rank != self.rank and first.exit_code != INTERRUPTED and not first.is_foreseen:
             log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
         self._is_known.set()
         if not self._is_ending and self._can_interrupt:
@@ -226,7 +224,7 @@ class FailureWatch:
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         time.sleep(self.grace)
         if self._error is not None and first.rank == self.rank and not self._is_shown:
-            self._show(self._error)
+            show_error(self._error)
         end_children(self.children, 0)
         exit_now(first.exit_code)
 
@@ -241,15 +239,6 @@ class FailureWatch:
         """Show the traceback of the rank that failed first, and no other."""
         if self.is_first(self.give_up(error)):
             self._usual_excepthook(kind, error, trace)
-
-    def _show(self, error: BaseException) -> None:
-        mistake = find_mistake(error)
-        if mistake is not None:
-            sys.stderr.write(f"error: {' '.join(str(mistake).split())}\n")
-        elif isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            traceback.print_exception(error)
 
     def _stop_finally(self) -> None:
         try:
@@ -321,15 +310,6 @@ def describe(error: BaseException) -> str:
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]
     return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")
-
-
-def exit_code(error: BaseException) -> int:
-    """What a process ends with after ``error``."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return 2 if find_mistake(error) is not None else 1
 
 
 def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:

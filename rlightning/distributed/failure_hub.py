@@ -34,11 +34,13 @@ class Failure:
         rank: the one that failed.
         text: what happened to it, such as "failed: ValueError: boom"; it follows upon "rank 1 ".
         exit_code: what all ranks end with.
+        is_foreseen: whether the rank that failed says all of it in a line, so that the others say nothing.
     """
 
     rank: int
     text: str
     exit_code: int = 1
+    is_foreseen: bool = False
 
 
 class FailureHub(threading.Thread):

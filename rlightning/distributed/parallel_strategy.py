@@ -17,7 +17,7 @@ from rlightning.distributed.barrier import barrier
 from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
-from rlightning.distributed.launcher import RankLauncher
+from rlightning.distributed.launcher import RankLauncher, describe_rendezvous
 from rlightning.distributed.sigterm import SigtermAgreement
 from rlightning.errors import check_rules
 
@@ -67,7 +67,10 @@ class ConnectedRanks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other processes."""
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            raise describe_rendezvous(error) from error
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")
         cpu_group()

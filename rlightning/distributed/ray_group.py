@@ -12,7 +12,7 @@ from rlightning import intervals
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.distributed.ray_cluster import import_ray
 from rlightning.distributed.ray_driver import DriverContext
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class WorkerGroup:
             except ray.exceptions.RayActorError as error:
                 self._lose(rank, _reason(error))
             except ray.exceptions.RayTaskError as error:
-                self._fail(Failed(rank, str(error.cause), str(error), is_mistake=False, is_first=True))
+                self._fail(Failed(rank, str(error.cause), str(error), exit_code=None, is_first=True))
             if entries is not None:
                 yield rank, entries
 
@@ -226,7 +226,9 @@ class WorkerGroup:
         try:
             ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            raise EngineError(f"engine {self._engines.index(ref)}: {error.cause}") from None
+            cause = find_run_error(error.cause)
+            line, details = (str(error.cause), str(error)) if cause is None else (cause.line, cause.details)
+            raise EngineError(f"engine {self._engines.index(ref)}: {line}", details) from None
         except ray.exceptions.RayActorError as error:
             raise EngineError(f"engine {self._engines.index(ref)}: its actor died: {_reason(error)}") from None
 

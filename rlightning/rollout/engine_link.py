@@ -20,7 +20,7 @@ import torch
 
 from rlightning import intervals
 from rlightning.errors import EngineError, EngineStartError
-from rlightning.foreign_text import cut
+from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_hello import check_hello
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class RequestRefusedError(EngineError):
 
     def __init__(self, reason: str) -> None:
         self.reason = cut(reason)
-        super().__init__(f"The engine refused a request:\n{self.reason}")
+        gist = cut_line(self.reason.strip().rpartition("\n")[2])
+        super().__init__(f"The engine refused a request: {gist}", self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,8 +163,8 @@ class VLLMEngine:
                 raise
             raise EngineError(
                 f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
-                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization. "
-                f"{error}"
+                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization.",
+                str(error),
             ) from error
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ from fork_server import START_BY_EXEC
 from rank_processes import end_ranks, start_ranks
 
 from rlightning import intervals
-from rlightning.distributed.failure import describe, exit_code, is_failure
+from rlightning.distributed.failure import describe, is_failure
 from rlightning.distributed.failure_hub import Failure, FailureHub, connect
+from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
 
 LOOP = """\

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from rlightning import intervals
 from rlightning.distributed import failure
+from rlightning.errors import EngineError
 """
 
 CALLBACKS = """
@@ -68,6 +70,8 @@ class Fails(Callback):
             time.sleep(600 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
+        elif self.how == "foreseen":
+            raise EngineError("The engine died twice.", "the end of its log")
         elif self.how == "mistake":
             raise ConfigError("width=3 cannot be halved. Use 4.")
         else:
@@ -172,6 +176,32 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert output.count('raise ValueError("boom")') == 1
     assert f"rank {1 - rank} ends because rank {rank} failed: ValueError: boom" in output
     assert all(f"rank {i} cleans up" in output for i in range(2))
+
+
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "torchrun")])
+def test_foreseen_error_is_one_line_of_one_rank(project: Path, rank: int, by: str) -> None:
+    run = f"foreseen-{rank}-{by}"
+    code, output = failing(project, run, rank, "foreseen", by)
+    assert code == 1
+    assert output.count("The engine died twice.") == output.count("error: The engine died twice.\n") == 1
+    assert output.count(f"The trace of this error is in {run}/error.txt.\n") == 1
+    assert "on_train_batch_start" not in output and "ends because" not in output
+    assert all(f"rank {i} cleans up" in output for i in range(2))
+    kept = (project / run / "error.txt").read_text()
+    assert "in on_train_batch_start" in kept and "the end of its log" in kept
+
+
+@pytest.mark.parametrize("by", ["lightning", "slurm"])
+def test_port_of_the_rendezvous_that_is_taken_is_one_line(project: Path, by: str) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        variables = {"MASTER_PORT": str(port)} if by == "lightning" else slurm(0, port)
+        process = start(project, f"taken-{by}", variables=variables)
+        output, _ = process.communicate(timeout=500)
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    rule = {"lightning": "cannot be listened on (Address already in use)", "slurm": "is taken by another program"}[by]
+    assert output.splitlines()[-1].startswith(f"error: MASTER_PORT={port} {rule}. Set it to a free port")
 
 
 @pytest.mark.parametrize(("rank", "by"), [(1, "lightning"), (0, "torchrun")])

@@ -17,7 +17,7 @@ from tiny import save_model
 
 from rlightning.distributed.checkpoint_folder import read_whole
 from rlightning.distributed.controller_launcher import find_last
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, RewardError, find_run_error
 from rlightning.hooks import RLCallback
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -44,6 +44,8 @@ class FailOnce(RLCallback):
         match self.kind:
             case "raise":
                 raise ValueError("boom in a worker")
+            case "foreseen":
+                raise RewardError("7 of 8 samples have no reward.", "the first failure's trace")
             case "mistake":
                 raise ConfigError("value=3 is wrong. Use 4.")
             case "die":
@@ -91,18 +93,21 @@ def run(
     if checkpoint is not None:
         callbacks.append(checkpoint)
     strategy: Any = make_strategy(max_restarts=max_restarts)
-    error, text, global_step = "", "", 0
+    error, text, line, global_step = "", "", "", 0
     try:
         saves = checkpoint is not None
         _, trainer = train(folder, 4, *callbacks, ckpt_path=ckpt_path, strategy=strategy, enable_checkpointing=saves)
         global_step = trainer.global_step
     except Exception as caught:
         error, text = type(caught).__name__, "".join(traceback.format_exception(caught))
+        foreseen = find_run_error(caught)
+        line = "" if foreseen is None else foreseen.line
     ended = time.time()
     strategy.close()
     return {
         "error": error,
         "text": text,
+        "line": line,
         "seconds": ended - float(mark.read_text()) if mark.exists() else 0.0,
         "exceptions": witness.exceptions,
         "global_step": global_step,
@@ -117,6 +122,7 @@ def run_all(folder: Path) -> dict[str, Any]:
     whole = folder / "whole"
     return {
         "raise": run(folder, "raise", "raise"),
+        "foreseen": run(folder, "foreseen", "foreseen"),
         "mistake": run(folder, "mistake", "mistake"),
         "die": run(folder, "die", "die"),
         "die-without-checkpoint": run(folder, "die-without-checkpoint", "die", max_restarts=1),
@@ -159,6 +165,13 @@ def test_worker_exception_reaches_user_once_with_traceback(outcomes: dict[str, A
     assert "worker 1 failed: ValueError: boom in a worker" in outcome["text"]
     assert outcome["text"].count("in on_update_start") == 1
     assert outcome["num_steps"] == 2
+
+
+def test_foreseen_error_of_worker_is_one_in_the_controller(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["foreseen"]
+    assert outcome["error"] == "ForeseenWorkerError"
+    assert outcome["line"] == "worker 1: 7 of 8 samples have no reward."
+    assert outcome["text"].count("in on_update_start") == 1 and "the first failure's trace" in outcome["text"]
 
 
 def test_a_mistake_is_one_in_the_controller_too(outcomes: dict[str, Any]) -> None:
