@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -63,7 +63,7 @@ def read_index(path: Path) -> dict[str, str]:
     """
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from error
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
@@ -80,7 +80,7 @@ def find_file(model: str, name: str) -> Path | None:
         return Path(hf_hub_download(model, name))
     except EntryNotFoundError:
         return None
-    except OSError as error:
+    except (HFValidationError, OSError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
 
 
