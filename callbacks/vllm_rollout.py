@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.distributed.collectives import any_rank, gather_objects, world_size
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, EngineError, EngineStartError
 from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated, fire
+from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
@@ -24,7 +26,7 @@ from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
-from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
@@ -187,7 +189,9 @@ class VLLMRollout(RLCallback, Generator):
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
         sampling = with_run_seed(self.sampling, device)
         module.generator, module.sampling = self, sampling
-        files = replace(ModelFiles.read(module.model_path), tokenizer=module.tokenizer)
+        files = replace(
+            ModelFiles.read(module.model_path), tokenizer=module.tokenizer, copies=read_copies(module.model_path)
+        )
         configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
         configs = [replace(config, files=files) for config in configs]
         if self.options.placement == "standalone":
@@ -199,6 +203,16 @@ class VLLMRollout(RLCallback, Generator):
         self._engines.start()
         self._room.begin_run()
         self._num_syncs = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
+        if self._engines is None or not any(is_service(logger) for logger in getattr(trainer, "loggers", ())):
+            return
+        engines = self._engines.engines
+        starts = [engine.process.ready for engine in engines if engine.process is not None]
+        for start in wait(starts, return_when=FIRST_COMPLETED).done:
+            if isinstance(error := start.exception(), EngineStartError):
+                raise error
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
@@ -217,6 +231,14 @@ class VLLMRollout(RLCallback, Generator):
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def describe(self) -> str:
+        """Return which engines there are, in a line; "" without any."""
+        if self._engines is None:
+            return ""
+        options, size = self.options, self.options.devices_per_engine
+        per_host = options.num_engines * (world_size() // size if options.placement == "colocated" else 1)
+        return options.describe(self._engines.config, len(options.engines) or per_host)
 
     @property
     def engine(self) -> VLLMEngine | None:
@@ -421,7 +443,7 @@ class VLLMRollout(RLCallback, Generator):
             self._engines.sleep()
         except EngineDiedError as error:
             # The actor has the device now: whoever asks for completions next finds it dead, and starts it again.
-            log.warning("The engine died as it went to sleep: %s", str(error).splitlines()[0])
+            log.warning("The engine died as it went to sleep: %s", error.line)
         self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")
 

@@ -16,13 +16,15 @@ from transformers import PreTrainedModel
 
 from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
+from rlightning.console import ignore_warnings
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
+from rlightning.late_loggers import delay_loggers
 from rlightning.metrics import RunningMeans, rollout_metrics
-from rlightning.models import packed_logprobs
+from rlightning.models import load_config, packed_logprobs
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -119,6 +121,8 @@ class RLModule(PolicyModule):
     ) -> None:
         super().__init__(model, **kwargs)
         self.reference_path = os.path.expanduser(reference_model or model)
+        if kl_coef and reference_model is not None:
+            load_config(self.reference_path)  # before anything is loaded or started
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -193,6 +197,7 @@ class RLModule(PolicyModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
+        ignore_warnings()
         stage = self.trainer.state.fn
         # An override of the user's may need no reward function; those of this package do.
         if self.generates and stage != "predict" and self._has_own_rewards and not self.rewarder.functions:
@@ -207,15 +212,18 @@ class RLModule(PolicyModule):
         adapt_monitoring(callbacks)
         if stage == "fit":
             check_monitors(self.trainer, self)
+        delay_loggers(self.trainer)
         own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
         return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
-        """Say the arithmetic; refuse to start without an engine."""
+        """Say what is about to be done; refuse to start without an engine."""
         if self.generates and stage != "predict":
             self._choose_correction(self._engine.max_staleness)
-        if stage == "fit" and self.trainer.is_global_zero:
-            log.info(self.plan.describe(self.trainer.world_size))
+        if self.trainer.is_global_zero:
+            from rlightning.start_block import describe_start
+
+            log.info(describe_start(self.trainer, self))
 
     def _choose_correction(self, max_staleness: int) -> None:
         """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
 from rlightning.distributed.collectives import all_reduce, global_rank, world_size
-from rlightning.distributed.platform import limit_host_threads, use_expandable_segments
+from rlightning.distributed.platform import limit_host_threads, use_expandable_segments, use_tensor_cores
+from rlightning.errors import ConfigError
 from rlightning.models import (
     hold_as_computed,
     load_config,
@@ -25,7 +26,6 @@ from rlightning.models import (
     packed_logprobs,
     save_policy,
 )
-from rlightning.models.attention import describe_attention
 from rlightning.models.files import check_folder, find_weights, stored_dtype
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
@@ -91,7 +91,8 @@ class PolicyModule(PromptBatchModule):
         self.model_path = model = os.path.expanduser(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
-        if Path(model).is_dir():
+        self._is_folder = Path(model).is_dir()
+        if self._is_folder:
             check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -105,6 +106,8 @@ class PolicyModule(PromptBatchModule):
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
         if self.actor is None:
             use_expandable_segments()
+            if self._trainer is not None:
+                use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
             self.actor = self.load_model(self.model_path)
             self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
             checkpoint_layers(self.actor, self.count_checkpointed_layers())
@@ -119,10 +122,12 @@ class PolicyModule(PromptBatchModule):
             is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
                 they are computed with.
         """
+        if model == self.model_path and self._is_folder and not Path(model).is_dir():
+            raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device
-        is_compiled, reason = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
+        is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
         dtype = computes_in = torch.get_default_dtype()
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
@@ -138,8 +143,6 @@ class PolicyModule(PromptBatchModule):
             policy = nn.Module.to(policy, device)
         if is_compiled:
             compile_layers(policy)
-        if strategy is not None and self.trainer.is_global_zero:
-            log.info("%s: attention is %s; %s", model, describe_attention(policy.config, device, computes_in), reason)
         return policy
 
     def count_checkpointed_layers(self) -> int:
