@@ -2,13 +2,14 @@
 
 import contextlib
 import itertools
+import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +22,9 @@ from rlightning.errors import EngineError, EngineStartError
 from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.process_group import end_group
+from rlightning.scratch import ScratchFolder
+
+log = logging.getLogger(__name__)
 
 LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
@@ -44,11 +48,12 @@ class EngineProcess(EngineLink):
 
     def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
         super().__init__(config, on_alive)
-        config.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._ours, theirs = Pipe()
         limit_waiting(self._ours, config.hang_timeout)
-        self._scratch = _make_scratch()
-        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno()), self._scratch]
+        self._scratch = ScratchFolder("engine")
+        self.config = config = self._with_log(config)
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno())]
+        command.append(str(self._scratch.path))
         with config.log_file.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -57,7 +62,7 @@ class EngineProcess(EngineLink):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C stays with the trainer, and one signal to the group ends all of it
-                env=engine_environment(config, self._scratch),
+                env=engine_environment(config, str(self._scratch.path)),
             )
         theirs.close()
         self._send((0, "start", config.engine_args))
@@ -82,14 +87,29 @@ class EngineProcess(EngineLink):
     def _open(self) -> Connection:
         return self._ours
 
+    def _with_log(self, config: VLLMConfig) -> VLLMConfig:
+        """The configuration with a log file that can be written: one in the scratch folder where its own cannot."""
+        try:
+            config.log_file.parent.mkdir(parents=True, exist_ok=True)
+            config.log_file.open("ab").close()
+        except OSError as error:
+            log.warning("The engine's log %s cannot be written (%s). It is not kept.", config.log_file, error.strerror)
+            return replace(config, log_file=self._scratch.path / "engine.log")
+        return config
+
     def _end(self, how: str) -> EngineError:
+        try:
+            return self._end_process(how)
+        finally:
+            self._scratch.remove()
+
+    def _end_process(self, how: str) -> EngineError:
         status = None
         if not self._is_closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(intervals.ENGINE_EXIT_GRACE if how == "died" else 0)
         end_group(self._process.pid)
         self._process.poll()  # so that no zombie stays
-        shutil.rmtree(self._scratch, ignore_errors=True)
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         code = f" (exit status {status})" if status is not None else ""
@@ -144,9 +164,3 @@ def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
         # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment | config.environment
-
-
-def _make_scratch() -> str:
-    """A folder for an engine's sockets; a socket's whole path has 108 bytes, its name here up to 45."""
-    folder = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="rlightning-engine-", dir=folder if len(folder) < 36 else "/tmp")
