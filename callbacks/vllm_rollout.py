@@ -18,6 +18,7 @@ from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
+from rlightning.remote_code import trusts_remote_code
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
@@ -187,7 +188,9 @@ class VLLMRollout(RLCallback, Generator):
         device = torch.device(getattr(strategy, "root_device", None) or module.device)
         sampling = with_run_seed(self.sampling, device)
         module.generator, module.sampling = self, sampling
-        files = replace(ModelFiles.read(module.model_path), tokenizer=module.tokenizer)
+        files = replace(
+            ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)), tokenizer=module.tokenizer
+        )
         configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
         configs = [replace(config, files=files) for config in configs]
         if self.options.placement == "standalone":

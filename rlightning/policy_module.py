@@ -62,6 +62,8 @@ class PolicyModule(PromptBatchModule):
         gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
+            trainer and in the engine. A model that needs such code is refused otherwise.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PolicyModule(PromptBatchModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         compile: bool | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         check_optimizer(
@@ -89,8 +92,9 @@ class PolicyModule(PromptBatchModule):
         )
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
-        self.model_config = load_config(model)
-        self.tokenizer = load_tokenizer(model)
+        self.trust_remote_code = trust_remote_code
+        self.model_config = load_config(model, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         if Path(model).is_dir():
             check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
@@ -119,6 +123,7 @@ class PolicyModule(PromptBatchModule):
             is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
                 they are computed with.
         """
+        load_config(model, trust_remote_code=self.trust_remote_code)
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device
