@@ -21,6 +21,10 @@ class RewardError(RuntimeError):
     """Too large a share of rewards failed; the message ends with the first failure's traceback."""
 
 
+class SaveError(ConfigError):
+    """What a run is for, such as a checkpoint, cannot be written; the message is a line with the reason."""
+
+
 def check_rules(rules: Mapping[str, bool]) -> None:
     """Raise a ConfigError with the first rule, which names the value too, that does not hold."""
     for rule, holds in rules.items():

@@ -21,8 +21,9 @@ from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
+from rlightning.loggers import adapt_loggers
 from rlightning.metrics import RunningMeans, rollout_metrics
-from rlightning.models import packed_logprobs
+from rlightning.models import load_config, packed_logprobs
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -128,6 +129,8 @@ class RLModule(PolicyModule):
         )
         if not 0 <= kl_coef < math.inf:
             raise ConfigError(f"kl_coef={kl_coef} must be finite and at least 0: it is a penalty. Use 0 for none.")
+        if kl_coef and self.reference_path != self.model_path:
+            load_config(self.reference_path, trust_remote_code=self.trust_remote_code)  # refused here, not in the fit
         if not math.isfinite(entropy_coef):
             raise ConfigError(f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus.")
         if max_steps_without_signal < 1:
@@ -205,6 +208,7 @@ class RLModule(PolicyModule):
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
+        adapt_loggers(self.trainer.loggers)
         if stage == "fit":
             check_monitors(self.trainer, self)
         own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
