@@ -4,6 +4,9 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 
+MAX_CHOICES = 8
+"""That an error lists."""
+
 
 class ConfigError(ValueError):
     """A mistake of the user's: the message holds the value, the rule and the way out."""
@@ -44,7 +47,12 @@ def find_mistake(error: BaseException) -> BaseException | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence to end an error about an unknown name: the nearest choice, or all of them."""
+    """A sentence to end an error about an unknown name: the nearest choice, or all of them; of many the nearest."""
     known = sorted(choices)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean '{nearest[0]}'?" if nearest else f"Choose from: {', '.join(known)}."
+    if nearest:
+        return f"Did you mean '{nearest[0]}'?"
+    if len(known) <= MAX_CHOICES:
+        return f"Choose from: {', '.join(known)}."
+    shown = difflib.get_close_matches(name, known, n=MAX_CHOICES, cutoff=0.0)
+    return f"Choose from: {', '.join(shown)}, and {len(known) - len(shown)} more."

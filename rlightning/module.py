@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
-from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
+from rlightning.evaluation import LeaveEvaluation, check_failed_share, log_validation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import packed_logprobs
@@ -32,7 +33,8 @@ from rlightning.optimization import clip_gradients
 from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, step_schedules
 from rlightning.policy_module import PolicyModule
 from rlightning.prompt_batches import EpochStep
-from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
+from rlightning.returned_values import returned_loss, returned_tensor
+from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
 from rlightning.trainer_options import check_trainer
@@ -61,7 +63,8 @@ class RLModule(PolicyModule):
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
-        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`.
+        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
+            of them needs no list.
         prompts_per_step: prompts a rollout, over all ranks.
         samples_per_prompt: completions of each prompt, which form its group.
         updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
@@ -95,9 +98,9 @@ class RLModule(PolicyModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
-        rewards: Sequence[RewardFunction | str | Callable[..., Any]] = (),
+        rewards: Sequence[Reward] | Reward = (),
         prompts_per_step: int = 32,
         samples_per_prompt: int = 8,
         updates_per_rollout: int = 1,
@@ -109,7 +112,7 @@ class RLModule(PolicyModule):
         entropy_coef: float = 0.0,
         loss_aggregation: Aggregation = "token_mean",
         rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
-        reference_model: str | None = None,
+        reference_model: str | Path | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
         max_steps_without_signal: int = 5,
@@ -207,7 +210,7 @@ class RLModule(PolicyModule):
         adapt_monitoring(callbacks)
         if stage == "fit":
             check_monitors(self.trainer, self)
-        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
+        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep, LeaveEvaluation)
         return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
@@ -385,7 +388,8 @@ class RLModule(PolicyModule):
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``batch.rewards``, NaN where a reward function failed."""
         fire(self.trainer, self, "on_reward_start", batch)
-        batch.rewards = fail_too_large(self.compute_rewards(batch))
+        rewards = returned_tensor(self.compute_rewards(batch), batch.num_sequences, "compute_rewards", "completions")
+        batch.rewards = fail_too_large(rewards)
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 
@@ -401,7 +405,8 @@ class RLModule(PolicyModule):
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
-        batch.advantages = self.compute_advantages(judged)
+        advantages = self.compute_advantages(judged)
+        batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
         return batch
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -469,7 +474,7 @@ class RLModule(PolicyModule):
         if batch.old_logprobs is None:
             ages = self.weight_version - batch.weight_versions
             batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
-        loss, metrics = self.policy_loss(logprobs, batch)
+        loss, metrics = returned_loss(self.policy_loss(logprobs, batch), batch.num_tokens)
         if self.active_correction is not None:
             weights, corrected = self.active_correction.weigh(
                 batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
@@ -609,7 +614,8 @@ class RLModule(PolicyModule):
         """The completions whose reward did not fail, and of these the ones worth keeping."""
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
-        return batch.select(self.keep_sequences(batch).nonzero()[:, 0])
+        kept = returned_tensor(self.keep_sequences(batch), batch.num_sequences, "keep_sequences", "completions")
+        return batch.select(kept.nonzero()[:, 0])
 
     @property
     def _has_own_rewards(self) -> bool:

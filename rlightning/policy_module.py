@@ -66,7 +66,7 @@ class PolicyModule(PromptBatchModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         lr: float = 1e-6,
         weight_decay: float = 0.0,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
+from rlightning.argument_checks import CheckedArguments, checked
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
 from rlightning.data.sources import RowTable, read_rows
@@ -21,6 +22,7 @@ from rlightning.types import Prompt
 logger = logging.getLogger(__name__)
 
 
+@checked
 @dataclass(frozen=True)
 class ValidationSet:
     """A prompt set that validation runs on.
@@ -63,7 +65,7 @@ class ValidationSet:
         return replace(self, name=name, temperature=temperature)
 
 
-class PromptDataModule(LightningDataModule):
+class PromptDataModule(CheckedArguments, LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
     Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
