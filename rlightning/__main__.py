@@ -81,9 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return end(stop, "interrupted", INTERRUPTED)
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
-        if isinstance(stop.__context__, KeyboardInterrupt):
-            return end(stop.__context__, "interrupted", INTERRUPTED)
         if stop.code == TERMINATED and not is_other_rank():
             sys.stderr.write("ended by SIGTERM\n")
         raise

@@ -1,12 +1,14 @@
 """Which of Lightning's Trainer options and callbacks work here: docs/configuration.md has all of them in a table."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer, callbacks
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.strategy_names import check_strategy
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,19 @@ def check_trainer(trainer: Trainer) -> None:
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_repeated(listed)
     check_callbacks(listed)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of the Trainer's that make no sense here, before it is built.
+
+    Args:
+        options: all of them, as they were given.
+    """
+    check_strategy(options["strategy"])
+    check_precision(options["precision"])
+    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    check_step_options(**{name: options[name] for name in steps})
+    check_unused_options(sync_batchnorm=options["sync_batchnorm"], model_registry=options["model_registry"])
 
 
 def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:
