@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from importlib.util import find_spec
 from typing import TextIO
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -11,9 +12,11 @@ from rlightning.plain_text import visible
 
 
 def is_live_terminal() -> bool:
-    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook."""
+    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook with ipywidgets."""
     console = get_console()
-    return console.is_jupyter or (sys.stdout.isatty() and not console.is_dumb_terminal)
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None  # without it rich draws nothing in a notebook that changes
+    return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 class _VisibleFormatter(logging.Formatter):
