@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
 from rlightning.rewards.calls import Answered, Call, Outcome
-from rlightning.rewards.config import GIVEN, BoundReward, RewardFunction, bind_rewards
+from rlightning.rewards.config import GIVEN, BoundReward, Reward, bind_rewards
 from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
 from rlightning.rewards.loop_thread import BEAT
 from rlightning.rewards.pool import WorkerPool
@@ -77,7 +77,7 @@ class RewardRunner:
     has something else to do.
 
     Args:
-        rewards: each a dotted path, a function, or a :class:`RewardFunction`.
+        rewards: each a dotted path, a function, or a :class:`RewardFunction`; one of them needs no list.
         max_failed_share: the run ends when a larger share of the samples of a :meth:`score` has failed, or of those
             that are counted together (:meth:`counting`).
         max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded
@@ -87,7 +87,7 @@ class RewardRunner:
 
     def __init__(
         self,
-        rewards: Sequence[RewardFunction | str | Callable[..., Any]],
+        rewards: Sequence[Reward] | Reward,
         *,
         max_failed_share: float = 0.1,
         max_unrewarded_references: float = 0.02,
