@@ -367,7 +367,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
         message: as jsonargparse gives it.
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
     """
-    message = re.split(r"\s*Given value type:", message)[0]
+    message, _, given = message.partition("Given value type:")
     key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
     text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
@@ -375,6 +375,11 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
     # after the reason, what a class may be written as
     lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
+    kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]
+    value = re.search(r"Given value: (.*)", given)
+    if kinds and value and all(kinds):  # alternatives, none of which fits
+        names = dict.fromkeys({"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1]) for kind in kinds if kind)
+        lines = [f"Expected a {' or '.join(names)}. Got value: {value[1]}"]
     if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
         lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
     text = "; ".join(dict.fromkeys(lines))

@@ -35,7 +35,7 @@ from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Generator, Sampling
-from rlightning.trainer_options import check_trainer
+from rlightning.trainer_options import check_data_source, check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -169,6 +169,17 @@ class RLModule(PolicyModule):
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
         self.rewarder.check(columns, source)
 
+    def read_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of a prompt set that what is learned depends on, besides the prompts.
+
+        The data module calls this: a resumed run must find these columns as they were. They are those that the reward
+        functions read; of an override of :meth:`compute_rewards` all are.
+
+        Args:
+            columns: of the set.
+        """
+        return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
+
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
         """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
 
@@ -200,6 +211,7 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
             )
+        check_data_source(self.trainer, self)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterable
 
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
@@ -50,6 +51,27 @@ def check_trainer(trainer: Trainer) -> None:
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_repeated(listed)
     check_callbacks(listed)
+
+
+_DATA = {
+    "fit": ("train_dataloader", "rows"),
+    "validate": ("val_dataloader", "validation=rows"),
+    "test": ("test_dataloader", "validation=rows"),
+    "predict": ("predict_dataloader", "predict=rows"),
+}
+"""By command, the hook that gives batches, and the argument of the data module that gives their prompts."""
+
+
+def check_data_source(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse loaders in place of a data module: their batches are no prompts, and have no position to resume from."""
+    assert trainer.state.fn is not None
+    command = trainer.state.fn.value
+    hook, argument = _DATA[command]
+    if getattr(trainer, "datamodule", None) is None and not is_overridden(hook, module, LightningModule):
+        raise ConfigError(
+            f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
+            f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."
+        )
 
 
 def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:

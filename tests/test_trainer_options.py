@@ -19,11 +19,14 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from programs import logged_steps, read_csv
 from tiny import bare_trainer, make_data, save_model
+from torch.utils.data import DataLoader
 from trainer_witness import Witness, fit, make_module, make_rows
 
 from rlightning.algorithms import SFT
+from rlightning.data.loaders import PromptBatches
 from rlightning.errors import ConfigError
 from rlightning.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
+from rlightning.types import Prompt
 
 
 def lines_of(folder: Path) -> list[dict[str, str]]:
@@ -245,6 +248,31 @@ def test_callback_has_its_effect(
 def test_callback_is_refused(kind: type[Callback]) -> None:
     with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {kind.__name__} .*\. [^\n]*\.$"):
         check_callbacks([kind])
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"),
+    [("fit", "rows"), ("validate", "validation=rows"), ("test", "validation=rows"), ("predict", "predict=rows")],
+)
+def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
+    loaders: list[Any] = [DataLoader(rows, batch_size=2), rows]  # type: ignore[arg-type]
+    for loader in loaders:
+        with pytest.raises(ConfigError, match=re.escape(f"{command}(module, datamodule=PromptDataModule({argument}))")):
+            getattr(bare_trainer(tmp_path, 1), command)(SFT(model, prompts_per_step=2), loader)
+
+
+def test_own_train_dataloader_of_a_module_is_used(model: str, tmp_path: Path) -> None:
+    class Own(SFT):
+        def train_dataloader(self) -> Any:
+            return PromptBatches([Prompt(0, "1+1=", [2, 11, 2, 12], {"completion": "2"}, [3, 0])] * 2, batch_size=1)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    trainer = bare_trainer(tmp_path, 2)
+    trainer.fit(Own(model, prompts_per_step=1))
+    assert trainer.global_step == 2
 
 
 def test_prediction_writer_gets_each_batch(model: str, tmp_path: Path) -> None:

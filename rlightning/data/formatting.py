@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlightning.data.arrow_rows import ArrowRows, Row
+from rlightning.data.arrow_rows import Row
 from rlightning.data.chats import (
     Message,
     check_template_arguments,
@@ -19,6 +19,7 @@ from rlightning.data.chats import (
     is_chat,
     render_chat,
 )
+from rlightning.data.listed_rows import STORED_ROWS
 from rlightning.data.mapped import COLUMNS, map_prompts
 from rlightning.data.sources import RowTable
 from rlightning.data.summary import Note, summarize
@@ -76,13 +77,13 @@ def build_prompts(
 
     Returns:
         At least one prompt, each of 1 to ``prompt_format.max_tokens`` tokens, in the order of the rows: a list, or for
-        rows that stay on disk a sequence that stays there too, tokenised once for all processes and later starts.
+        a large set a sequence whose tokens stay on disk, tokenised once for all processes and later starts.
     """
     encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
     require_columns(table, encoder.columns)
     drop_above = prompt_format.max_tokens if prompt_format.overlong == "drop" else None
     prompts: Sequence[Prompt]
-    if isinstance(table.rows, ArrowRows):
+    if isinstance(table.rows, STORED_ROWS):
         prompts, summary = map_prompts(table, encoder, prompt_format.max_tokens, is_dropping=drop_above is not None)
     else:
         prompts, lengths, notes = _encode_in_memory(table, encoder)

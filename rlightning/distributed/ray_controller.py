@@ -22,6 +22,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import Strategy
 
+from rlightning.data import PromptDataModule
 from rlightning.distributed.controller_launcher import ControllerLauncher
 from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
@@ -179,10 +180,10 @@ class RayController(ControllerStrategy):
         module.trainer = trainer
         self._standing = module
         self._trainer = trainer
-        self._worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
+        self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
         trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
         self._uses_gpus = False
-        rollout = find_rollout(self._worker_callbacks)
+        rollout = find_rollout(self.worker_callbacks)
         self.count_workers()
         if rollout is not None and self._settled is not None:
             self._uses_gpus = check_room(rollout.options, *self._settled)
@@ -210,10 +211,10 @@ class RayController(ControllerStrategy):
         from rlightning.distributed.worker_trainer import WorkerConfig, settings_of
 
         module: Any = self.lightning_module
-        callbacks = [self._start_engines(callback, trainer) for callback in self._worker_callbacks]
+        callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
         return WorkerConfig(
             module=module.configured,
-            data=self._data,
+            data=self._settled_data(trainer),
             strategy=self.worker_strategy,
             callbacks=callbacks,
             wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
@@ -228,10 +229,15 @@ class RayController(ControllerStrategy):
             engine_token=None if self._engines is None else self._engines.token,
         )
 
+    def _settled_data(self, trainer: Any) -> Any:
+        """The data module without its rows: what workers ask it follows from these, and prompts come by command."""
+        data = trainer.datamodule
+        return data.without_rows() if isinstance(data, PromptDataModule) else self._data
+
     def _start_engines(self, callback: Any, trainer: Trainer) -> Any:
         """The callback; if its engines stand alone and nobody has started them, with engines in actors."""
         module: Any = self.lightning_module
-        if callback is not find_rollout(self._worker_callbacks) or not (
+        if callback is not find_rollout(self.worker_callbacks) or not (
             getattr(module, "generates", True) or trainer.state.fn == "predict"
         ):
             return callback
@@ -241,7 +247,7 @@ class RayController(ControllerStrategy):
             self._engines = RayEngines(
                 options.num_engines, options.devices_per_engine, self._driver, uses_gpus=self._uses_gpus
             )
-        longest = getattr(self._data, "max_prompt_tokens", None)
+        longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
         return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

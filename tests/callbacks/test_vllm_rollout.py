@@ -85,9 +85,10 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_proc
         patch.setattr(RewardRunner, "begin", noted_begin)
         witness, rollout = Witness(), make_rollout(temperature=0.7, bucket_bytes=50_000)
         trainer = make_trainer(folder, 5, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
-        path = str(folder / "sums.jsonl")
-        sets = {"greedy": ValidationSet(path, limit=4), "sampled": ValidationSet(path, limit=3, samples_per_prompt=4)}
-        data = make_data(folder, validation=sets)
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+        sampled = {"path": rows, "limit": 3, "samples_per_prompt": 4}
+        sets: dict[str, Any] = {"greedy": ValidationSet(rows, limit=4), "sampled": sampled}
+        data = PromptDataModule(rows, validation=sets, predict=rows)
         module = make_module(model_folder)
         trainer.fit(module, data)
     seen = Witness()
@@ -103,6 +104,10 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
         *("rollout", "sync 1", "update", "validation", "sync 2", *step),
         *("rollout", "sync 3", "update", "validation", "sync 4", *step),
     ]
+
+
+def test_prompts_may_be_as_long_as_the_engine_takes(run: Run) -> None:
+    assert run.data.max_prompt_tokens == 248  # 256 positions, less 8 of a completion
 
 
 def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
