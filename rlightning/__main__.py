@@ -4,20 +4,17 @@ Nothing heavy may be imported here at the top: ``rlightning --help`` answers in 
 process imports this module again.
 """
 
-import logging
 import os
 import signal
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from rlightning import intervals
-from rlightning.errors import ConfigError, did_you_mean, find_mistake
-from rlightning.plain_text import visible_on_one_line
+from rlightning.error_report import INTERRUPTED, exit_code, is_other_rank, show_error, yield_to_rank_0
+from rlightning.errors import ConfigError, did_you_mean, find_run_error
 
 COMMANDS = {
     "fit": "train a model",
@@ -49,8 +46,6 @@ example:
 rlightning --version shows the version.
 """
 
-INTERRUPTED = 130
-"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -61,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; ``sys.argv[1:]`` unless given.
 
     Returns:
-        0, or 2 after a mistake of the user's (one line on stderr), or 130 after Ctrl-C. Any other exception is raised,
-        also that of SIGTERM, which ends the process with 143.
+        0, or after a foreseen error, which is one line on stderr, 2 for a mistake of the user's and else 1; 130 after
+        Ctrl-C. Any other exception is raised, also that of SIGTERM, which ends the process with 143.
         Of several ranks, the one that failed first says so, and all return the same.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -79,18 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"'{args[0]}' is not a command of rlightning. {did_you_mean(args[0], COMMANDS)}")
         run(args)
     except KeyboardInterrupt as stop:
-        return end(stop, "interrupted", INTERRUPTED)
+        return end(stop)
     except SystemExit as stop:
         # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
         if isinstance(stop.__context__, KeyboardInterrupt):
-            return end(stop.__context__, "interrupted", INTERRUPTED)
-        if stop.code == TERMINATED and not is_other_rank():
-            sys.stderr.write("ended by SIGTERM\n")
+            return end(stop.__context__)
+        endings = {TERMINATED: "ended by SIGTERM", INTERRUPTED: "interrupted"}
+        if stop.code in endings and not is_of_peer(stop) and not is_other_rank():
+            sys.stderr.write(f"{endings[stop.code]}\n")
         raise
     except Exception as error:
-        mistake = find_mistake(error)
-        if mistake is not None:
-            return end(error, f"error: {visible_on_one_line(str(mistake))}", 2)
+        if find_run_error(error) is not None:
+            return end(error)
         if active_watch() is None:
             yield_to_rank_0()
         raise
@@ -106,6 +101,11 @@ def run(args: list[str]) -> None:
         return
     with ending_at_once():
         check_options(args)
+        from rlightning.hidden_packages import check_folder
+
+        check_folder(Path.cwd())
+        from rlightning.console import quieten
+
         quieten()
         # An installed script does not have the folder it is called from on its path, and a user's classes are there.
         if os.getcwd() not in sys.path and "" not in sys.path:
@@ -169,7 +169,7 @@ def ending_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def end(error: BaseException, line: str, code: int) -> int:
+def end(error: BaseException) -> int:
     """Say how the run ended, on the rank that failed first; the exit code."""
     watch = active_watch()
     if watch is not None:
@@ -178,8 +178,8 @@ def end(error: BaseException, line: str, code: int) -> int:
             return int(first.exit_code)
     else:
         yield_to_rank_0()
-    sys.stderr.write(f"{line}\n")
-    return code
+    show_error(error)
+    return exit_code(error)
 
 
 def active_watch() -> Any:
@@ -188,48 +188,10 @@ def active_watch() -> Any:
     return failure.active_watch() if failure is not None else None
 
 
-def yield_to_rank_0() -> None:
-    """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
-    if is_other_rank():
-        time.sleep(intervals.RANK_0_GRACE)
-
-
-def is_other_rank() -> bool:
-    """Whether this is a rank but rank 0, as far as the launcher's variables tell."""
-    return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-
-
-class NotATip(logging.Filter):
-    """Drops Lightning's advertisements; its messages about the run stay."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is shown."""
-        return "Tip: " not in record.getMessage()
-
-
-def quieten() -> None:
-    """Show the run's own log, without the warnings that are known to be about nothing the user can change."""
-    from rlightning.console import show_log_lines
-
-    show_log_lines()
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(NotATip())
-    for message in (
-        ".*does not have many workers.*",
-        ".*Total length of `.*` across ranks is zero.*",
-        # Without dropout the actor and the engine compute the same; evaluation mode is on purpose.
-        ".*module\\(s\\) in eval mode at the start of training.*",
-        ".*LeafSpec.*is deprecated.*",
-        "(?s).*Using ModelCheckpoint with manual optimization.*",
-        # All ranks log the same step.
-        ".*It is recommended to use `self.log\\('step', .*, sync_dist=True\\)`.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        "(?s).*JsonargparseDeprecationWarning.*",
-        "(?s).*``instantiate_classes`` was deprecated.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")
+def is_of_peer(error: BaseException) -> bool:
+    """Whether ``error`` is the consequence of another rank's, which says so itself."""
+    failure = sys.modules.get("rlightning.distributed.failure")
+    return failure is not None and isinstance(error, failure.PeerFailure)
 
 
 if __name__ == "__main__":

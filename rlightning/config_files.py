@@ -18,6 +18,7 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads
 from jsonargparse.typing import register_type
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_value
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Of files that hold rows of data, which can be large."""
@@ -39,6 +40,10 @@ _RESOLVERS = {
     "merge": ("<<", ["<"]),
 }
 """What a plain scalar is, by YAML 1.2's core schema and the merge key: a pattern, and the letters it may begin with."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+TOO_DEEP = "lists or mappings are nested too deeply to be read: flatten them"
 
 
 class WrittenText(str):
@@ -90,7 +95,10 @@ def use_strict_yaml() -> None:
 def load_yaml(text: str) -> Any:
     """Read YAML by version 1.2: ``yes`` and ``1:30`` are texts. Keys are texts, too, and no mapping has one twice."""
     use_strict_yaml()
-    return plain_texts(_load(text))
+    try:
+        return plain_texts(_load(text))
+    except RecursionError as error:
+        raise yaml.YAMLError(TOO_DEEP) from error
 
 
 def dump_yaml(content: Any) -> str:
@@ -136,7 +144,26 @@ def read_config(path: str, key: str = "config") -> Any:
         raise ConfigError(f"{path}, line {line}: not valid {'JSON' if is_json else 'YAML'} ({reason}).") from error
     if not isinstance(loaded, dict | list):
         raise ConfigError(f"{where}: {NO_KEYS}")
+    check_texts(loaded, path)
     return loaded
+
+
+def check_texts(value: Any, where: str) -> None:
+    """Refuse a text with a lone surrogate, half of a character, which no file in UTF-8 can hold.
+
+    Args:
+        value: a text, or lists and mappings with some.
+        where: they stand, for the error.
+    """
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for part in value:
+            check_texts(part, where)
+    elif isinstance(value, str) and (found := _SURROGATE.search(value)):
+        raise ConfigError(
+            f"{where}: {cut_value(value)} holds U+{ord(found[0]):04X}, half of a character. Write the whole character."
+        )
 
 
 def read_keys(path: str, key: str = "config") -> dict[str, Any]:
@@ -237,7 +264,10 @@ def _load_json(text: str, path: str) -> Any:
                 raise ConfigError(f"{path}: the key '{name}' is there twice. Remove or rename one of them.")
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=unique)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
 
 
 def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:

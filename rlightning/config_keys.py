@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser
 
 from rlightning.config_files import (
     WrittenText,
+    check_texts,
     load_yaml,
     merge_mappings,
     nest_names,
@@ -73,6 +74,7 @@ class ConfigKeys:
             options: what follows the command.
         """
         for key, value in split_options(options):
+            check_texts(value, f"--{key}")
             if key in ("config", "c"):
                 self.check_file(value)
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":

@@ -2,12 +2,31 @@
 
 import logging
 import sys
+import warnings
+from pathlib import Path
 from typing import TextIO
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich import get_console
 
 from rlightning.plain_text import visible
+
+IGNORED_WARNINGS = (
+    ".*does not have many workers.*",
+    # A prompt set that a stage does not use has a loader of no batches.
+    ".*Total length of `.*` across ranks is zero.*",
+    # Without dropout the actor and the engine compute the same; evaluation mode is on purpose.
+    ".*module\\(s\\) in eval mode at the start of training.*",
+    ".*LeafSpec.*is deprecated.*",
+    # Steps are saved whole, after their last optimizer step.
+    "(?s).*Using ModelCheckpoint with manual optimization.*",
+    # All ranks log the same step.
+    ".*It is recommended to use `self.log\\('step', .*, sync_dist=True\\)`.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    "(?s).*JsonargparseDeprecationWarning.*",
+    "(?s).*``instantiate_classes`` was deprecated.*",
+)
+"""Regular expressions of messages that are about nothing a user could change."""
 
 
 def is_live_terminal() -> bool:
@@ -50,3 +69,33 @@ def show_log_lines() -> None:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(_StandardError())
+
+
+class _OfCallbacks(logging.Filter):
+    """Drops what Lightning says of devices, ranks and itself; what callbacks were asked to say stays."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is shown."""
+        return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
+
+
+def quieten() -> None:
+    """Show the run's own log, without what Lightning says of itself and of its usual loop.
+
+    The run's start says in one block (:mod:`rlightning.start_block`) what Lightning's lines about devices, ranks and
+    the model would.
+    """
+    show_log_lines()
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(_OfCallbacks())
+    for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
+        logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank
+    ignore_warnings()
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")
+
+
+def ignore_warnings() -> None:
+    """Leave out warnings of Lightning's that do not apply to the modules of this package, whoever drives them."""
+    for message in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)

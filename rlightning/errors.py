@@ -1,24 +1,78 @@
 """The errors that reach a user."""
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable, Mapping
 
+from rlightning.foreign_text import cut_line
 
-class ConfigError(ValueError):
+
+class RunError(Exception):
+    """Ends a run, and was foreseen: what happened and what to do about it is said in one line.
+
+    The command line shows that line alone (:mod:`rlightning.error_report`).
+
+    Args:
+        message: the line.
+        details: what else is known, such as the end of a process's log; they follow the line in ``str(error)``.
+
+    Attributes:
+        exit_code: of the command line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str = "", details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __str__(self) -> str:
+        return f"{self.line}\n{self.details}" if self.details else self.line
+
+    @property
+    def line(self) -> str:
+        """The message without the details."""
+        return super().__str__()
+
+
+class ConfigError(RunError, ValueError):
     """A mistake of the user's: the message holds the value, the rule and the way out."""
 
+    exit_code = 2
 
-class EngineError(RuntimeError):
-    """The rollout engine failed; the message ends with the engine's own last log lines."""
+
+class EngineError(RunError, RuntimeError):
+    """The rollout engine failed; where it ended by itself, the details are the engine's own last log lines."""
 
 
 class EngineStartError(EngineError, ConfigError):
     """The rollout engine cannot start as it is configured; the message is a line with the engine's reason."""
 
 
-class RewardError(RuntimeError):
-    """Too large a share of rewards failed; the message ends with the first failure's traceback."""
+class RewardError(RunError, RuntimeError):
+    """Too large a share of rewards failed; the details are the first failure's traceback."""
+
+
+class DeviceMemoryError(RunError, RuntimeError):
+    """A device has no memory left."""
+
+
+class HostError(RunError, OSError):
+    """The host lacks something that a run needs, such as room on a disk."""
+
+
+HOST_LIMITS = {
+    errno.EMFILE: "Raise the limit on open files: ulimit -n 65536.",
+    errno.ENFILE: "Too many files are open on the whole host: end what holds them, or raise fs.file-max.",
+    errno.ENOSPC: "Make room there.",
+    errno.EDQUOT: "Make room there, or ask for a larger quota.",
+}
+"""What to do about errors of the system's that any call may meet."""
+
+
+class WeightError(RuntimeError):
+    """A weight of the model is NaN or infinite; the message is a line that names it."""
 
 
 def check_rules(rules: Mapping[str, bool]) -> None:
@@ -28,19 +82,30 @@ def check_rules(rules: Mapping[str, bool]) -> None:
             raise ConfigError(f"{rule}.")
 
 
-def find_mistake(error: BaseException) -> BaseException | None:
-    """The user's mistake behind ``error``: itself or what it was raised from, or None if it is no mistake of theirs.
+def find_run_error(error: BaseException) -> RunError | None:
+    """Return the foreseen error behind ``error``: itself or what it was raised from; None if it was not foreseen.
 
-    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too.
+    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too. Errors of other libraries that
+    users meet often are told as ours.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConfigError):
-            return seen
-        seen = seen.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RunError):
+            return cause
+        cause = cause.__cause__
     # Whatever is an instance of a class has loaded it, and a failing process has no time to.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
-    return error if lightning and isinstance(error, lightning.MisconfigurationException) else None
+    if lightning is not None and isinstance(error, lightning.MisconfigurationException):
+        return ConfigError(str(error))
+    if isinstance(error, OSError) and error.errno in HOST_LIMITS:
+        return HostError(f"{cut_line(error)}. {HOST_LIMITS[error.errno]}")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
+        return DeviceMemoryError(
+            f"{cut_line(error)} Lower model.max_tokens_per_microbatch, or set model.gradient_checkpointing: true; "
+            "`rlightning plan` shows what a run takes."
+        )
+    return None
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from multiprocessing.context import get_spawning_popen
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -10,6 +11,12 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 
 log = logging.getLogger(__name__)
+
+SPAWN_RULE = (
+    "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
+    "which starts the program once for each device."
+)
+"""What is wrong with ddp_spawn."""
 
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     callbacks.BaseFinetuning: "would add groups to an optimizer whose schedule is set. Freeze parameters in an "
@@ -51,6 +58,12 @@ def check_trainer(trainer: Trainer) -> None:
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_repeated(listed)
     check_callbacks(listed)
+
+
+def check_not_spawned() -> None:
+    """Refuse to pickle a module for a process that a strategy spawns, such as ``ddp_spawn``."""
+    if get_spawning_popen() is not None:
+        raise ConfigError(f"trainer.strategy {SPAWN_RULE}")
 
 
 _DATA = {

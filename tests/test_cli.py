@@ -51,6 +51,31 @@ def test_a_run_shows_nothing_but_itself(plain_run: "subprocess.CompletedProcess[
         assert noise not in plain_run.stderr + plain_run.stdout
 
 
+def test_start_of_a_run_is_one_block(plain_run: "subprocess.CompletedProcess[str]") -> None:
+    lines = plain_run.stderr.splitlines()
+    rows = [line.split()[0] for line in lines if re.match(r"\w+ +\S", line)]
+    assert [row for row in rows if row in ("model", "layout", "batch", "engine", "writes")] == [
+        *("model", "layout", "batch", "writes")
+    ]
+    assert len(lines) < 20, plain_run.stderr
+    for noise in ("GPU available", "Seed set to", "Trainable params", "stopped:", "checkpoint callback"):
+        assert noise not in plain_run.stderr + plain_run.stdout
+
+
+def test_mistake_in_the_data_leaves_no_run_at_wandb(project: Path) -> None:
+    logger = {"class_path": "WandbLogger", "init_args": {"save_dir": "unlogged", "offline": True}}
+    options = ("--trainer.logger", json.dumps(logger), "--trainer.default_root_dir", "unlogged")
+    (project / "unlogged").mkdir()
+    done = fit(project, *options, "--data.prompt_column", "promt", exit_code=2)
+    assert done.stderr.splitlines()[-1].startswith("error: 'rows.jsonl' has no column 'promt'")
+    (project / "scored.py").write_text("async def one(completion):\n    return 1.0\n")
+    engine = ("--rollout.engine", '{"kv_cache_dtype": "nonsense", "kv_cache_memory_bytes": 268435456}')
+    refused = ("--model", "GRPO", "--model.rewards", "[scored.one]", "--rollout.max_new_tokens", "4")
+    done = fit(project, *options, *refused, *engine, exit_code=2)
+    assert done.stderr.splitlines()[-1].startswith("error: vLLM refuses the engine's arguments")
+    assert not (project / "unlogged" / "wandb").exists()
+
+
 def test_a_folder_holds_one_run_unless_it_is_continued(
     project: Path, plain_run: "subprocess.CompletedProcess[str]"
 ) -> None:
@@ -107,6 +132,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(project: Path, as_module: bool) -
     assert done.stderr == "error: trainer.max_step: there is no such key. Did you mean 'max_steps'?\n"
 
 
+def test_file_that_hides_a_package_is_one_line(project: Path, tmp_path: Path) -> None:
+    for name in ("vllm.py", "test.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "run.yaml").write_text((project / "run.yaml").read_text())
+    done = rlightning(tmp_path, "fit", "--config", "run.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: \./vllm\.py hides the module 'vllm' \(.*/vllm\), which a run imports\. Rename it\.\n", done.stderr
+    )
+
+
 def test_a_mistake_found_in_setup_is_one_line(project: Path) -> None:
     done = fit(project, "--model", "own_classes.WrongInSetup", exit_code=2)
     assert done.stderr.splitlines()[-1] == "error: width=3 cannot be halved. Use 4."
@@ -131,7 +167,12 @@ def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
 def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
     command = [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", "--model", "own_classes.Slow"]
     process = subprocess.Popen(
-        command, cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--model.stop_grace", "4"],
+        cwd=project,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:

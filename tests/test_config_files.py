@@ -78,6 +78,7 @@ def test_a_key_twice_in_a_json_file_is_refused(tmp_path: Path) -> None:
         (b"a: 1\nb: [1\n", r"line 3: not valid YAML \("),
         (b"a: 1\nb: *x\n", r"line 2: not valid YAML \("),
         (b"a: !own x\n", r"line 1: not valid YAML \("),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, r"line \?: not valid YAML \(lists or mappings are nested too deeply"),
     ],
 )
 def test_file_that_is_no_yaml_is_refused_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -206,3 +207,21 @@ def test_set_that_a_file_names_twice_is_refused() -> None:
         ConfigError, match=r"^data\.validation\.easy: the file sets this key twice\. Remove one of them\.$"
     ):
         nest_names({"easy": "a.jsonl", "easy.limit": 2}, "data.validation")
+
+
+def test_half_of_a_character_is_refused(tmp_path: Path) -> None:
+    content = '{"data": {"system_prompt": "Hi \\ud83d"}}'
+    (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.yaml, line 1: not valid YAML \(found invalid Unicode character"):
+        read_config(str(tmp_path / "run.yaml"))
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.json: 'Hi .ud83d' holds U\+D83D, half of a character"):
+        read_config(str(tmp_path / "run.json"))
+
+
+def test_deeply_nested_json_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(
+        ConfigError, match=r"run\.json, line \?: not valid JSON \(lists or mappings are nested too deeply"
+    ):
+        read_config(str(tmp_path / "run.json"))

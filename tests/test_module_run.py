@@ -164,8 +164,12 @@ def test_save_hf_and_score(model_folder: str, tmp_path: Path) -> None:
     token_ids = AutoTokenizer.from_pretrained(tmp_path / "saved")("1+2=3").input_ids
     table = loaded(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     expected = torch.cat([torch.zeros(1), table[torch.arange(len(token_ids) - 1), torch.tensor(token_ids[1:])]])
-    torch.testing.assert_close(module.score(token_ids), expected.detach(), atol=1e-5, rtol=1e-5)
-    assert module.score(token_ids[:1]).tolist() == [0.0]
+    batch = RolloutBatch.of_sequences([token_ids[:1], token_ids])
+    scored = module.score(batch, torch.float32)
+    assert scored[0] == 0
+    torch.testing.assert_close(scored[1:], expected.detach(), atol=1e-5, rtol=1e-5)
+    coarse = module.score(batch, torch.bfloat16)[1:]  # of 8 bits
+    assert coarse.dtype == torch.float32 and 1e-5 < (coarse - expected).abs().max() < 0.1
 
 
 def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:

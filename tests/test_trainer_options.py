@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner.tuning import Tuner
 from programs import logged_steps, read_csv
 from tiny import bare_trainer, make_data, save_model
 from torch.utils.data import DataLoader
@@ -24,6 +25,7 @@ from trainer_witness import Witness, fit, make_module, make_rows
 
 from rlightning.algorithms import SFT
 from rlightning.data.loaders import PromptBatches
+from rlightning.distributed import DDP
 from rlightning.errors import ConfigError
 from rlightning.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
 from rlightning.types import Prompt
@@ -295,6 +297,20 @@ def test_prediction_writer_gets_each_batch(model: str, tmp_path: Path) -> None:
 def test_asynchronous_checkpoint_plugin_works(model: str, tmp_path: Path) -> None:
     fit(tmp_path, model, callbacks.ModelCheckpoint(tmp_path), enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
     assert (tmp_path / "epoch=0-step=2.ckpt").is_file()
+
+
+def test_learning_rate_tuner_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
+    trainer = bare_trainer(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"LearningRateFinder needs Lightning to step the optimizer"):
+        Tuner(trainer).lr_find(make_module(model), datamodule=make_rows(tmp_path))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp_spawn", DDP(start_method="spawn")])
+def test_spawned_ranks_are_refused_in_a_line(strategy: Any, model: str, tmp_path: Path) -> None:
+    trainer = bare_trainer(tmp_path, 1, devices=2, strategy=strategy)
+    with pytest.raises(ConfigError, match=r"^trainer\.strategy would train copies of the module.* Use strategy='ddp'"):
+        trainer.fit(make_module(model), datamodule=make_rows(tmp_path))
 
 
 def test_docs_table_has_every_option_and_callback() -> None:

@@ -31,12 +31,16 @@ COLUMNS = {
     "completion_ids": "list of int32",
     "num_tokens": "int32",
     "notes": "int8",
+    "temperature": "float64",
+    "max_new_tokens": "int32",
 }
 """What an encoder gives of rows, and their types."""
+OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_tokens")
+"""Of these, what a prompt has."""
 ROWS_A_PROCESS = 10_000
 """A further process is worth its start for so many rows."""
 _ROWS_A_BATCH = 1000
-_VERSION = 1  # of how rows become tokens, and of what is written; files of another are not read
+_VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
 
 
 class MappedPrompts(Sequence[Prompt]):
@@ -70,7 +74,14 @@ class MappedPrompts(Sequence[Prompt]):
         place = range(len(self))[index]
         row = place if self._kept is None else int(self._kept[place])
         (encoded,) = self._encoded[row : row + 1].to_pylist()
-        return Prompt(row, encoded["text"], encoded["token_ids"], self._rows[row], encoded["completion_ids"])
+        return Prompt(index=row, columns=self._rows[row], **{name: encoded[name] for name in OF_PROMPT})
+
+    @property
+    def longest_limit(self) -> int:
+        """The largest limit of a prompt's own; 0 where none has one."""
+        import pyarrow.compute
+
+        return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
 
     def digest_columns(self, columns: Collection[str]) -> dict[str, str]:
         """Return a digest of each of these columns, unless a process of this host has written it down before."""

@@ -14,6 +14,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
+from rlightning.data.own_sampling import longest_limit
 from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choose_prompt_limit
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
@@ -50,6 +51,10 @@ class PromptDataModule(LightningDataModule):
         chat_template_arguments: passed to the chat template, such as ``enable_thinking: false``.
         max_prompt_tokens: the limit on a prompt's tokens; None: 1,024, or what the model's positions leave beside a
             completion.
+        temperature_column: a column with the temperature of each training and prediction prompt's completions; an empty
+            cell stands for ``rollout.temperature``. Validation sets have a temperature each.
+        max_new_tokens_column: a column with the limit on each prompt's completions, at most ``rollout.max_new_tokens``,
+            which an empty cell stands for. Sets other than ``train`` may lack these columns.
         overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
         seed: of these orders; None: of ``seed_everything``.
@@ -71,6 +76,8 @@ class PromptDataModule(LightningDataModule):
         chat_template_arguments: dict[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
         overlong: Literal["drop", "truncate"] = "drop",
+        temperature_column: str | None = None,
+        max_new_tokens_column: str | None = None,
         shuffle: bool = True,
         seed: int | None = None,
         validation_batch_size: int = 256,
@@ -97,10 +104,13 @@ class PromptDataModule(LightningDataModule):
             chat_template_arguments=chat_template_arguments or {},
             max_tokens=PROMPT_TOKENS if max_prompt_tokens is None else max_prompt_tokens,
             overlong=overlong,
+            temperature_column=temperature_column,
+            max_new_tokens_column=max_new_tokens_column,
         )
         self.shuffle = shuffle
         self.seed = seed
         self.validation_batch_size = validation_batch_size
+        self.longest_limit = 0  # of the prompts' own, in the sets that have been read
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -110,6 +120,9 @@ class PromptDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
         self._settle_prompt_limit(stage)
+        own = [name for name, column in self.format.own_sampling.items() if column is not None]
+        if own and not getattr(self._module, "generates", True) and stage != "predict":
+            raise ConfigError(f"data.{own[0]} has no effect: {type(self._module).__name__} samples nothing. Remove it.")
         if stage == "fit":
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
@@ -125,9 +138,8 @@ class PromptDataModule(LightningDataModule):
                     "data.predict is not set, and there is nothing else to predict from. Give a prompt set."
                 )
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
-            self.predict_prompts = self._build(
-                read_source(self.predict, self.predict_limit, "data.predict"), self.format, is_rewarded=False
-            )
+            table = read_source(self.predict, self.predict_limit, "data.predict")
+            self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
 
     def prepare_data(self) -> None:
         """Fetch sets of the hub once a host, before the ranks of the host read them all at once."""
@@ -261,8 +273,10 @@ class PromptDataModule(LightningDataModule):
             column=chosen.prompt_column or self.format.column,
             # A column of the set's own is not to be hidden by the data module's template.
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
+            temperature_column=None,  # the set has one for all
         )
-        return self._build(read_source(chosen.path, chosen.limit, chosen.key), own)
+        table = read_source(chosen.path, chosen.limit, chosen.key)
+        return self._build(table, own.without_missing(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
         check_columns = getattr(self._module, "check_columns", None)
@@ -276,6 +290,7 @@ class PromptDataModule(LightningDataModule):
             vocab_size=getattr(self._module, "vocab_size", None),
             max_length=self._module.max_model_length,
         )
+        self.longest_limit = max(self.longest_limit, longest_limit(prompts))
         check_answers = getattr(self._module, "check_answers", None)
         if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
             check_answers(prompts, table.where)

@@ -4,7 +4,7 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,9 @@ MAX_BYTES_IN_MEMORY = 8 * 2**20
 """Of a text file; rows of larger ones stay on disk."""
 MAX_ROWS_IN_MEMORY = 10_000
 """Of a table whose number of rows is known; rows of larger ones stay on disk."""
+
+MAX_NESTING = 100
+"""Levels of lists and objects in a row: pickling, with which rows reach reward functions, ends at some 300."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 
@@ -121,12 +124,30 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
             refuse_duplicates([name for name, _ in pairs], where)
         return found
 
+    too_deep = f"lists or objects are nested more than {MAX_NESTING} deep. Flatten them, or write them as a text."
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        content = json.loads(text, object_pairs_hook=unique)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{what} that can be read: {too_deep}") from error
+    except ValueError as error:
         raise ConfigError(f"{what}: {error}. {way_out}") from error
+    if text.count(b"[") + text.count(b"{") > MAX_NESTING and not _is_flat(content):
+        raise ConfigError(f"{where}: {too_deep}")
+    return content
+
+
+def _is_flat(content: Any) -> bool:
+    """Whether lists and objects are nested no deeper than ``MAX_NESTING``."""
+    level = [content]
+    for _ in range(MAX_NESTING):
+        level = [part for one in level if isinstance(one, dict | list) for part in _parts(one)]
+    return not any(isinstance(one, dict | list) for one in level)
+
+
+def _parts(container: Row | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _require_object(row: Any, where: str) -> Row:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from rlightning.distributed.execution_mode import ExecutionMode, execution_mode,
 from rlightning.distributed.failure import active_watch, end_children, exit_now, report_failure
 from rlightning.distributed.platform import share_host_threads
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            if self.cluster_environment.node_rank() == 0:
+                check_port(self.cluster_environment.main_port)
             self._call_children_scripts()
             threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
         if execution_mode() is not ExecutionMode.WORKER:  # a worker has its share
@@ -72,6 +76,34 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
         f"trainer.devices={num_devices} x trainer.num_nodes={num_nodes} {'are' if wanted > 1 else 'is'} {wanted} "
         f"rank{'s' if wanted > 1 else ''}, but {launch.launcher} started {launch.world_size}. "
         f"{fitting} {PER_NODE[launch.launcher]} {num_devices}."
+    )
+
+
+def check_port(port: int) -> None:
+    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it.
+
+    Args:
+        port: ``MASTER_PORT``, or one that Lightning has found free.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_PORT={port} cannot be listened on ({error.strerror}). Set it to a free port, or leave it out."
+            ) from error
+
+
+def describe_rendezvous(error: Exception) -> ConfigError:
+    """The error for ranks that cannot meet where the launcher's variables say."""
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+    reason = cut_line(str(error).partition("\n")[0])
+    if "EADDRINUSE" in str(error):
+        return ConfigError(f"MASTER_PORT={port} is taken by another program. Set it to a free port, for all ranks.")
+    return ConfigError(
+        f"The ranks cannot meet at MASTER_ADDR={address}, MASTER_PORT={port}: {reason.rstrip('.')}. Both are rank 0's, "
+        "and have to be reachable from every rank."
     )
 
 

@@ -20,14 +20,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning.distributed.epoch_metrics import EpochMetric
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, RunError
 
 
 class WorkerError(RuntimeError):
     """A worker raised: the message has its rank and its traceback."""
 
 
-class WorkerDiedError(RuntimeError):
+class ForeseenWorkerError(RunError, WorkerError):
+    """A worker raised an error of ours: the message is its line, the details are the worker's traceback."""
+
+
+class WorkerDiedError(RunError, RuntimeError):
     """A worker's process is gone.
 
     Attributes:
@@ -37,6 +41,10 @@ class WorkerDiedError(RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class ClusterLostError(WorkerDiedError):
+    """The cluster is gone, and workers cannot be started again in it."""
 
 
 # What a controller asks
@@ -185,14 +193,14 @@ class Failed:
         rank: of the worker.
         summary: type and message, in one line.
         traceback: as Python prints it.
-        is_mistake: whether it is a mistake of the user's, of which the summary alone says all.
+        exit_code: of a foreseen error, of which the summary alone says all; None of any other.
         is_first: whether no other rank had failed before.
     """
 
     rank: int
     summary: str
     traceback: str
-    is_mistake: bool
+    exit_code: int | None
     is_first: bool
 
 
@@ -302,6 +310,8 @@ class Inbox:
 
 def raise_failure(failure: Failed) -> None:
     """Raise in the controller what happened in a worker."""
-    if failure.is_mistake:
+    if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)
+    if failure.exit_code is not None:
+        raise ForeseenWorkerError(f"worker {failure.rank}: {failure.summary}", failure.traceback)
     raise WorkerError(f"worker {failure.rank} failed: {failure.summary}\n\n{failure.traceback}")

@@ -26,11 +26,13 @@ from rlightning.data import PromptDataModule
 from rlightning.distributed.controller_launcher import ControllerLauncher
 from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
+from rlightning.distributed.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.distributed.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.distributed.ray_cluster import Resources, import_ray, join_cluster
 from rlightning.distributed.ray_driver import DriverContext, check_names
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
+from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
 from rlightning.seeds import run_seed
@@ -198,14 +200,22 @@ class RayController(ControllerStrategy):
         """Start the workers, when the data has been found to be right, or have them go on to another stage."""
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
+        recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
+        recorder.pass_on = self._record_workers
         config = None
         if self.group is None:
             close_others(self)
-            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver)
+            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
             config = self._worker_config(trainer)
         stage: Any = trainer.state.fn
         self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
         self._is_started = True
+
+    def _record_workers(self, reason: str) -> None:
+        """Have the workers record their stacks."""
+        if self.group is not None:
+            self.group.record_stacks(reason)
 
     def _worker_config(self, trainer: Trainer) -> Any:
         from rlightning.distributed.worker_trainer import WorkerConfig, settings_of

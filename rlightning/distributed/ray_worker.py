@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import seed_everything
 
-from rlightning.__main__ import quieten
+from rlightning.console import quieten
 from rlightning.distributed.epoch_metrics import take_epoch_metrics
 from rlightning.distributed.execution_mode import ExecutionMode, resolve_execution_mode
 from rlightning.distributed.failure import active_watch, describe
@@ -31,11 +31,12 @@ from rlightning.distributed.orders import (
 from rlightning.distributed.platform import share_host_threads
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.rtensor import remotize
+from rlightning.distributed.stacks import record_own
 from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
 from rlightning.distributed.worker_hooks import HookRelay
 from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
-from rlightning.errors import find_mistake
+from rlightning.errors import find_run_error
 from rlightning.evaluation import validate_in_fit
 from rlightning.foreign_text import cut
 from rlightning.rollout.engine_wire import TOKEN
@@ -93,6 +94,10 @@ class Worker:
     def process_id(self) -> int:
         """Of this worker on its host."""
         return os.getpid()
+
+    def record_stacks(self, reason: str) -> None:
+        """Record what all threads of this process are at."""
+        record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
         """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
@@ -248,10 +253,10 @@ class Worker:
         watch, is_first = active_watch(), True
         if watch is not None:
             is_first = watch.is_first(watch.report(error))
-        mistake = find_mistake(error)
-        summary = " ".join(str(mistake).split()) if mistake else describe(error).removeprefix("failed: ")
+        foreseen = find_run_error(error)
+        summary = " ".join(foreseen.line.split()) if foreseen else describe(error).removeprefix("failed: ")
         text = cut("".join(traceback.format_exception(error)))
-        return Failed(self.rank, summary, text, is_mistake=mistake is not None, is_first=is_first)
+        return Failed(self.rank, summary, text, foreseen.exit_code if foreseen else None, is_first=is_first)
 
 
 def as_floats(outputs: Sequence[Any] | None) -> dict[str, float]:

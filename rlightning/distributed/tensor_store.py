@@ -21,17 +21,17 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from rlightning.errors import check_rules
+from rlightning.errors import RunError, check_rules
 
 Bytes = NDArray[np.uint8]
 """A tensor's elements as they are in memory: [nbytes]."""
 
 
-class StoreFullError(RuntimeError):
+class StoreFullError(RunError, RuntimeError):
     """A process would store more than its cap allows; the message says who holds what."""
 
 
-class TensorLostError(RuntimeError):
+class TensorLostError(RunError, RuntimeError):
     """A tensor is gone although a handle to it is left: the process that stored it has ended."""
 
 

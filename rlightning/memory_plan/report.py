@@ -6,6 +6,7 @@ from dataclasses import replace
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.phases import MemoryPlan, Phase, total
+from rlightning.memory_plan.work import Parallelism
 
 TITLES: dict[Phase, str] = {"sync": "sync", "generate": "generate", "score": "log-probs", "update": "update"}
 
@@ -35,16 +36,21 @@ def conclude(plan: MemoryPlan) -> str:
 def describe(plan: MemoryPlan) -> str:
     """What the plan is for, in two lines."""
     work, parallelism = plan.work, plan.work.parallelism
-    spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
-    if parallelism.tensor_parallel_size > 1:
-        spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
     return (
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
-        f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{spread}, "
+        f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{describe_spread(parallelism)}, "
         f"{plan.device_memory / GIB:.1f} GiB each\n"
         f"micro-batches of {plan.tokens:,} tokens, sequences of up to {work.longest:,}, "
         f"gradient_checkpointing: {describe_checkpointing(plan)}"
     )
+
+
+def describe_spread(parallelism: Parallelism) -> str:
+    """What each of several ranks holds of the models, as the end of a clause; "" of a single one."""
+    spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
+    if parallelism.tensor_parallel_size > 1:
+        spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
+    return spread
 
 
 def describe_checkpointing(plan: MemoryPlan) -> str:

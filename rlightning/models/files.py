@@ -10,12 +10,13 @@ from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import build_empty
@@ -63,7 +64,7 @@ def read_index(path: Path) -> dict[str, str]:
     """
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from error
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
@@ -80,7 +81,7 @@ def find_file(model: str, name: str) -> Path | None:
         return Path(hf_hub_download(model, name))
     except EntryNotFoundError:
         return None
-    except OSError as error:
+    except (HFValidationError, OSError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
 
 
@@ -140,6 +141,22 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
             "whole model's folder, or write tie_word_embeddings=true if the embedding is its output layer."
         )
     _tell_of_unused_layers(model, policy, names)
+
+
+@rank_zero_only
+def check_export(model: str) -> None:
+    """Compare a folder that SaveHF has written with its checksums, on rank 0; of other models nothing is known.
+
+    Raises:
+        ConfigError: names the first file that is missing, or not what was written.
+    """
+    try:
+        verify_manifest(Path(model))
+    except DamagedError as error:
+        raise ConfigError(
+            f"model='{model}' is damaged: {error.reason}. Use another copy; if you have changed it yourself, remove "
+            f"its {MANIFEST}."
+        ) from error
 
 
 @rank_zero_only

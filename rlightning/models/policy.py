@@ -34,7 +34,10 @@ def load_config(model: str) -> PreTrainedConfig:
     """
     path = Path(model)
     if not path.is_dir() and (
-        path.is_absolute() or model.startswith((".", "~")) or (path.parent.is_dir() and "/" in model)
+        path.is_absolute()
+        or model.startswith((".", "~"))
+        or model.count("/") > 1
+        or (path.parent.is_dir() and "/" in model)
     ):
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         hint = f" {did_you_mean(path.name, siblings)}" if siblings else ""
@@ -55,7 +58,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     """
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
         raise ConfigError(  # transformers then makes one up, to which every text is empty

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import RewardError
+from rlightning.foreign_text import cut_line
 from rlightning.rewards.calls import Call, Outcome
 from rlightning.rewards.config import BoundReward
 
@@ -50,7 +51,7 @@ class FailureCount:
         self.max_share = max_share
         self.of = of
         self.num_scored = self.num_failed = 0
-        self._first = ""
+        self._first: tuple[str, str] | None = None
 
     def add(self, name: str, sample: int, error: str) -> None:
         """Count a failure.
@@ -59,15 +60,18 @@ class FailureCount:
             RewardError: it is one too many, even if no other rank has any.
         """
         self.num_failed += 1
-        self._first = self._first or f"The first failure, of '{name}' on sample {sample}:\n{error}"
+        if self._first is None:
+            lines = error.strip().splitlines()
+            gist = cut_line(lines[-1] if lines[0].startswith("Traceback") else lines[0])
+            self._first = f"The first failure, of '{name}' on sample {sample}: {gist}", error
         self.check(self.num_failed, max(self.num_samples, self.num_scored))
 
     def check(self, num_failed: int, num_samples: int) -> None:
         """Raise a RewardError if that many failures, of all ranks, are too many."""
         if num_failed > self.max_share * num_samples:
             count = f"{num_failed} of {num_samples} samples{self.of} have no reward"
-            first = self._first or "Other ranks have logged the failures."
-            raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {first}")
+            first, trace = self._first or ("Other ranks have logged the failures.", "")
+            raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {first}", trace)
 
 
 class Tally:

@@ -277,9 +277,9 @@ class EngineGroup:
         """Start what has died again; whoever asks for completions next sends it the weights."""
         dead = [engine for engine in self.engines if not engine.is_alive]
         if not dead or any(engine in self._restarted for engine in dead):
-            raise EngineError(f"The engine died twice in one step. {error}") from error
+            raise EngineError(f"The engine died twice in one step. {error.line}", error.details) from error
         self._restarted += dead
-        log.warning("The engine is restarted, once in this step: %s", str(error).splitlines()[0])
+        log.warning("The engine is restarted, once in this step: %s", error.line)
         for engine in dead:
             engine.start()
 

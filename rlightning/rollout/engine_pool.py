@@ -120,7 +120,7 @@ class EnginePool:
             The completions, or the error that ended all engines.
         """
         ends = model_files(self.members[0].engine.config).end_token_ids
-        arguments = (prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
+        arguments = (prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
         request = Request(prompt, arguments, num_samples, conversation)
         self._dispatch(request)
         return request.answer
@@ -262,7 +262,7 @@ class EnginePool:
 
     def _bury(self, member: Member, error: EngineError) -> None:
         """Start a dead engine again, once; its requests have been handed on."""
-        reason = str(error).splitlines()[0]
+        reason = error.line
         with self._lock:
             if self._is_closed:
                 return
@@ -285,7 +285,9 @@ class EnginePool:
         self._on_change()
 
     def _give_up(self, error: EngineError) -> None:
-        self._failure = EngineError(f"No engine is left of {len(self.members)}. The last one: {error}")
+        self._failure = EngineError(
+            f"No engine is left of {len(self.members)}. The last one: {error.line}", error.details
+        )
         self._failure.__cause__ = error
         waiting, self._backlog = self._backlog, deque()
         for request in waiting:

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +23,10 @@ from rlightning import intervals
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
+from rlightning.rollout.host_check import check_host, describe_host
 from rlightning.rollout.process_group import end_group
+
+log = logging.getLogger(__name__)
 
 LOG_LINES = 25
 """Lines of the engine's log that an error ends with."""
@@ -28,9 +34,14 @@ LOG_BYTES = 1 << 16
 """Of the end of the log that lines are looked for in."""
 LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
 """Of a line that vLLM logs in another process than its own."""
-CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$")
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$|Fatal Python error: .+|(?<=what\(\):  ).+")
+"""Of Python's exceptions, of signals that end Python, and of exceptions in C++."""
+FATAL = "Fatal Python error"
+"""What Python writes before a signal ends it."""
 PLACE = re.compile(r'File "(?:.*/)?(.+)", (line \d+), in ')
 """Of a call in a traceback; the next line quotes its code."""
+FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
+"""Signals by which a process ends itself."""
 NO_CAUSE = "See root cause above"
 """In vLLM's last error, where it has another one before."""
 LAUNCHER_VARIABLES = re.compile(
@@ -47,6 +58,7 @@ class EngineProcess(EngineLink):
         config.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._ours, theirs = Pipe()
         limit_waiting(self._ours, config.hang_timeout)
+        check_host(config.engine_args)
         self._scratch = _make_scratch()
         command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno()), self._scratch]
         with config.log_file.open("ab") as output:
@@ -60,13 +72,22 @@ class EngineProcess(EngineLink):
                 env=engine_environment(config, self._scratch),
             )
         theirs.close()
-        self._send((0, "start", config.engine_args))
+        self._send((0, "start", self._find_model(config.engine_args)))
         self._begin()
 
     @property
     def pid(self) -> int:
         """Of the process, which is that of its group too."""
         return self._process.pid
+
+    def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+        """The engine's arguments; where the model's folder is gone, with a copy of what the trainer has read of it."""
+        files, model = self.config.files, Path(engine_args["model"])
+        if files is None or not files.copies or (model / "config.json").is_file():
+            return engine_args
+        log.warning("The model's folder '%s' is gone. The engine starts from what the run has read of it.", model)
+        copy = files.write_copies(Path(self._scratch) / "model")
+        return engine_args | {"model": str(copy)}
 
     def log_tail(self) -> str:
         """The last lines of the engine's log."""
@@ -93,14 +114,20 @@ class EngineProcess(EngineLink):
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         code = f" (exit status {status})" if status is not None else ""
+        place = f"(Its log is {self.config.log_file})"
         log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
         # One that gives up by itself while it starts would do so again.
-        if not self.ready.done() and status is not None and status > 0:
-            cause = find_cause(self._log_lines())
-            if cause is not None:
-                return EngineStartError(f"The engine could not start: {cause} (Its log is {self.config.log_file})")
-            return EngineError(f"The engine could not start{code}. {log_tail}")
-        return EngineDiedError(f"The engine {how}{code}. {log_tail}")
+        if not self.ready.done() and status is not None and (status > 0 or -status in FAULTS):
+            cause = self._find_cause()
+            if cause:
+                return EngineStartError(f"The engine could not start: {cause} {place}")
+            return EngineError(f"The engine could not start{code}. {place}", log_tail)
+        return EngineDiedError(f"The engine {how}{code}. {place}", log_tail)
+
+    def _find_cause(self) -> str:
+        """Why the engine did not come up, by its log and, where no exception tells, by the host; "" if neither does."""
+        cause = find_cause(self._log_lines()) or ""
+        return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
 def find_cause(lines: Sequence[str]) -> str | None:
@@ -125,6 +152,7 @@ def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a signal that ends it, as by a full /dev/shm, is said in its log
         "PYTHONWARNINGS": "ignore:resource_tracker",  # it has to clean up: see process_group
         "VLLM_NO_USAGE_STATS": "1",
         # for vLLM's sockets and rendezvous files, which it leaves behind

@@ -149,7 +149,7 @@ class EngineService:
             while True:
                 assert self._engine is not None
                 death = self._engine.ended.result()
-                log.warning("The engine is started again: %s", str(death).splitlines()[0])
+                log.warning("The engine is started again: %s", death.line)
                 self._start()
                 self._live_once()
         finally:

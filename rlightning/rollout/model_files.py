@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -12,6 +13,9 @@ from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
 """Keys of a model's configurations that change no sampled token."""
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+LARGEST_COPY = 64 << 20
+"""Bytes. Tokenizers have up to 35 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,13 @@ class ModelFiles:
         tokenizer: decodes completions.
         end_token_ids: each ends a completion: the tokenizer's end of sequence and the generation configuration's.
         facts: what an engine must have read, too: plain values by name.
+        copies: the contents of a local folder's files but the weights, by name: what an engine needs to start.
     """
 
     tokenizer: Tokenizer
     end_token_ids: tuple[int, ...]
     facts: Mapping[str, Any]
+    copies: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def read(cls, model: str) -> "ModelFiles":
@@ -53,6 +59,22 @@ class ModelFiles:
             "tokenizer": digest_tokenizer(tokenizer),
         }
         return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
+
+    def write_copies(self, folder: Path) -> Path:
+        """Write :attr:`copies` to a new folder, and return it."""
+        folder.mkdir()
+        for name, content in self.copies.items():
+            (folder / name).write_bytes(content)
+        return folder
+
+
+def read_copies(model: str) -> dict[str, bytes]:
+    """Return the files of a local folder that are no weights, of at most ``LARGEST_COPY`` bytes; of the hub's, none."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return {}
+    files = (file for file in folder.iterdir() if file.suffix not in WEIGHT_SUFFIXES and file.is_file())
+    return {file.name: file.read_bytes() for file in files if file.stat().st_size <= LARGEST_COPY}
 
 
 def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationConfig:

@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
 from rlightning.rollout.engine_hello import make_hello
+from rlightning.rollout.host_check import raise_open_files
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.process_group import end_own_group
 from rlightning.rollout.vllm_server import ArgumentsRefusedError, VLLMServer, start_engine
@@ -159,6 +160,7 @@ def main() -> None:
             thread.join()  # it has killed the engine's core, and has to remove the scratch folder before it ends this
         os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
 
+    raise_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     asyncio.run(run())
 

@@ -17,7 +17,7 @@ from engine_run import Witness, find_core, in_session, make_data, make_module, m
 from tiny import VOCABULARY
 
 from rlightning.data import ValidationSet
-from rlightning.errors import EngineError, EngineStartError, find_mistake
+from rlightning.errors import EngineError, EngineStartError, find_run_error
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import limit_waiting
@@ -207,7 +207,7 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
         match=r"^The engine could not start: ValueError: Available memory .*\(Its log is .*/engine\.log\)$",
     ) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
-    assert find_mistake(caught.value) is caught.value, "the command line shows the line alone"
+    assert find_run_error(caught.value) is caught.value, "the command line shows the line alone"
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
 
 
@@ -250,6 +250,28 @@ def test_engine_is_not_restarted_on_another_tokenizer(tmp_path: Path) -> None:
     trained = ["".join(characters[token] for token in one.token_ids if token) for one in batch.completions]
     assert sorted(rewarded) == sorted(trained)
     assert any(text.endswith(("1", "=")) for text in trained)
+
+
+class MoveAndKill(RLCallback):
+    """Moves the model's folder away in the first update, and kills the engine."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        folder = Path(module.model_path)
+        if folder.exists():
+            folder.rename(folder.with_name("moved"))
+            kill_core(module.generator.engine)
+
+
+def test_engine_is_restarted_after_its_models_folder_was_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    witness = Witness()
+    trainer = make_trainer(tmp_path, 2, make_rollout(), witness, MoveAndKill())
+    trainer.fit(make_module(save_model(tmp_path / "model")), make_data(tmp_path))
+    assert trainer.global_step == 2
+    assert f"The model's folder '{tmp_path / 'model'}' is gone." in caplog.text
+    assert witness.steps[1]["policy/rollout_gap_max"] < 1e-4
+    assert not (tmp_path / "model").exists()
 
 
 def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from prompt_files import make_tokenizer, write_rows
 from tiny import bare_trainer
 from transformers import PreTrainedTokenizerFast
@@ -414,7 +415,7 @@ def test_two_ranks_share_every_step_and_every_validation_batch(
     whole = Recorder(tokenizer, prompts_per_step=4)
     make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)
-    trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy="ddp_spawn")
+    trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy=DDPStrategy(start_method="spawn"))
     trainer.fit(Writer(tokenizer, prompts_per_step=4), datamodule=data)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert [a + b for a, b in zip(first["steps"], second["steps"], strict=True)] == whole.steps

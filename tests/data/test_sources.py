@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from rlightning.data.sources import read_rows
 from rlightning.errors import ConfigError
 
 ROWS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2,\n2=", "answer": "4"}]
+
+
+def nest(depth: int) -> str:
+    """A list within a list and so on, as JSON."""
+    return "[" * depth + "]" * depth
 
 
 def write(path: Path) -> str:
@@ -72,7 +78,13 @@ def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
         ("a.csv", "prompt,answer,prompt\nx,1,y\n", r"a\.csv, line 1 names 'prompt' twice"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "x", "prompt": "y"}\n', r"a\.jsonl, line 2 names 'prompt' twice"),
         ("a.json", '[{"a": {"b": 1, "b": 2}}]', r"a\.json names 'b' twice"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1 is not JSON"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1 is not JSON that can be read: lists or .* more than 100 deep"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}\n{"prompt": ' + nest(101) + "}",
+            r"a\.jsonl, line 2: lists or .* more than 100 deep",
+        ),
+        ("a.json", f'[{{"prompt": {nest(101)}}}]', r"a\.json: lists or objects are nested more than 100 deep"),
         ("a.parquet", "no", "is not Parquet"),
         ("a.jsonl", "\n", "is empty"),
         ("a.csv", "prompt\n", "is empty"),
@@ -139,3 +151,11 @@ def test_unavailable_hub_dataset_raises_one_line_error(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="'nobody/nothing:main:train' is no file, and the hub's set") as caught:
         read_rows("nobody/nothing:main:train")
     assert "\n" not in str(caught.value)
+
+
+def test_row_nested_as_deep_as_allowed_is_read(tmp_path: Path) -> None:
+    """An object of 100 levels in all; brackets in a text count for nothing."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "[" * 500, "tree": json.loads(nest(99))}) + "\n")
+    (row,) = read_rows(str(tmp_path / "a.jsonl")).rows
+    assert row["prompt"] == "[" * 500
+    pickle.dumps(row)  # as reward functions get it

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from rlightning import intervals
 from rlightning.distributed import failure
+from rlightning.errors import EngineError
 """
 
 CALLBACKS = """
@@ -68,6 +71,8 @@ class Fails(Callback):
             time.sleep(600 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
+        elif self.how == "foreseen":
+            raise EngineError("The engine died twice.", "the end of its log")
         elif self.how == "mistake":
             raise ConfigError("width=3 cannot be halved. Use 4.")
         else:
@@ -174,6 +179,32 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "torchrun")])
+def test_foreseen_error_is_one_line_of_one_rank(project: Path, rank: int, by: str) -> None:
+    run = f"foreseen-{rank}-{by}"
+    code, output = failing(project, run, rank, "foreseen", by)
+    assert code == 1
+    assert output.count("The engine died twice.") == output.count("error: The engine died twice.\n") == 1
+    assert output.count(f"The trace of this error is in {run}/error.txt.\n") == 1
+    assert "on_train_batch_start" not in output and "ends because" not in output
+    assert all(f"rank {i} cleans up" in output for i in range(2))
+    kept = (project / run / "error.txt").read_text()
+    assert "in on_train_batch_start" in kept and "the end of its log" in kept
+
+
+@pytest.mark.parametrize("by", ["lightning", "slurm"])
+def test_port_of_the_rendezvous_that_is_taken_is_one_line(project: Path, by: str) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        variables = {"MASTER_PORT": str(port)} if by == "lightning" else slurm(0, port)
+        process = start(project, f"taken-{by}", variables=variables)
+        output, _ = process.communicate(timeout=500)
+    assert process.returncode == 2, output
+    assert "Traceback" not in output
+    rule = {"lightning": "cannot be listened on (Address already in use)", "slurm": "is taken by another program"}[by]
+    assert output.splitlines()[-1].startswith(f"error: MASTER_PORT={port} {rule}. Set it to a free port")
+
+
 @pytest.mark.parametrize(("rank", "by"), [(1, "lightning"), (0, "torchrun")])
 def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"kill-{rank}-{by}", rank, "SIGKILL", by)
@@ -200,7 +231,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
 
 
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
-    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning")
+    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "30")
     assert code == 130
     assert output.count("interrupted\n") == 1
     assert all(f"rank {i} cleans up" in output for i in range(2))
@@ -215,10 +246,10 @@ def test_sigterm_stops_all_ranks_at_same_batch(project: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_stuck_rank(project: Path) -> None:
-    options = ("--trainer.strategy.failure_grace", "600")
+    options = ("--trainer.strategy.failure_grace", "600", "--model.stop_grace", "20")
     code, output = failing(project, "stuck", 0, "SIGINT", "lightning", *options, others="collective")
     assert code == 130
-    assert output.count("interrupted\n") == 1
+    assert "ended, since the step under way was not over 20 s after the signal" in output
     assert "rank 0 cleans up" in output
 
 
@@ -231,3 +262,14 @@ def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     assert "Timed out waiting 10000ms" in output
     assert "rank 1 was last seen at barrier 'next batch', " in output
     assert "rank 0 cleans up" in output
+
+
+def test_stopped_rank_0_is_named_and_run_ends(project: Path) -> None:
+    """The store, the hub of failures and the launcher are in its process."""
+    code, output = failing(project, "stopped-0", 0, "SIGSTOP", "lightning", others="collective")
+    assert code == -signal.SIGKILL
+    assert "rank 1 ends because rank 0 hangs: it does not run, and was last seen " in output
+    assert "rank 1 cleans up" in output
+    stacks = (project / "stopped-0" / "stacks.txt").read_text()
+    assert stacks.startswith("=== rank 1, process ")
+    assert "=== rank 0, seen from rank 1 on " in stacks

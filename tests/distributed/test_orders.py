@@ -18,6 +18,7 @@ from rlightning.distributed.orders import (
     EvaluateBatch,
     Failed,
     Fired,
+    ForeseenWorkerError,
     Inbox,
     Load,
     Order,
@@ -97,7 +98,7 @@ def test_what_a_step_asks_for_comes_once() -> None:
 
 
 def test_a_failure_answers_all_orders() -> None:
-    inbox, failure = Inbox(), Failed(1, "ValueError: boom", "Traceback ...", is_mistake=False, is_first=True)
+    inbox, failure = Inbox(), Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True)
     inbox.submit(0, Train([]))
     inbox.fail(failure)
     inbox.submit(1, End())
@@ -106,9 +107,11 @@ def test_a_failure_answers_all_orders() -> None:
 
 def test_a_failure_is_raised_as_what_it_is() -> None:
     with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom"):
-        raise_failure(Failed(1, "ValueError: boom", "Traceback ...", is_mistake=False, is_first=True))
+        raise_failure(Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True))
+    with pytest.raises(ForeseenWorkerError, match=r"^worker 1: the engine died\nTraceback \.\.\.$"):
+        raise_failure(Failed(1, "the engine died", "Traceback ...", exit_code=1, is_first=True))
     with pytest.raises(ConfigError, match=r"^use another$"):
-        raise_failure(Failed(0, "use another", "Traceback ...", is_mistake=True, is_first=True))
+        raise_failure(Failed(0, "use another", "Traceback ...", exit_code=2, is_first=True))
 
 
 class Doubling(LightningModule):

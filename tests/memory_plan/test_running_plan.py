@@ -16,6 +16,7 @@ from rlightning.memory_plan.command import PlanCLI
 from rlightning.memory_plan.phases import MemoryPlan, total
 from rlightning.memory_plan.running import check_engine, decide_checkpointing, work_of
 from rlightning.memory_plan.settings import read_work
+from rlightning.start_block import describe_memory
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
 ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, "engine": {"max_num_seqs": 24}}
@@ -83,6 +84,19 @@ def test_an_engine_without_room_is_refused_with_its_sum(run: tuple[Any, Any], mo
     monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"rollout.gpu_memory_utilization=.* but the trainer leaves .* CUDA contexts"):
         check_engine(trainer, module)
+
+
+def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, module = run
+    assert describe_memory(trainer, module) == ""  # a CPU has no plan
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
+    plan = MemoryPlan(work_of(trainer, module), 80 << 30)
+    sync, generate, score, update = (total(parts) / 2**30 for parts in plan.phases().values())
+    assert describe_memory(trainer, module) == (
+        f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB "
+        "on each rank (planned); gradient checkpointing auto (0 of 2 layers)"
+    )
 
 
 def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:

@@ -92,6 +92,7 @@ def test_dropout_is_gone(tmp_path: Path) -> None:
     [
         ("{folder}/modle", r"is not a folder, nor can it be a hub name\. Did you mean 'model'\?"),
         ("./nowhere", "is not a folder, nor can it be a hub name"),
+        ("runs/gone/hf", "is not a folder, nor can it be a hub name"),
         ("~/nowhere", "is not a folder, nor can it be a hub name"),
         ("/nowhere/at/all", "is not a folder, nor can it be a hub name"),
         ("a b", r"model='a b' has no readable config\.json"),

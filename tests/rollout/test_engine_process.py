@@ -24,6 +24,8 @@ CONSEQUENCE = "RuntimeError: Engine core initialization failed. See root cause a
             "AssertionError in moe.py, line 185: assert sizes[top_k]",
         ),
         ([*TRACEBACK, "torch.OutOfMemoryError: 2 GiB"], "OutOfMemoryError: 2 GiB"),
+        (["Fatal Python error: Bus error", "", "Current thread:", CONSEQUENCE], "Fatal Python error: Bus error"),
+        (["terminate called after throwing an instance of 'std::system_error'", "  what():  Resource"], "Resource"),
     ],
 )
 def test_find_cause_takes_the_last_error_that_is_no_consequence(lines: list[str], cause: str | None) -> None:

@@ -333,7 +333,7 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0, end_token_ids=())
     with connected(config) as first:
         assert first.submit("adopt", 0, False).result(PATIENCE_SECONDS)
-        with pytest.raises(RequestRefusedError, match="refused a request:\nTraceback"):
+        with pytest.raises(RequestRefusedError, match=r"refused a request: .*\nTraceback"):
             first.submit("generate", [1], {"no such": "parameter"}).result(PATIENCE_SECONDS)
         answers = [first.submit("generate", [1, 2, 3], sampling) for _ in range(200)]
         answers[0].result(PATIENCE_SECONDS)

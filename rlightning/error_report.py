@@ -1,0 +1,88 @@
+"""How the command line says that a run has failed: a line on standard error, and the trace in the run's folder."""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from rlightning import intervals
+from rlightning.errors import find_run_error
+from rlightning.foreign_text import without_secrets
+from rlightning.plain_text import visible, visible_on_one_line
+
+FILE = "error.txt"
+"""In the run's folder: the trace of the error that ended the run."""
+SHOW_TRACE = "RLIGHTNING_TRACEBACK"
+"""The environment variable that has the trace shown on standard error too, unless it is empty or 0."""
+INTERRUPTED = 130
+"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+
+_folder: Path | None = None
+
+
+def set_run_folder(folder: Path | None) -> None:
+    """Name the folder that traces go to, once it is known to be this run's."""
+    global _folder
+    _folder = folder
+
+
+def exit_code(error: BaseException) -> int:
+    """Return what a process ends with after ``error``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    expected = find_run_error(error)
+    return 1 if expected is None else expected.exit_code
+
+
+def show_error(error: BaseException) -> None:
+    """Write to standard error what ended the run.
+
+    Of a foreseen error this is its line, after one that names the file with the trace, unless it is a mistake in what
+    the user wrote; of any other error the trace.
+    """
+    expected = find_run_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+    elif expected is None:
+        traceback.print_exception(error)
+    else:
+        trace = visible(without_secrets("".join(traceback.format_exception(error))))
+        is_mistake = expected.exit_code == 2
+        # A mistake's line says all, and the folder may be another run's. All else is shown where it has no place.
+        kept = None if is_mistake else _write(trace)
+        if _shows_trace() or (kept is None and not is_mistake):
+            sys.stderr.write(trace)
+        if kept is not None:
+            sys.stderr.write(f"The trace of this error is in {kept}.\n")
+        sys.stderr.write(f"error: {visible_on_one_line(without_secrets(expected.line))}\n")
+
+
+def _shows_trace() -> bool:
+    return os.environ.get(SHOW_TRACE, "0") not in ("", "0")
+
+
+def _write(trace: str) -> Path | None:
+    """Write a trace to the run's folder, and return the file; None if there is no folder, or it cannot be written."""
+    if _folder is None:
+        return None
+    path = _folder / FILE
+    try:
+        _folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(trace, encoding="utf-8")
+    except OSError:
+        return None
+    return path
+
+
+def is_other_rank() -> bool:
+    """Whether this is a rank but rank 0, as far as the launcher's variables tell."""
+    return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def yield_to_rank_0() -> None:
+    """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
+    if is_other_rank():
+        time.sleep(intervals.RANK_0_GRACE)

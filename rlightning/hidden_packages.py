@@ -1,0 +1,41 @@
+"""Files in the working directory that Python would import in place of what a run needs. Standard library only."""
+
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from rlightning.errors import ConfigError
+
+PACKAGES = {
+    *("datasets", "huggingface_hub", "jsonargparse", "lightning", "lightning_utilities", "numpy", "pandas", "pyarrow"),
+    *("pydantic", "ray", "rich", "rlightning", "safetensors", "tensorboard", "tokenizers", "torch", "torchmetrics"),
+    *("transformers", "triton", "vllm", "wandb", "yaml", "zmq"),
+}
+"""What the package, Lightning and vLLM import."""
+NEVER_IMPORTED = {"antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turtle", "turtledemo"}
+"""Modules of Python's own that a user may well name a file after."""
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder, which stands first on Python's path, whose files hide modules that a run imports.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for path in sorted(folder.iterdir()):
+        name = path.stem
+        is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+        if not is_module or name in NEVER_IMPORTED or name not in PACKAGES | sys.stdlib_module_names:
+            continue
+        hidden = _find_elsewhere(name, folder)
+        if hidden is not None and Path(hidden).resolve() != path.resolve():
+            raise ConfigError(f"./{path.name} hides the module '{name}' ({hidden}), which a run imports. Rename it.")
+
+
+def _find_elsewhere(name: str, folder: Path) -> str | None:
+    """Return where a module is found on Python's path without a folder: a file, or a package's folder."""
+    path = [entry for entry in sys.path if entry and Path(entry).resolve() != folder.resolve()]
+    spec = PathFinder.find_spec(name, path)
+    if spec is None:
+        return None
+    return spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin

@@ -1,0 +1,95 @@
+"""What an engine's processes need of their host beside a device: shared memory, open files, a network interface."""
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlightning import intervals
+from rlightning.errors import EngineStartError
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 1 << 20
+"""Free in /dev/shm: semaphores and small segments of Python's and of OpenMP."""
+MIN_SHARED_BYTES_OF_WORKERS = 64 << 20
+"""The same for an engine of several workers, which exchange what they compute through it."""
+SCARCE_SHARED_BYTES = 512 << 20
+"""Below which it is worth a word where an engine has ended without one."""
+MIN_OPEN_FILES = 256
+"""That a process of an engine may have open at once."""
+WANTED_OPEN_FILES = 65536
+"""That it is allowed where the host's own limit is that high."""
+
+
+def check_host(engine_args: Mapping[str, Any]) -> None:
+    """Refuse a host on which no engine could start.
+
+    Args:
+        engine_args: of vLLM's AsyncEngineArgs.
+
+    Raises:
+        EngineStartError: what is missing, and how to have it.
+    """
+    num_workers = int(engine_args.get("tensor_parallel_size") or 1)
+    needed = MIN_SHARED_BYTES_OF_WORKERS if num_workers > 1 else MIN_SHARED_BYTES
+    for problem in (describe_shared_memory(needed), describe_open_files(), describe_network()):
+        if problem is not None:
+            raise EngineStartError(f"An engine cannot start on this host: {problem}")
+
+
+def describe_host() -> str:
+    """Return in sentences what may have kept an engine from starting; "" if nothing is scarce."""
+    problems = (describe_shared_memory(SCARCE_SHARED_BYTES), describe_open_files(), describe_network())
+    return " ".join(problem for problem in problems if problem is not None)
+
+
+def describe_shared_memory(needed: int) -> str | None:
+    """Return what is wrong with /dev/shm, if it has less than so many bytes free."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return f"{SHARED_MEMORY} cannot be used ({error.strerror}). Mount a tmpfs there."
+    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    if free >= needed:
+        return None
+    return (
+        f"{SHARED_MEMORY} has {free / 2**20:.1f} of {size / 2**20:.1f} MiB free, and {needed >> 20} MiB are needed. "
+        "Remove what earlier programs have left there, or give it more room: docker run --shm-size=8g, or "
+        f"mount -o remount,size=8g {SHARED_MEMORY}."
+    )
+
+
+def describe_open_files() -> str | None:
+    """Return what is wrong with the limit on open files, which an engine's process raises as far as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
+        return None
+    return (
+        f"a process may have {hard} files open at once, and {MIN_OPEN_FILES} are needed. Raise the hard limit: "
+        f"ulimit -n {WANTED_OPEN_FILES}, or docker run --ulimit nofile={WANTED_OPEN_FILES}."
+    )
+
+
+def describe_network() -> str | None:
+    """Return what is wrong with the loopback interface, over which an engine's processes find each other."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=intervals.CONNECT_TIMEOUT).close()
+    except OSError as error:
+        return (
+            f"it has no network interface that is up, not even the loopback one ({error.strerror or error}). Bring "
+            "that up: ip link set lo up."
+        )
+    return None
+
+
+def raise_open_files() -> None:
+    """Let this process have as many files open as its host allows, up to what an engine may want."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
