@@ -167,7 +167,7 @@ def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
 def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
     command = [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", "--model", "own_classes.Slow"]
     process = subprocess.Popen(
-        [*command, "--model.stop_grace", "4"],
+        [*command, "--model.stop_grace", "40"],
         cwd=project,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -48,14 +48,15 @@ class StopSignal:
         grace_period: seconds.
         command: what a shell is given to go on with the run, if a shell has started it.
         signum: of the first signal, or 0.
+        asked_at: when that came, by ``time.monotonic()``.
         can_be_cut: whether nothing is under way that changes what a checkpoint holds, or that writes one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.grace_period, self.command = GRACE_PERIOD, ""
         self.signum, self.can_be_cut = 0, False
+        self.asked_at = 0.0
         self._trainer: Any = weakref.proxy(trainer)
-        self._asked_at = 0.0
         self._must_cut = self._is_frozen = False
         self._lock, self._is_decided, self._is_over = threading.RLock(), threading.Event(), threading.Event()
         trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
@@ -72,13 +73,13 @@ class StopSignal:
             self._must_cut = False
             self._cut()
         elif not self.signum:
-            self.signum, self._asked_at = signum, time.monotonic()
+            self.signum, self.asked_at = signum, time.monotonic()
             launcher = self._trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(signum)
             if self._trainer.world_size == 1 or not self._trainer.training:
                 self._trainer._signal_connector.received_sigterm = True
-        elif time.monotonic() - self._asked_at > intervals.SAME_SIGNAL_GRACE and not is_interactive():
+        elif time.monotonic() - self.asked_at > intervals.SAME_SIGNAL_GRACE and not is_interactive():
             self._end("ended by a second signal")
 
     def agree(self) -> None:
@@ -117,20 +118,19 @@ class StopSignal:
                 "%s: the run ends after the step under way, at most %g s from now, with its state saved. A second one "
                 "ends it at once.", signal.Signals(self.signum).name, self.grace_period,
             )  # fmt: skip
-        if self._is_over.wait(self._remaining(self.grace_period / 2)):
-            return
         has_tried = False
-        while self._remaining(self.grace_period) > 0:
-            if self.can_be_cut and not has_tried:
+        while (left := self._remaining()) > 0:
+            if left < self.grace_period / 2 and self.can_be_cut and not has_tried:
                 has_tried = connection() is not None
                 self._try_to_cut()
-            if self._is_over.wait(min(intervals.POLL_INTERVAL, self._remaining(self.grace_period))):
+            if self._is_over.wait(min(intervals.POLL_INTERVAL, left)):
                 return
         if not is_interactive():
             self._end(f"ended, since the step under way was not over {self.grace_period:g} s after the signal")
 
-    def _remaining(self, seconds: float) -> float:
-        return max(0.0, self._asked_at + seconds - time.monotonic())
+    def _remaining(self) -> float:
+        """Seconds of the grace period."""
+        return max(0.0, self.asked_at + self.grace_period - time.monotonic())
 
     def _try_to_cut(self) -> None:
         """Interrupt the main thread where it samples, if all ranks sample."""
@@ -156,7 +156,7 @@ class StopSignal:
         notes, ranks = shared.notes, range(self._trainer.world_size)
         try:
             notes.set(f"cut/{self._trainer.global_rank}", "yes" if can_cut else "no")
-            end = time.monotonic() + min(intervals.CUT_GRACE, self._remaining(self.grace_period) / 2)
+            end = time.monotonic() + min(intervals.CUT_GRACE, self._remaining() / 2)
             votes = [notes.get(f"cut/{rank}") for rank in ranks]
             while None in votes and time.monotonic() < end:
                 time.sleep(intervals.SHORT_POLL_INTERVAL)

@@ -211,7 +211,7 @@ def test_signal_while_engine_hangs_saves_within_grace(
     output = tmp_path / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), "--model.stop_grace", "30"],
+            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), "--model.stop_grace", "60"],
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -233,7 +233,7 @@ def test_signal_while_engine_hangs_saves_within_grace(
         process.send_signal(number)
         started = time.monotonic()
         assert process.wait(END_SECONDS) == 128 + number, output.read_text()
-        assert time.monotonic() - started < 31, output.read_text()
+        assert time.monotonic() - started < 61, output.read_text()
         assert "is saved. Go on with:" in output.read_text() and "Traceback" not in output.read_text()
         assert leftovers(sessions, memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file()

@@ -231,7 +231,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
 
 
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
-    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "30")
+    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "60")
     assert code == 130
     assert output.count("interrupted\n") == 1
     assert all(f"rank {i} cleans up" in output for i in range(2))

@@ -23,34 +23,44 @@ from rlightning.errors import ConfigError
 
 heed_ctrl_c()
 
+GRACE = 400.0
+"""Seconds; long, for busy machines: tests move the clock that counts them."""
+
 
 class Hang(Callback):
-    """Sends a signal in a hook of step 3 and stays there, as a rollout from an engine that hangs does."""
+    """Sends a signal in a hook of step 3 and stays there, as a rollout from an engine that hangs does.
 
-    def __init__(self, hook: str, number: signal.Signals, seconds: float = 600) -> None:
+    Args:
+        hook: a callback's.
+        number: the signal.
+        seconds: that it stays there.
+        waited: the share of the grace period that is over then, by the clock that counts it.
+    """
+
+    def __init__(self, hook: str, number: signal.Signals, seconds: float = 600, waited: float = 0.51) -> None:
         setattr(self, hook, self.hang)
-        self.number, self.seconds = number, seconds
+        self.number, self.seconds, self.waited = number, seconds, waited
 
     def hang(self, trainer: Any, *_: Any, **__: Any) -> None:
         if trainer.global_step == 2:
             os.kill(os.getpid(), self.number)
+            stop = stop_signal(trainer)
+            stop.asked_at -= stop.grace_period * self.waited
             time.sleep(self.seconds)
 
 
-def fit_until_stopped(folder: Path, model_folder: str, hang: Callback, stop_grace: float, **kwargs: Any) -> Any:
-    """The module of a run that a signal ends; checkpoints are in the folder ``ck``."""
+def fit_until_stopped(folder: Path, model_folder: str, hang: Hang) -> None:
+    """Run until a signal ends it; checkpoints are in the folder ``ck``."""
     keep = ModelCheckpoint(folder / "ck", save_last="link", enable_version_counter=False, every_n_train_steps=100)
-    trainer = make_trainer(folder, 5, hang, keep, enable_checkpointing=True, **kwargs)
+    trainer = make_trainer(folder, 5, hang, keep, enable_checkpointing=True)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray leaves a handler of its own in a process
-    module = make_grpo(model_folder, stop_grace=stop_grace)
     try:
         with pytest.raises(SIGTERMException) as stop:
-            trainer.fit(module, make_data(folder))
+            trainer.fit(make_grpo(model_folder, stop_grace=GRACE), make_data(folder))
     finally:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGTERM, before)
-    assert stop.value.code == 128 + hang.number  # type: ignore[attr-defined]
-    return module
+    assert stop.value.code == 128 + hang.number
 
 
 def saved_step(folder: Path) -> int:
@@ -68,11 +78,9 @@ def test_hung_step_is_left_and_the_step_before_saved(
     hook: str, number: signal.Signals, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rlightning")
-    started = time.monotonic()
-    fit_until_stopped(tmp_path, model_folder, Hang(hook, number), 4)
+    fit_until_stopped(tmp_path, model_folder, Hang(hook, number))
     assert saved_step(tmp_path / "ck") == 2
-    assert time.monotonic() - started < 100
-    assert f"{number.name}: the run ends after the step under way, at most 4 s from now" in caplog.text
+    assert f"{number.name}: the run ends after the step under way, at most 400 s from now" in caplog.text
     assert f"The state after step 2 is saved. Go on with:\n  trainer.fit(..., ckpt_path='{tmp_path}/ck/" in caplog.text
 
 
@@ -80,7 +88,7 @@ def test_hung_step_is_left_and_the_step_before_saved(
 def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_path: Path) -> None:
     whole = make_grpo(model_folder)
     make_trainer(tmp_path, 5).fit(whole, make_data(tmp_path))
-    fit_until_stopped(tmp_path, model_folder, Hang("on_rollout_start", signal.SIGTERM), 2)
+    fit_until_stopped(tmp_path, model_folder, Hang("on_rollout_start", signal.SIGTERM))
     resumed = make_grpo(model_folder)
     make_trainer(tmp_path, 5).fit(resumed, make_data(tmp_path), ckpt_path=tmp_path / "ck/last.ckpt")
     for (name, weight), (_, expected) in zip(resumed.named_weights(), whole.named_weights(), strict=True):
@@ -88,11 +96,11 @@ def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hook", ["on_update_start", "on_train_batch_start"])
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_start"])
 def test_step_that_ends_in_time_is_finished_and_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
     # An update is not left, though half of the grace period is over.
-    seconds, grace = (2.0, 3.0) if hook == "on_update_start" else (0.0, 600.0)
-    fit_until_stopped(tmp_path, model_folder, Hang(hook, signal.SIGTERM, seconds), grace)
+    seconds, waited = (1.0, 0.51) if hook == "on_before_optimizer_step" else (0.0, 0.0)
+    fit_until_stopped(tmp_path, model_folder, Hang(hook, signal.SIGTERM, seconds, waited))
     assert saved_step(tmp_path / "ck") == 3
 
 
@@ -106,7 +114,7 @@ def test_hung_validation_is_left(model_folder: str, tmp_path: Path) -> None:
         tmp_path, 5, hang, keep, enable_checkpointing=True, val_check_interval=2, check_val_every_n_epoch=None
     )
     with pytest.raises(SIGTERMException):
-        trainer.fit(make_grpo(model_folder, stop_grace=2), data)
+        trainer.fit(make_grpo(model_folder, stop_grace=GRACE), data)
     assert saved_step(tmp_path / "ck") == 2
 
 
@@ -139,6 +147,7 @@ SLOW = """\
 import time
 
 from rlightning.algorithms import SFT
+from rlightning.distributed.stop_signal import stop_signal
 
 
 class Slow(SFT):
@@ -160,6 +169,11 @@ class Slow(SFT):
         is_awake = self.trainer.global_rank == self.awake_rank
         if self.trainer.global_step == 2 and self.place == place and not is_awake:
             print("in the third step", flush=True)
+            stop = stop_signal(self.trainer)
+            while not stop.signum:
+                time.sleep(0.1)
+            if stop.grace_period >= 100:  # which is long for busy machines, and goes by faster here
+                stop.asked_at -= 0.51 * stop.grace_period
             time.sleep(600)
 """
 
@@ -199,13 +213,13 @@ def start(project: Path, run: str, *options: str) -> "subprocess.Popen[str]":
 )
 def test_command_to_go_on_is_shown_and_works(project: Path, number: signal.Signals, last_line: str) -> None:
     run = number.name
-    process = start(project, run, "--model.stop_grace", "4")
+    process = start(project, run, "--model.stop_grace", "400")
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + number, output
     assert output.splitlines()[-1] == last_line and "Traceback" not in output
     command = (
-        f"rlightning fit --config run.yaml --model slow.Slow --trainer.default_root_dir {run} --model.stop_grace 4 "
+        f"rlightning fit --config run.yaml --model slow.Slow --trainer.default_root_dir {run} --model.stop_grace 400 "
         "--ckpt_path last"
     )
     assert f"The state after step 2 is saved. Go on with:\n  {command}\n" in output
@@ -231,7 +245,7 @@ def test_update_that_hangs_ends_with_the_grace_period(project: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_second_signal_ends_at_once(project: Path, first: signal.Signals, second: signal.Signals) -> None:
-    process = start(project, f"second-{first}", "--model.stop_grace", "500")
+    process = start(project, f"second-{first}", "--model.place", "update", "--model.stop_grace", "500")
     assert process.stdout is not None
     process.send_signal(first)
     while "A second one ends it at once" not in process.stdout.readline():
@@ -248,7 +262,7 @@ def test_second_signal_ends_at_once(project: Path, first: signal.Signals, second
 def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_rank: int) -> None:
     # Rank 0, if awake, waits for rank 1 in the middle of a collective.
     options = ("--trainer.devices", "2", "--trainer.strategy", strategy, "--model.awake_rank", str(awake_rank))
-    process = start(project, strategy, "--model.stop_grace", "30", *options)
+    process = start(project, strategy, "--model.stop_grace", "400", *options)
     process.terminate()  # rank 0 alone
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 143, output
