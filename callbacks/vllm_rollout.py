@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.throughput import log_metrics
@@ -21,15 +19,17 @@ from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.canary import WeightPrint, canary_tokens, check_agreement, default_tolerance
+from rlightning.rollout.canary import MAX_DISTANCE
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens, with_run_seed
+from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
+from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.weight_print import WeightPrint
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -43,7 +43,7 @@ class VLLMRollout(RLCallback, Generator):
 
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
     first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
-    a canary sequence must have the same log-probabilities under the actor and the engine. On a GPU that it shares with
+    the canary's log-probabilities under the engine must be the actor's but for rounding. On a GPU that it shares with
     the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the
     current weights, and finishes the step with what was done already; the second death in a step ends the run with the
     engine's last log lines.
@@ -56,7 +56,8 @@ class VLLMRollout(RLCallback, Generator):
     ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
     ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
     ``device``, ``weight_version`` (counted up here too, when weights have changed without), ``named_weights()``, and
-    ``score(token_ids)``, the actor's log-probabilities at temperature 1. ``examples/plain_loop.py`` is one such loop.
+    ``score(batch, dtype)``, a packed batch's log-probabilities under the actor, [T], at temperature 1, computed in the
+    engine's ``dtype``. ``examples/plain_loop.py`` is one such loop.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -86,10 +87,12 @@ class VLLMRollout(RLCallback, Generator):
             standalone.
         sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
         verify_every: syncs between two verifications; 0 verifies nothing.
-        verify_tolerance: the largest mean difference of canary log-probabilities, in nats; None goes by the dtype.
+        verify_tolerance: how far an engine's log-probabilities may be from the actor's, as a multiple of what rounding
+            makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
         bucket_bytes: memory that weights travel through, on the actor's device.
         start_timeout: seconds that the engine may take to come up.
-        hang_timeout: seconds without a sign of life until it counts as dead.
+        hang_timeout: seconds without a sign of life until it counts as dead; 30 if that is less, while it only samples,
+            and has before.
         engine: any further arguments of vLLM's AsyncEngineArgs.
     """
 
@@ -117,7 +120,7 @@ class VLLMRollout(RLCallback, Generator):
         gpu_memory_utilization: float | None = None,
         sleep: bool = True,
         verify_every: int = 20,
-        verify_tolerance: float | None = None,
+        verify_tolerance: float = MAX_DISTANCE,
         bucket_bytes: int = 2 << 30,
         start_timeout: float = 600.0,
         hang_timeout: float = 120.0,
@@ -149,18 +152,16 @@ class VLLMRollout(RLCallback, Generator):
             hang_timeout=hang_timeout,
             arguments=engine or {},
         )
-        if verify_every < 0:
-            raise ConfigError(f"rollout.verify_every={verify_every} must be at least 0, where 0 verifies nothing.")
-        self.verify_every, self.verify_tolerance = verify_every, verify_tolerance
+        self.verification = Verification(verify_every, verify_tolerance)
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
         # Not by the options: the engines that a controller has started are named by URL there too.
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
         self._engines: EngineGroup | StandaloneEngines | None = None
+        self._is_started = False
         self._trainer: Any = None
         self._module: Any = None
-        self._num_syncs = 0
         self._weight_print, self._seen_version = WeightPrint(), -1
         self._streams = RandomStreams()
         self._room = MakeRoomForEngine()
@@ -168,7 +169,10 @@ class VLLMRollout(RLCallback, Generator):
     # The engine's life
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Check the configuration and start the engine; returns before it is up."""
+        """Check the configuration and start the engine; returns before it is up.
+
+        With optimizers of the user's own the engine starts when these have been checked.
+        """
         check_repeated(getattr(trainer, "callbacks", ()))
         needs_engine = getattr(module, "generates", True) or stage == "predict"
         if not needs_engine or self._engines is not None:
@@ -200,9 +204,11 @@ class VLLMRollout(RLCallback, Generator):
             )
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
-        self._engines.start()
+        self.verification.begin_run(module, self._engines.config)
+        self._is_started = False
+        if stage != "fit" or getattr(module, "has_usual_optimizers", True):
+            self._start_engines()
         self._room.begin_run()
-        self._num_syncs = 0
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
@@ -247,6 +253,10 @@ class VLLMRollout(RLCallback, Generator):
         return engines[0] if engines else None
 
     # When it is needed, and when not
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Start the engine, if :meth:`setup` has not: the optimizers are there, and have been checked."""
+        self._start_engines()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Forgive one death a step."""
@@ -401,7 +411,14 @@ class VLLMRollout(RLCallback, Generator):
     def _running_engines(self) -> EngineGroup | StandaloneEngines:
         if self._engines is None:
             raise EngineError("There is no engine: it has not been set up, or has been closed.")
+        self._start_engines()
         return self._engines
+
+    def _start_engines(self) -> None:
+        """Start the engines, once; returns before they are up."""
+        if self._engines is not None and not self._is_started:
+            self._is_started = True
+            self._engines.start()
 
     def _update_engines(self) -> None:
         """Send all engines that need it the actor's current weights, until each has them."""
@@ -453,42 +470,23 @@ class VLLMRollout(RLCallback, Generator):
         fire(self._trainer, module, "on_weight_sync_start", version)
         if engines.can_sleep:
             self._room.on_weight_sync_start(self._trainer, module, version)
-        expected = None
-        is_new = any(engine.is_alive and not engine.is_verified for engine in engines.engines)
-        is_due = self.verify_every > 0 and (is_new or self._num_syncs % self.verify_every == 0)
-        if any_rank(is_due, name="canary"):
-            # While the actor has the device: its memory may be somewhere else once the engine is awake.
-            canary = canary_tokens(module.tokenizer, module.max_model_length - 1)
-            expected = module.score(canary).cpu().numpy()
+        # While the actor has the device: its memory may be somewhere else once the engine is awake.
+        is_due = self.verification.evaluate(module, engines.engines)
         self._wait_for_start(engines)
         engines.load_weights(module.named_weights, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
             self._room.on_engine_wake(self._trainer, module)
         engines.finish_loading(version)
-        if expected is not None:
-            for engine in engines.fresh:
-                try:
-                    self._verify(engine, canary, expected)
-                except EngineDiedError as error:
-                    self._restart(engines, error)
-        self._num_syncs += 1
+        for engine in engines.fresh if is_due else ():
+            try:
+                self.verification.verify(module, engine)
+            except EngineDiedError as error:
+                self._restart(engines, error)
+        self.verification.num_syncs += 1
         if engines.can_sleep:
             self._room.on_weight_sync_end(self._trainer, module, version)
         fire(self._trainer, module, "on_weight_sync_end", version)
-
-    def _verify(self, engine: VLLMEngine, canary: list[int], expected: NDArray[np.float32]) -> None:
-        """Refuse to sample from an engine whose log-probabilities are not the actor's."""
-        version, tolerance = self._module.weight_version, self.verify_tolerance
-        if tolerance is None:
-            tolerance = default_tolerance(engine.config, str(getattr(self._trainer, "precision", "")))
-        model_config = getattr(self._module, "model_config", None)
-        try:
-            check_agreement(expected, engine.score(canary), tolerance, version, model_config)
-        except EngineError:
-            engine.weight_version = None  # nobody may sample from it
-            raise
-        engine.is_verified = True
 
     # Configuration
 
@@ -514,6 +512,7 @@ class VLLMRollout(RLCallback, Generator):
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
+        check_own_limit(getattr(datamodule, "longest_limit", 0), sampling)
         max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
         if max_prompt_tokens is not None and hasattr(module, "plan"):
             module.plan.check_sequence_length(

@@ -5,7 +5,7 @@ Teaches a model to answer with digits, by REINFORCE: ``python examples/plain_loo
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +37,9 @@ class Policy:
         yield from self.model.named_parameters()
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probability of each token at temperature 1, [P]; the first one 0."""
-        return self.logprobs(RolloutBatch.of_sequence(token_ids).to(self.device))
+    def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+        """[T] at temperature 1. ``dtype`` is the engine's, by default that of :meth:`logprobs`, too."""
+        return self.logprobs(batch.to(self.device))
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """[T], 0 on prompts."""

@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
         if isinstance(stop.__context__, KeyboardInterrupt):
             return end(stop.__context__)
-        if stop.code == TERMINATED and not is_other_rank():
-            sys.stderr.write("ended by SIGTERM\n")
+        endings = {TERMINATED: "ended by SIGTERM", INTERRUPTED: "interrupted"}
+        if stop.code in endings and not is_of_peer(stop) and not is_other_rank():
+            sys.stderr.write(f"{endings[stop.code]}\n")
         raise
     except Exception as error:
         if find_run_error(error) is not None:
@@ -185,6 +186,12 @@ def active_watch() -> Any:
     """The failure watch that the ranks keep, once they have met."""
     failure = sys.modules.get("rlightning.distributed.failure")
     return failure.active_watch() if failure is not None else None
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Whether ``error`` is the consequence of another rank's, which says so itself."""
+    failure = sys.modules.get("rlightning.distributed.failure")
+    return failure is not None and isinstance(error, failure.PeerFailure)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.atomic_save import find_saved
+from rlightning.checksums import DamagedError
 from rlightning.config_files import read_keys
-from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints
+from rlightning.distributed.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints, verify_checkpoint
+from rlightning.error_report import is_other_rank
 from rlightning.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
 
 
 def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
-    """Reject a checkpoint that is not there, and a new run where another has saved."""
+    """Reject a checkpoint that is not there or is damaged, and a new run where another has saved."""
     places = list(places)
     if ckpt_path is None:
         saved = _list(places) if command == "fit" else []
@@ -73,12 +75,27 @@ def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_pa
             "ckpt_path=best: which one that is only the run itself knew. "
             + (f"Name one, such as {saved[0]}." if saved else "Name one by its path.")
         )
-    elif ckpt_path not in ("last", "hpc") and "://" not in ckpt_path and not find_saved(Path(ckpt_path)).exists():
-        raise ConfigError(f"ckpt_path={ckpt_path}: there is no such file. Paths count from the current folder.")
+    elif ckpt_path not in ("last", "hpc") and "://" not in ckpt_path:
+        _check_named(find_saved(Path(ckpt_path)))
+
+
+def _check_named(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"ckpt_path={path}: there is no such file. Paths count from the current folder.")
+    try:
+        if is_rank_0():
+            verify_checkpoint(path)
+    except DamagedError as error:
+        raise ConfigError(
+            f"ckpt_path={path} is damaged: {error.reason}. --ckpt_path last takes the newest one that is not; or name "
+            "another."
+        ) from error
 
 
 def find_last(command: str, places: Iterable[Place]) -> SavedState:
-    """The checkpoint of the highest step, wherever the run has saved.
+    """The checkpoint of the highest step that is what was written, wherever the run has saved.
+
+    Of several ranks, rank 0 alone compares checksums, and its checkpoint is what all of them load.
 
     Args:
         command: ``fit`` needs one with the optimizer's state.
@@ -86,7 +103,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
     """
     places = list(places)
     saved = _list(places)
-    latest = latest_checkpoint(saved, to_resume=command == "fit")
+    latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
     if latest is not None:
         return latest
     searched = " or ".join(str(place.folder) for place in places)
@@ -100,6 +117,11 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
         f"ckpt_path=last, but there is no checkpoint in {searched}. "
         f"Set trainer.default_root_dir to the folder of the run to {start}."
     )
+
+
+def is_rank_0() -> bool:
+    """Whether this process is rank 0, or will be, as far as the launchers' variables tell."""
+    return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _list(places: Iterable[Place]) -> list[Path]:

@@ -3,9 +3,11 @@
 import logging
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +27,7 @@ from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
 import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places
+from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places, is_rank_0
 from rlightning.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
 from rlightning.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
 from rlightning.config_types import takes_text
@@ -33,12 +35,16 @@ from rlightning.data import PromptDataModule
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import without_secrets
 from rlightning.hooks import check_repeated
 from rlightning.module import RLModule
 from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.policy_module import PolicyModule
+from rlightning.run_dir import run_dir
+from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
 from rlightning.run_settings import flatten
 from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
 from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
@@ -139,6 +145,13 @@ class RLCLI(LightningCLI):
         use_strict_yaml()
         for name in import_module("rlightning.callbacks").__all__:
             find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
+        try:
+            self.run_command(args)
+        finally:
+            unlock_all()
+
+    def run_command(self, args: list[str]) -> None:
+        """Parse the options, build everything, run the command."""
         super().__init__(
             model_class=RLModule,
             datamodule_class=PromptDataModule,
@@ -199,12 +212,12 @@ class RLCLI(LightningCLI):
         config = self.config[self.subcommand]
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
-            trainer["default_root_dir"] = new_run_folder()
+            trainer["default_root_dir"] = make_run_folder()
             if self.args == sys.argv[1:]:
                 # Lightning starts the other ranks of this machine by running this command again.
                 sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
         check_trainer(trainer)
-        folder = Path(trainer["default_root_dir"])
+        folder = run_dir(trainer)
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
         command, ckpt_path = str(self.subcommand), config.get("ckpt_path")
@@ -220,6 +233,15 @@ class RLCLI(LightningCLI):
             trainer["logger"] = None
         if trainer["barebones"]:
             trainer["log_every_n_steps"] = trainer["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+        if is_rank_0():
+            self.take_run_folder(folder)
+
+    def take_run_folder(self, folder: Path) -> None:
+        """Refuse a folder that another run is at work in, or that nothing can be written to."""
+        if self.subcommand == "fit":
+            lock_run(folder)
+        else:
+            check_writable(folder, "trainer.default_root_dir")
 
     def mask_secrets(self) -> None:
         """Keep secrets out of the configuration, which goes into files and loggers; objects get them when built."""
@@ -263,6 +285,7 @@ class RLCLI(LightningCLI):
         for callback in config["callbacks"]:
             if isinstance(callback, find_callback("ControllerMode")):
                 callback.check(trainer)
+        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
         return trainer
 
     def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
@@ -297,6 +320,8 @@ class RLCLI(LightningCLI):
             # Lightning's default is a folder of the first logger's.
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.resolve())
+            if isinstance(callback, ModelCheckpoint) and "://" not in str(callback.dirpath):
+                check_writable(Path(callback.dirpath), "dirpath of ModelCheckpoint")
         return callbacks
 
     def is_rollout_configured(self) -> bool:
@@ -334,6 +359,31 @@ def new_run_folder() -> str:
         number += 1
         path = path.with_name(f"{path.name.split('_')[0]}_{number}")
     return str(path)
+
+
+def make_run_folder() -> str:
+    """Make a new run folder, for this run alone, and return its path."""
+    while True:
+        path = new_run_folder()
+        with suppress(FolderTakenError):  # by another run of this second
+            lock_run(Path(path))
+            return path
+
+
+def command_to_go_on(args: list[str], folder: str) -> str:
+    """Return what continues a run in a shell.
+
+    Args:
+        args: that began it.
+        folder: of the run.
+    """
+    kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
+    if "--ckpt_path" in kept:
+        place = kept.index("--ckpt_path")
+        del kept[place : place + 2]
+    if not any(arg.partition("=")[0] == "--trainer.default_root_dir" for arg in kept):
+        kept += ["--trainer.default_root_dir", folder]
+    return without_secrets(shlex.join(["rlightning", *kept, "--ckpt_path", "last"]))
 
 
 def expand_home(values: Any) -> Any:
@@ -381,7 +431,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
         message: as jsonargparse gives it.
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
     """
-    message = re.split(r"\s*Given value type:", message)[0]
+    message, _, given = message.partition("Given value type:")
     key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
     text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
@@ -389,6 +439,11 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
     # after the reason, what a class may be written as
     lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
+    kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]
+    value = re.search(r"Given value: (.*)", given)
+    if kinds and value and all(kinds):  # alternatives, none of which fits
+        names = dict.fromkeys({"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1]) for kind in kinds if kind)
+        lines = [f"Expected a {' or '.join(names)}. Got value: {value[1]}"]
     if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
         lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
     text = "; ".join(dict.fromkeys(lines))

@@ -40,8 +40,8 @@ def exit_code(error: BaseException) -> int:
 def show_error(error: BaseException) -> None:
     """Write to standard error what ended the run.
 
-    Of a foreseen error this is its line, after one that names the file with the trace; of any other the trace.
-    A mistake that was found before the run has a folder leaves none.
+    Of a foreseen error this is its line, after one that names the file with the trace, unless it is a mistake in what
+    the user wrote; of any other error the trace.
     """
     expected = find_run_error(error)
     if isinstance(error, KeyboardInterrupt):
@@ -51,8 +51,8 @@ def show_error(error: BaseException) -> None:
     else:
         trace = visible(without_secrets("".join(traceback.format_exception(error))))
         is_mistake = expected.exit_code == 2
-        kept = _write(trace, makes_folder=not is_mistake)
-        # What nobody has to look into needs no place; all else is shown where it has none.
+        # A mistake's line says all, and the folder may be another run's. All else is shown where it has no place.
+        kept = None if is_mistake else _write(trace)
         if _shows_trace() or (kept is None and not is_mistake):
             sys.stderr.write(trace)
         if kept is not None:
@@ -64,9 +64,9 @@ def _shows_trace() -> bool:
     return os.environ.get(SHOW_TRACE, "0") not in ("", "0")
 
 
-def _write(trace: str, *, makes_folder: bool) -> Path | None:
+def _write(trace: str) -> Path | None:
     """Write a trace to the run's folder, and return the file; None if there is no folder, or it cannot be written."""
-    if _folder is None or not (makes_folder or _folder.is_dir()):
+    if _folder is None:
         return None
     path = _folder / FILE
     try:

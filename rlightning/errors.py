@@ -71,6 +71,10 @@ HOST_LIMITS = {
 """What to do about errors of the system's that any call may meet."""
 
 
+class WeightError(RuntimeError):
+    """A weight of the model is NaN or infinite; the message is a line that names it."""
+
+
 def check_rules(rules: Mapping[str, bool]) -> None:
     """Raise a ConfigError with the first rule, which names the value too, that does not hold."""
     for rule, holds in rules.items():

@@ -10,11 +10,16 @@ SHORT_POLL_INTERVAL = 0.02
 TRANSFER_POLL_INTERVAL = 0.0005
 """Between two checks whether a chunk of weights has arrived."""
 HEARTBEAT_INTERVAL = 2.0
-"""Between two heartbeats of an engine, and between two checks whether its trainer is there."""
+"""Between two heartbeats of an engine or a rank, and between two checks whether an engine's trainer is there."""
 RECONNECT_INTERVAL = 1.0
 """Between two tries to connect to an engine."""
 RANK_SYNC_INTERVAL = 60.0
 """After which the rank that collects trajectories meets the other ranks, before their barrier takes it for lost."""
+
+WAIT_REPORT_DELAY = 60.0
+"""After which a rank that waits says for whom; it says so again after twice the time, four times, and so on."""
+SILENT_AFTER = 10.0
+"""Without a heartbeat, after which a process counts as one that does not run."""
 
 CONNECT_TIMEOUT = 5.0
 """Of connecting to another process, and of each message until the two know each other."""
@@ -28,6 +33,8 @@ PLACEMENT_TIMEOUT = 60.0
 """Of finding room for workers in a Ray cluster, where another run may be about to end."""
 ACTOR_START_TIMEOUT = 300.0
 """Of the actors of engines, which have to find room and to import what they need."""
+ENGINE_PROGRESS_TIMEOUT = 30.0
+"""Of an engine's heartbeat while it only samples, and has before, where ``rollout.hang_timeout`` is longer."""
 VERDICT_TIMEOUT = 5.0
 """Of the answer to a rank that failed which rank was the first to fail."""
 
@@ -35,10 +42,22 @@ VERDICT_DELAY = 0.1
 """Between a reported failure and the verdict, for a report of a death that it may be a consequence of."""
 CAUSE_GRACE = 30.0
 """For the cause of a failure of Ray workers to be known: one whose neighbour died may report that before Ray does."""
+SAME_SIGNAL_GRACE = 0.5
+"""Within which two signals to stop are one: a terminal sends it to each process, and so does the launcher of ranks."""
+CUT_GRACE = 10.0
+"""For all ranks to say whether the step under way may be left, half of their grace period after a signal to stop."""
 ARRIVALS_GRACE = 2.5
 """For ranks to report that they have reached a barrier, after a connection broke."""
 CLEANUP_GRACE = 15.0
 """For the other ranks to clean up after the first failure, unless ``failure_grace`` is set."""
+HANG_GRACE = 5.0
+"""Over ``barrier_timeout``, before the watch ends a run: a collective that times out by itself says more."""
+DEVICE_TIMEOUT_MARGIN = 60.0
+"""Over ``barrier_timeout``, of collectives on devices."""
+STACKS_GRACE = 1.0
+"""For the ranks to write their stacks, before a timeout ends the run."""
+ABORT_DELAY = 1.0
+"""For a rank to begin to clean up after another one's failure, before its collectives on devices are aborted."""
 STUCK_GRACE = 5.0
 """For the other ranks to begin to clean up once rank 0 has; a rank that does not is stuck in a collective."""
 RANK_EXIT_GRACE = 5.0

@@ -14,7 +14,7 @@ OF_SECTIONS = {
     "correction_out_of_bounds",
     "optim": "grad_norm skipped lr lr/<group>",
     "throughput": "tokens_per_second update_mfu",
-    "time": "step generate reward update sync offload restore",
+    "time": "step generate reward update sync engine_start offload restore",
     "memory": "rss_gib allocated_gib reserved_gib peak_gib <moment>/reserved_before_gib <moment>/reserved_after_gib "
     "<moment>/allocated_before_gib <moment>/allocated_after_gib <moment>/empty_cache_ms offloaded_gib",
     "rollout": "stopped",

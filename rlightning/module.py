@@ -19,25 +19,30 @@ from rlightning.batch_plan import BatchPlan
 from rlightning.console import ignore_warnings
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
+from rlightning.distributed.stacks import run_folder, start_recorder
+from rlightning.distributed.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
-from rlightning.evaluation import check_failed_share, log_validation, validate_in_fit
+from rlightning.evaluation import validate_in_fit
+from rlightning.evaluation_steps import EvaluationSteps
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import load_config, packed_logprobs
+from rlightning.models.files import check_export
 from rlightning.monitoring import adapt_monitoring, check_monitors
+from rlightning.no_signal import StepsWithoutSignal
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optimization import clip_gradients
-from rlightning.optimizer_steps import learning_rates, listed, step_optimizers, step_schedules
-from rlightning.policy_module import PolicyModule
+from rlightning.optimizer_steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.prompt_batches import EpochStep
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.tally import fail_too_large
-from rlightning.rollout import Generator, Sampling
-from rlightning.trainer_options import check_trainer
+from rlightning.rollout import Sampling
+from rlightning.run_dir import UnlockRun, lock_run_of
+from rlightning.trainer_options import check_data_source, check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -53,7 +58,7 @@ class Reference(NamedTuple):
         return self.model.parameters()
 
 
-class RLModule(PolicyModule):
+class RLModule(EvaluationSteps):
     """Holds the actor and trains it on its own completions.
 
     One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
@@ -87,6 +92,8 @@ class RLModule(PolicyModule):
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
             refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
         validate_first: validate before the first step too.
+        stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
+            less than a scheduler waits before it kills. A step that still samples after half of them is left.
         kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
     """
 
@@ -117,6 +124,7 @@ class RLModule(PolicyModule):
         max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
         validate_first: bool = True,
+        stop_grace: float = GRACE_PERIOD,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
@@ -134,11 +142,6 @@ class RLModule(PolicyModule):
             raise ConfigError(f"kl_coef={kl_coef} must be finite and at least 0: it is a penalty. Use 0 for none.")
         if not math.isfinite(entropy_coef):
             raise ConfigError(f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus.")
-        if max_steps_without_signal < 1:
-            raise ConfigError(
-                f"max_steps_without_signal={max_steps_without_signal} must be at least 1, which ends the run at the "
-                "first such step."
-            )
         self.rewarder = RewardRunner(
             rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
         )
@@ -147,13 +150,17 @@ class RLModule(PolicyModule):
         self.rollout_correction = rollout_correction
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
-        self.validate_first = validate_first
-        self.max_steps_without_signal, self.num_steps_without_signal = max_steps_without_signal, 0
-        self.validation_failures: dict[int, FailureCount] = {}  # of the validation that runs, by the set's number
+        if kl_coef and self.reference_path != self.model_path:
+            check_export(self.reference_path)
+        if not 0 < stop_grace < math.inf:
+            raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
+        self.validate_first, self.stop_grace = validate_first, stop_grace
+        self.without_signal = StepsWithoutSignal(max_steps_without_signal)
+        self.validation_failures = {}
         self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
+        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
         self.reference: Reference | None = None
-        self.generator: Generator | None = None
         self.sampling = Sampling()
         self.weight_version = 0
 
@@ -172,6 +179,17 @@ class RLModule(PolicyModule):
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
         self.rewarder.check(columns, source)
+
+    def read_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of a prompt set that what is learned depends on, besides the prompts.
+
+        The data module calls this: a resumed run must find these columns as they were. They are those that the reward
+        functions read; of an override of :meth:`compute_rewards` all are.
+
+        Args:
+            columns: of the set.
+        """
+        return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
         """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
@@ -205,6 +223,7 @@ class RLModule(PolicyModule):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, or override compute_rewards."
             )
+        check_data_source(self.trainer, self)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)
@@ -212,12 +231,15 @@ class RLModule(PolicyModule):
         adapt_monitoring(callbacks)
         if stage == "fit":
             check_monitors(self.trainer, self)
+        if stage == "fit":
+            lock_run_of(self.trainer)
         delay_loggers(self.trainer)
-        own: tuple[type[Callback], ...] = (EndOnSigterm, EpochStep)
-        return [kind() for kind in own if not any(isinstance(callback, kind) for callback in callbacks)]
+        own = (EndOnSigterm(self.stop_grace), EpochStep(), UnlockRun())
+        return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
         """Say what is about to be done; refuse to start without an engine."""
+        start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self._choose_correction(self._engine.max_staleness)
         if self.trainer.is_global_zero:
@@ -253,7 +275,7 @@ class RLModule(PolicyModule):
         """Count the updates."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
-        checkpoint["num_steps_without_signal"] = self.num_steps_without_signal
+        checkpoint["num_steps_without_signal"] = self.without_signal.number
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on counting."""
@@ -262,7 +284,7 @@ class RLModule(PolicyModule):
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
             )
         self.weight_version = checkpoint["weight_version"]
-        self.num_steps_without_signal = checkpoint.get("num_steps_without_signal", 0)
+        self.without_signal.number = checkpoint.get("num_steps_without_signal", 0)
         super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
@@ -329,30 +351,9 @@ class RLModule(PolicyModule):
             batch = RolloutBatch.concatenate(sampled)
             compared = self.compared_rewards(batch)
             self.log_dict(rollout_metrics(batch, self.world_sum, self.all_max, compared=compared))
-        self.num_steps_without_signal = 0 if num_kept else self.num_steps_without_signal + 1
-        if not num_kept:
-            self._tell_of_no_signal(num_sampled)
-            return None
-        return RolloutBatch.concatenate(kept)
-
-    def _tell_of_no_signal(self, num_sampled: int) -> None:
-        number, limit = self.num_steps_without_signal, self.max_steps_without_signal
-        reason = (
-            f"none of its {num_sampled} completions, refills included, can be learned from: the rewards of each group "
-            "are all equal, or have failed"
-        )
-        if number >= limit:
-            raise ConfigError(
-                f"Step {self.trainer.global_step + 1}: {reason}; model.max_steps_without_signal={limit} such steps in "
-                "a row end the run. The prompts may be too easy or too hard for the model: take others, more "
-                "model.samples_per_prompt, or raise the limit."
-            )
-        if self.trainer.is_global_zero:
-            log.warning(
-                "Step %d: %s. Its update is skipped; %d such steps in a row, and model.max_steps_without_signal=%d end "
-                "the run.",
-                self.trainer.global_step + 1, reason, number, limit,
-            )  # fmt: skip
+        step, is_told = self.trainer.global_step + 1, self.trainer.is_global_zero
+        self.without_signal.count(step, num_sampled, num_kept, is_told=is_told)
+        return RolloutBatch.concatenate(kept) if num_kept else None
 
     def share_out(self, batch: RolloutBatch) -> RolloutBatch:
         """From this rank's own completions to its share of the update, of about as much work as the others'.
@@ -394,6 +395,7 @@ class RLModule(PolicyModule):
         """Set ``batch.rewards``, NaN where a reward function failed."""
         fire(self.trainer, self, "on_reward_start", batch)
         batch.rewards = fail_too_large(self.compute_rewards(batch))
+        batch.check_extras()
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 
@@ -410,6 +412,8 @@ class RLModule(PolicyModule):
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
         batch.advantages = self.compute_advantages(judged)
+        batch.extras = judged.extras
+        batch.check_extras()
         return batch
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -427,6 +431,8 @@ class RLModule(PolicyModule):
         for number, minibatch in enumerate(minibatches, start=1):
             self._update_progress = (number - 1) / len(minibatches)
             self.accumulate_gradients(batch.select(minibatch), means)
+            drop_untrained(self, optimizers, self._untrained)
+            self.average_gradients()
             norm, is_finite = clip_gradients(self.parameters(), self.max_grad_norm)
             means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
             step_optimizers(optimizers, is_last=number == len(minibatches))
@@ -580,39 +586,6 @@ class RLModule(PolicyModule):
         taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
         return taken
 
-    # Validation, test, prediction
-
-    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Complete a validation set's prompts and log its rewards and pass@k."""
-        log_validation(self, prompts, dataloader_idx, "val")
-
-    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As :meth:`validation_step`."""
-        log_validation(self, prompts, dataloader_idx, "test")
-
-    def on_validation_epoch_start(self) -> None:
-        """Count failed rewards anew."""
-        self.validation_failures = {}
-
-    def on_test_epoch_start(self) -> None:
-        """As :meth:`on_validation_epoch_start`."""
-        self.on_validation_epoch_start()
-
-    def on_validation_epoch_end(self) -> None:
-        """Tell the loggers their x-axis, once for all sets: rollout steps. End the run if too many rewards failed."""
-        check_failed_share(self.validation_failures)
-        self.log("step", float(self.trainer.global_step))
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.on_validation_epoch_end()
-
-    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
-        """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
-        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
-        completions = self._engine.generate(prompts, self.samples_per_prompt, self.sampling, on_completed)
-        return list(zip(prompts, completions, strict=True))
-
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:
         """The completions whose reward did not fail, and of these the ones worth keeping."""
         assert batch.rewards is not None
@@ -623,11 +596,3 @@ class RLModule(PolicyModule):
     def _has_own_rewards(self) -> bool:
         """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
         return type(self).compute_rewards.__module__.partition(".")[0] == __package__
-
-    @property
-    def _engine(self) -> Generator:
-        if self.generator is None:
-            raise ConfigError(
-                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
-            )
-        return self.generator

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.metric_names import find_names, is_among
 
@@ -127,7 +128,8 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always the last state.
 
     A save that is due in a step without the monitored metric is made at the next validation. The last state is saved
-    at the end of the run and before SIGTERM ends it, unless ``save_top_k=0`` without ``save_last`` forbids all saves.
+    at the end of the run and before SIGTERM or Ctrl-C ends it, unless ``save_top_k=0`` without ``save_last`` forbids
+    all saves.
     """
 
     _is_due = False
@@ -165,8 +167,11 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             log.warning("%s No checkpoint was chosen by it.", _unknown(self, self._metrics(trainer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last state before SIGTERM ends the run, which Lightning stops between two steps."""
-        if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
+        """Save the last state before a signal ends the run: between two steps, or before a step's update."""
+        is_stopped = isinstance(exception, SIGTERMException)
+        if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
+            is_stopped = stop_signal(trainer).can_be_cut
+        if is_stopped and trainer.state.fn == TrainerFn.FITTING:
             self._save_last_state(trainer)
         super().on_exception(trainer, pl_module, exception)
 
@@ -200,6 +205,10 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         if self._save_on_train_epoch_end is None and not has_validation(trainer):
             return True
         return super()._should_save_on_train_epoch_end(trainer)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        stop_signal(trainer).keep_step()  # a save that has begun is finished
+        super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if self._should_skip_saving_checkpoint(trainer):

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import reduce
 from typing import Any, Literal, get_args
 
@@ -64,12 +64,19 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
 
 
-def split_by_decay(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``."""
+def split_by_decay(
+    network: nn.Module, *, but: Collection[nn.Parameter] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``.
+
+    Args:
+        network: has the parameters.
+        but: these are left out.
+    """
     decays: dict[nn.Parameter, bool] = {}
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter not in but:
                 decays.setdefault(parameter, does_decay(module, name, parameter))
     return [p for p, does in decays.items() if does], [p for p, does in decays.items() if not does]
 
@@ -77,6 +84,7 @@ def split_by_decay(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def make_optimizer(
     network: nn.Module,
     *,
+    owner: nn.Module | None = None,
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
@@ -87,15 +95,24 @@ def make_optimizer(
 
     Args:
         network: its parameters are plain or sharded; those that need no gradient are left out.
+        owner: the module around it; what it trains besides, such as a value head, comes in two groups of its own.
         lr: the peak of the learning rate.
         weight_decay: of the parameters that decay (:func:`does_decay`).
         betas: AdamW's.
         states: how its moments are kept between steps.
         is_state_on_host: keep its state in the host's memory between steps.
     """
-    decayed, others = split_by_decay(network)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    is_fused = any(p.is_cuda or isinstance(p, DTensor) for p in decayed + others)
+    split = [split_by_decay(network)]
+    if owner is not None:
+        split.append(split_by_decay(owner, but=set(network.parameters())))
+    # One group cannot hold sharded parameters and whole ones, which the owner's others may be.
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay}
+        for number, decayed_and_others in enumerate(split)
+        if number == 0 or any(decayed_and_others)
+        for parameters, decay in zip(decayed_and_others, (weight_decay, 0.0), strict=True)
+    ]
+    is_fused = any(p.is_cuda or isinstance(p, DTensor) for group in groups for p in group["params"])
     optimizer: AdamW
     if states != "float32" or is_state_on_host:
         optimizer = StoredMomentsAdamW(

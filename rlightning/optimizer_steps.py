@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rlightning.errors import ConfigError
 from rlightning.optimization import ConfiguredLR
+from rlightning.optimizer_forms import METHOD
 
 log = logging.getLogger(__name__)
-
-METHOD = "configure_optimizers"
 
 
 def prepare_optimizers(
@@ -93,13 +92,29 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
             f"{METHOD}: {len(twice)} parameters, such as {twice[0]}, are in two optimizers, which would both step "
             "them. Leave them to one."
         )
-    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in held]
-    if left:
+
+
+def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str]) -> None:
+    """Drop gradients that no optimizer steps on: they would add up from step to step, and count in the norm.
+
+    Args:
+        network: after the backward passes of an optimizer step.
+        optimizers: plain, or wrapped by Lightning.
+        named: parameters that a warning has named; gets those that this one names.
+    """
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left = {p for p in network.parameters() if p.grad is not None and p not in held}
+    for parameter in left:
+        parameter.grad = None
+    if not left:
+        return
+    if new := [name for name, p in network.named_parameters() if p in left and name not in named]:
+        named.update(new)
         log.warning(
-            "%d parameters are in no optimizer and stay as they are, such as %s. Give them to one in "
-            "configure_optimizers, or set requires_grad to False.",
-            len(left),
-            left[0],
+            "%d parameters have a gradient and no optimizer, and stay as they are, such as %s. Give them to one in "
+            "configure_optimizers, which has to find them there, or set requires_grad to False.",
+            len(new),
+            new[0],
         )
 
 

@@ -2,19 +2,16 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlightning.data.packing import split_microbatches
-from rlightning.distributed.collectives import all_reduce, global_rank, world_size
+from rlightning.distributed.collectives import all_reduce
 from rlightning.distributed.platform import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.errors import ConfigError
 from rlightning.models import (
@@ -26,25 +23,23 @@ from rlightning.models import (
     packed_logprobs,
     save_policy,
 )
-from rlightning.models.files import check_folder, find_weights, stored_dtype
+from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
+from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.models.shards import named_weights
+from rlightning.models.shards import named_weights, rounded_vectors
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
+from rlightning.optimizer_forms import METHOD, checked
 from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
-from rlightning.prompt_batches import PromptBatchModule
-from rlightning.run_settings import describe_changes
-from rlightning.secret_arguments import conceal
+from rlightning.ranks import Ranks
+from rlightning.saved_module import SavedModule
 from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
-SETTINGS = "settings"
-"""The key of a checkpoint that holds the settings that it was written with."""
 
-
-class PolicyModule(PromptBatchModule):
+class PolicyModule(Ranks, SavedModule):
     """Holds the actor: loads it, optimizes it, gives its weights and log-probabilities away.
 
     The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
@@ -63,6 +58,12 @@ class PolicyModule(PromptBatchModule):
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check what an override of ``configure_optimizers`` returns."""
+        super().__init_subclass__(**kwargs)
+        if METHOD in vars(cls):
+            setattr(cls, METHOD, checked(vars(cls)[METHOD]))
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class PolicyModule(PromptBatchModule):
         )
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
+        check_export(model)
         self.model_config = load_config(model)
         self.tokenizer = load_tokenizer(model)
         self._is_folder = Path(model).is_dir()
@@ -100,7 +102,6 @@ class PolicyModule(PromptBatchModule):
         self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.actor: PreTrainedModel | None = None
-        self.configuration: Mapping[str, Any] = {}  # all keys of the command line's, if it has built this module
 
     def configure_model(self) -> None:
         """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
@@ -163,6 +164,7 @@ class PolicyModule(PromptBatchModule):
         """AdamW and its schedule, stepped once a rollout; an override may return any form of Lightning's."""
         optimizer = make_optimizer(
             self.loaded_actor,
+            owner=self,
             lr=self.lr,
             weight_decay=self.weight_decay,
             betas=self.betas,
@@ -177,6 +179,11 @@ class PolicyModule(PromptBatchModule):
         )
         return [optimizer], [schedule]
 
+    @property
+    def has_usual_optimizers(self) -> bool:
+        """Whether ``configure_optimizers`` is this package's, which nothing can be wrong with."""
+        return type(self).configure_optimizers.__module__.partition(".")[0] == __package__
+
     def on_fit_start(self) -> None:
         """Refuse optimizers and schedules that the steps here cannot use."""
         prepare_optimizers(
@@ -184,24 +191,9 @@ class PolicyModule(PromptBatchModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the settings in force, and no secrets among hyperparameters."""
-        checkpoint[SETTINGS] = self.settings
-        for key in (self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
-            if key in checkpoint:
-                checkpoint[key] = conceal(checkpoint[key])
-
-    @property
-    def hparams_initial(self) -> Any:
-        """What ``save_hyperparameters`` was called with, for loggers and the report: references in place of secrets."""
-        return conceal(super().hparams_initial)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say which settings differ from the checkpoint's: those in force decide."""
-        if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
-            return
-        changes = describe_changes(checkpoint.get(SETTINGS, {}), self.settings)
-        if changes is not None:
-            log.info(changes)
+        """Refuse weights that are not finite."""
+        check_finite(self.named_parameters(), "No checkpoint is saved")
+        super().on_save_checkpoint(checkpoint)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -209,7 +201,7 @@ class PolicyModule(PromptBatchModule):
         own = ("lr", "weight_decay", "betas", "warmup_steps", "lr_schedule", "max_grad_norm", "optimizer_states")
         values = {f"model.{name}": getattr(self, name) for name in own}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
-        return values | dict(self.configuration)
+        return values | super().settings
 
     @property
     def max_model_length(self) -> int:
@@ -235,19 +227,22 @@ class PolicyModule(PromptBatchModule):
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probabilities of one sequence under the actor at temperature 1, as an engine's canary is compared with.
+    def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+        """Log-probabilities of the completion tokens under the actor at temperature 1, to verify an engine's.
 
         Args:
-            token_ids: [P].
+            batch: on the CPU.
+            dtype: the engine's. The actor computes in it if it is of half precision, else in the run's own.
 
         Returns:
-            [P] float32; the first one 0.
+            [T] float32, on the actor's device; 0 on prompts.
         """
-        batch = RolloutBatch.of_sequence(token_ids).to(self.device)
-        # One short sequence now and then is not worth compiled graphs of its own, of a forward without gradient.
-        with torch.compiler.set_stance("force_eager"), self.trainer.precision_plugin.forward_context():
-            return packed_logprobs(self.loaded_actor, batch)[0]
+        is_half = dtype.itemsize == 2
+        plugin: Any = self.trainer.precision_plugin
+        precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
+        # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
+            return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
 
     @torch.no_grad()
     def evaluate_logprobs(
@@ -258,7 +253,7 @@ class PolicyModule(PromptBatchModule):
         Args:
             batch: on the CPU.
             model: the actor, or a reference.
-            temperature: logits are divided by it.
+            temperature: logits are divided by it, but for prompts with a temperature of their own.
             max_tokens: of one micro-batch.
 
         Returns:
@@ -300,44 +295,6 @@ class PolicyModule(PromptBatchModule):
     def costs(self, batch: RolloutBatch) -> Tensor:
         """What forward and backward over each sequence take, attention included: [N] floating point operations."""
         return sequence_flops(self.model_config, batch.lengths, batch.completion_lengths)
-
-    # Ranks
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """How many neighbouring ranks hold one copy of the actor together, and so compute on the same batch."""
-        return 1 if self._trainer is None else getattr(self.trainer.strategy, "tensor_parallel_size", 1)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's place among them."""
-        return global_rank() % self.tensor_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """How many shares an update is dealt out to."""
-        return world_size() // self.tensor_parallel_size
-
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks, the shares of an update; on one, the tensor itself."""
-        summed = all_reduce(tensor)
-        return summed if self.tensor_parallel_size == 1 else summed / self.tensor_parallel_size
-
-    def world_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, each of which samples for itself."""
-        return all_reduce(tensor)
-
-    def all_max(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, element by element."""
-        return all_reduce(tensor, "max")
-
-    def local_gradients(self) -> AbstractContextManager[None]:
-        """Inside, a backward adds to this rank's gradients, as far as they need not be averaged over the ranks yet.
-
-        For all micro-batches of an optimizer step but the last.
-        """
-        strategy = self.trainer.strategy
-        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

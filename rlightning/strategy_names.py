@@ -63,11 +63,15 @@ def check_strategy(name: object) -> None:
         return
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds
 
+    from rlightning.trainer_options import SPAWN_RULE
+
     if name not in StrategyRegistry:
         raise ConfigError(
             f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
             "One of your own is named by its dotted path."
         )
+    if "spawn" in name:
+        raise ConfigError(f"{KEY}={name} {SPAWN_RULE}")
     strategy = StrategyRegistry[name]["strategy"]
     if strategy is DDPStrategy or not strategy.__module__.startswith("lightning."):
         return

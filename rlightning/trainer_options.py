@@ -2,13 +2,21 @@
 
 import logging
 from collections.abc import Iterable
+from multiprocessing.context import get_spawning_popen
 
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 
 log = logging.getLogger(__name__)
+
+SPAWN_RULE = (
+    "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
+    "which starts the program once for each device."
+)
+"""What is wrong with ddp_spawn."""
 
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     callbacks.BaseFinetuning: "would add groups to an optimizer whose schedule is set. Freeze parameters in an "
@@ -50,6 +58,33 @@ def check_trainer(trainer: Trainer) -> None:
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_repeated(listed)
     check_callbacks(listed)
+
+
+def check_not_spawned() -> None:
+    """Refuse to pickle a module for a process that a strategy spawns, such as ``ddp_spawn``."""
+    if get_spawning_popen() is not None:
+        raise ConfigError(f"trainer.strategy {SPAWN_RULE}")
+
+
+_DATA = {
+    "fit": ("train_dataloader", "rows"),
+    "validate": ("val_dataloader", "validation=rows"),
+    "test": ("test_dataloader", "validation=rows"),
+    "predict": ("predict_dataloader", "predict=rows"),
+}
+"""By command, the hook that gives batches, and the argument of the data module that gives their prompts."""
+
+
+def check_data_source(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse loaders in place of a data module: their batches are no prompts, and have no position to resume from."""
+    assert trainer.state.fn is not None
+    command = trainer.state.fn.value
+    hook, argument = _DATA[command]
+    if getattr(trainer, "datamodule", None) is None and not is_overridden(hook, module, LightningModule):
+        raise ConfigError(
+            f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
+            f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."
+        )
 
 
 def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:

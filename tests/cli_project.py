@@ -105,10 +105,10 @@ def fit(folder: Path, *options: str, exit_code: int = 0) -> "subprocess.Complete
     return done
 
 
-def fit_here(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """Run ``fit`` in this process and folder; the exit code and what stderr says."""
+def fit_here(capsys: pytest.CaptureFixture[str], *options: str, command: str = "fit") -> tuple[int, str]:
+    """Run a command, ``fit`` unless given, in this process and folder; the exit code and what stderr says."""
     try:
-        code = main(["fit", *options])
+        code = main([command, *options])
     except SystemExit as stop:
         code = int(stop.code or 0)
     return code, capsys.readouterr().err

@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
     *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
-    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side"),
+    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums"),
 )
 
 

@@ -167,7 +167,12 @@ def test_a_programming_error_keeps_its_traceback(project: Path) -> None:
 def test_ctrl_c_ends_with_130_and_one_line(project: Path) -> None:
     command = [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", "--model", "own_classes.Slow"]
     process = subprocess.Popen(
-        command, cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--model.stop_grace", "40"],
+        cwd=project,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:

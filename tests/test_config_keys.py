@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 from cli_project import fit_here, resolve_config
+from programs import logged_steps
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.config_types import takes_text
@@ -32,6 +33,7 @@ from rlightning.rewards import RewardFunction
         ("--model=rlightnin.algorithms.GRPO", "model: there is no module 'rlightnin'. Did you mean 'rlightning'?"),
         ("--model=torch.nn.Linear", "model: 'torch.nn.Linear' is not a subclass of RLModule. Name one that is."),
         ("--data.trian=x", "data.trian: there is no such key. Did you mean 'train'?"),
+        ("--data.train_limit=0", "train_limit=0 must be at least 1."),
         ("--data.overlong=drob", "data.overlong: expected Literal['drop', 'truncate'], got 'drob'"),
         ("--rollout.temp=1", "rollout.temp: there is no such key. Did you mean 'temperature'?"),
         ("--trainer.callbacks+=EarlyStoping", "trainer.callbacks: there is no class 'EarlyStoping'. Did you mean"),
@@ -49,7 +51,7 @@ from rlightning.rewards import RewardFunction
         ("--model.kl_coef=.inf", "kl_coef=inf must be finite and at least 0"),
         ("--model.entropy_coef=.nan", "entropy_coef=nan must be finite."),
         ("--model.lr=null", "model.lr: null is no value for it. Leave the key out for its default"),
-        ("--data.max_prompt_tokens=null", "data.max_prompt_tokens: null is no value for it."),
+        ("--data.prompt_column=null", "data.prompt_column: null is no value for it."),
         ("--trainer=[]", "trainer=[]: here stand keys, not a value. Write 'trainer:', and below it lines such as"),
         ("--data=[1]", "data=[1]: here stand keys"),
         ("--rollout=[]", "rollout=[]: here stand keys"),
@@ -104,6 +106,12 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
             "train: rows.jsonl",
             "validation: {held_out: {path: rows.jsonl, limmit: 3}}",
             "data.validation.held_out.limmit: there is no such key. Did you mean 'limit'?",
+        ),
+        ("train: rows.jsonl", "train: {a: 1}", "data.train: expected str or list, got '{'a': 1}'"),
+        (
+            "train: rows.jsonl",
+            "train: [rows.jsonl, row.jsonl]",
+            "There is no file 'row.jsonl'. Did you mean 'rows.jsonl'",
         ),
         (
             "lr: 0.01",
@@ -314,6 +322,20 @@ def test_a_key_set_twice_by_nesting_is_refused(project: Path, capsys: pytest.Cap
     (project / "twice.yaml").write_text("trainer: {max_steps: 3}\ntrainer.max_steps: 4\n")
     code, errors = fit_here(capsys, "--config", "run.yaml", "--config", "twice.yaml")
     assert (code, errors) == (2, "error: trainer.max_steps: the file sets this key twice. Remove one of them.\n")
+
+
+@pytest.mark.long
+def test_prompt_sets_may_be_several_files_or_rows(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "more.jsonl").write_text((project / "rows.jsonl").read_text())
+    (project / "sets.yaml").write_text(
+        "data:\n  train: [rows.jsonl, more.jsonl]\n  max_prompt_tokens: null\n"
+        "  validation: {inline: [{prompt: '1+1=', completion: '2'}], files: {path: [more.jsonl, rows.jsonl]}}\n"
+    )
+    options = ("--trainer.max_steps=-1", "--trainer.max_epochs=1", "--trainer.default_root_dir=run")
+    assert fit_here(capsys, "--config", "run.yaml", "--config", "sets.yaml", *options)[0] == 0
+    assert logged_steps(project / "run", "policy/loss") == [1, 2, 3, 4, 5, 6, 7, 8]  # of four prompts of 32
+    for name in ("inline", "files"):
+        assert logged_steps(project / "run", f"val/{name}/loss") == [0, 8]  # before the first step, after the epoch
 
 
 @pytest.mark.long

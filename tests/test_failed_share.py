@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from rank_processes import free_port
+from rank_processes import finish, start_calls
 from tiny import make_data, make_trainer, save_model
 
 from rlightning.algorithms import DAPO, GRPO
@@ -97,14 +97,14 @@ def test_each_step_counts_anew(model: str, tmp_path: Path) -> None:
     assert counts.failed == [0, 0, 0, 0.25] * 2
 
 
+def validate_rank(folder: Path, model: str) -> None:
+    validate(model, folder, 0.0625, devices=2, strategy=DDP())
+
+
 @pytest.mark.processes
-def test_failures_of_one_rank_are_a_share_of_all_ranks(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    make_data(tmp_path)
+def test_failures_of_one_rank_are_a_share_of_all_ranks(model: str, tmp_path: Path) -> None:
     # Rank 0 has 3, 3, 3 and 1 of the sixteen prompts, the last one among them.
-    validate(model, tmp_path, 0.0625, devices=2, strategy=DDP(start_method="spawn"))
+    finish(start_calls(validate_rank, 2, tmp_path, model))
 
 
 def test_failure_beyond_all_that_may_fail_ends_at_once() -> None:

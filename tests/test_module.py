@@ -386,7 +386,7 @@ def test_a_step_without_signal_skips_its_update_and_counts(
     steps = Steps()
     module = make_silent(model_folder, 1, 2, updates_per_rollout=2, max_steps_without_signal=3)
     train(module, tmp_path, 4, Throughput(), steps)
-    assert module.trainer.global_step == module.weight_version == 4 and module.num_steps_without_signal == 0
+    assert module.trainer.global_step == module.weight_version == 4 and module.without_signal.number == 0
     assert steps.updates == [0, 3]
     assert_close(steps.weights[2], steps.weights[0])
     assert any(not torch.equal(steps.weights[3][name], steps.weights[2][name]) for name in steps.weights[3])

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from rank_processes import finish, start_calls
 from tiny import copy_weights, make_algorithm, make_data, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
 from rlightning.distributed import DDP
 from rlightning.types import Prompt, RolloutBatch
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_port")]
-
-
-def two_ranks() -> dict[str, Any]:
-    """Arguments of a Trainer."""
-    return {"devices": 2, "strategy": DDP(start_method="spawn")}
+pytestmark = pytest.mark.processes
 
 
 class Picky(GRPO):
@@ -61,25 +57,39 @@ class WriteResult(Callback):
         (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
-def train(algorithm: type[GRPO], folder: Path, arguments: dict[str, Any], **kwargs: Any) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
+    """Three steps of one of the classes above, or GRPO."""
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
-    module = make_algorithm(algorithm, save_model(folder / "model"), **usual | arguments)
+    module = make_algorithm(globals()[algorithm], model, **usual | arguments)
+    ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.
-    make_trainer(folder, 3, WriteResult(), precision="64-true", **kwargs).fit(module, make_data(folder))
+    trainer = make_trainer(folder, 3, WriteResult(), precision="64-true", **ranks)
+    trainer.fit(module, make_data(folder))
+
+
+def train_two(folder: Path, model: str, algorithm: str, arguments: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    finish(start_calls(train, 2, folder, model, algorithm, arguments, 2))
 
 
 @pytest.mark.parametrize(
     ("algorithm", "arguments"),
     [
-        (GRPO, {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
-        (GRPO, {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
-        (OneGroup, {"updates_per_rollout": 2}),
-        (TwoOptimizers, {"updates_per_rollout": 2}),
+        ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
+        ("GRPO", {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
+        ("OneGroup", {"updates_per_rollout": 2}),
+        ("TwoOptimizers", {"updates_per_rollout": 2}),
     ],
 )
-def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp_path: Path) -> None:
-    train(algorithm, tmp_path / "one", arguments)
-    train(algorithm, tmp_path / "two", arguments, **two_ranks())
+def test_two_ranks_are_one(algorithm: str, arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    train(tmp_path / "one", model, algorithm, arguments)
+    train_two(tmp_path / "two", model, algorithm, arguments)
     one, first, second = (
         torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
     )
@@ -88,8 +98,8 @@ def test_two_ranks_are_one(algorithm: type[GRPO], arguments: dict[str, Any], tmp
         torch.testing.assert_close(first[name], weight, atol=1e-10, rtol=0.0)
 
 
-def test_refill_needed_by_one_rank_includes_both(tmp_path: Path) -> None:
-    train(Picky, tmp_path, {}, **two_ranks())
+def test_refill_needed_by_one_rank_includes_both(model: str, tmp_path: Path) -> None:
+    train_two(tmp_path, model, "Picky", {})
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
     assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

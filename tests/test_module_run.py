@@ -10,14 +10,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from programs import logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import UseGenerator, copy_weights, make_batch, make_data, make_grpo, make_trainer
+from tiny import UseGenerator, copy_weights, make_algorithm, make_batch, make_data, make_grpo, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlightning.algorithms import SFT
-from rlightning.data import ValidationSet
+from rlightning.algorithms import GRPO, SFT
+from rlightning.data import PromptDataModule, ValidationSet
+from rlightning.errors import ConfigError
 from rlightning.metrics import RunningMeans
 from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
+from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
 
 
@@ -162,8 +164,12 @@ def test_save_hf_and_score(model_folder: str, tmp_path: Path) -> None:
     token_ids = AutoTokenizer.from_pretrained(tmp_path / "saved")("1+2=3").input_ids
     table = loaded(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     expected = torch.cat([torch.zeros(1), table[torch.arange(len(token_ids) - 1), torch.tensor(token_ids[1:])]])
-    torch.testing.assert_close(module.score(token_ids), expected.detach(), atol=1e-5, rtol=1e-5)
-    assert module.score(token_ids[:1]).tolist() == [0.0]
+    batch = RolloutBatch.of_sequences([token_ids[:1], token_ids])
+    scored = module.score(batch, torch.float32)
+    assert scored[0] == 0
+    torch.testing.assert_close(scored[1:], expected.detach(), atol=1e-5, rtol=1e-5)
+    coarse = module.score(batch, torch.bfloat16)[1:]  # of 8 bits
+    assert coarse.dtype == torch.float32 and 1e-5 < (coarse - expected).abs().max() < 0.1
 
 
 def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:
@@ -208,3 +214,57 @@ def test_two_steps_on_a_gpu(precision: str, model_folder: str, tmp_path: Path) -
     assert trainer.global_step == module.weight_version == 2
     assert metrics["optim/skipped"] == 0.0 and metrics["policy/rollout_gap_max"] < 0.1
     assert all(weight.isfinite().all() for _, weight in module.named_weights())
+
+
+async def answers_first_digit(completion: str, answer: str) -> float:
+    return float(completion[:1] == answer)
+
+
+async def first_digit_is(completion: str, wanted: str = "") -> float:
+    return float(completion[:1] == wanted)
+
+
+async def reads_all(completion: str, **columns: Any) -> float:
+    return float(completion[:1] == columns["answer"])
+
+
+class OwnRewards(GRPO):
+    def compute_rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        return torch.tensor([float(prompt.columns["answer"] == "1") for prompt in batch.prompts])
+
+
+READERS: dict[str, tuple[type[RLModule], list[RewardFunction]]] = {
+    "a parameter": (GRPO, [RewardFunction(answers_first_digit)]),
+    "a renamed parameter": (GRPO, [RewardFunction(first_digit_is, columns={"wanted": "answer"})]),
+    "all columns": (GRPO, [RewardFunction(reads_all)]),
+    "an override": (OwnRewards, []),
+}
+
+
+def sum_rows(**changes: Any) -> list[dict[str, Any]]:
+    """Sixteen sums, of which the third has other columns."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "source": "book"} for a in range(4) for b in range(4)]
+    rows[2] |= changes
+    return rows
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reader", READERS)
+def test_resume_with_a_changed_answer_is_refused(reader: str, model_folder: str, tmp_path: Path) -> None:
+    algorithm, rewards = READERS[reader]
+
+    def run(max_steps: int, rows: list[dict[str, Any]], **options: Any) -> RLModule:
+        module = make_algorithm(algorithm, model_folder, rewards=rewards)
+        checkpoints = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
+        trainer = make_trainer(tmp_path, max_steps, UseGenerator(), checkpoints, enable_checkpointing=True)
+        trainer.fit(module, PromptDataModule(rows), **options)
+        return module
+
+    run(1, sum_rows())
+    resume: dict[str, Any] = {"ckpt_path": str(tmp_path / "last.ckpt"), "weights_only": False}
+    with pytest.raises(ConfigError, match="The column 'answer' of the training prompts, which the rewards read") as no:
+        run(2, sum_rows(answer="7"), **resume)
+    assert "\n" not in str(no.value)
+    if reader in ("a parameter", "a renamed parameter"):
+        run(2, sum_rows(source="exam"), **resume)
+    assert run(2, sum_rows(), **resume).weight_version == 2

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
+from rlightning.optimizer_forms import check_form
 from rlightning.rewards import RewardFunction
 
 
@@ -169,6 +171,10 @@ def bare_plateau(module: Own) -> Any:
     return [optimizer], [ReduceLROnPlateau(optimizer)]
 
 
+def no_optimizer(module: Own) -> Any:
+    return {"lr_scheduler": StepLR(AdamW(module.parameters()), 1)}
+
+
 def nothing(module: Own) -> Any:
     return None
 
@@ -220,6 +226,7 @@ def short_cycle(module: Own) -> Any:
         (nothing, "configure_optimizers returns no optimizer of the model's parameters"),
         (of_something_else, "configure_optimizers returns no optimizer of the model's parameters"),
         (needs_closure, "configure_optimizers: LBFGS computes the loss again within a step"),
+        (no_optimizer, "configure_optimizers returns a dictionary without the key 'optimizer'"),
         (sparse, "configure_optimizers: SparseAdam takes sparse gradients alone"),
         (no_frequency, "configure_optimizers: frequency=0 of StepLR must be at least 1"),
         (by_metric, "configure_optimizers: ByMetric steps by a metric"),
@@ -236,6 +243,36 @@ def test_forms_that_cannot_work_are_refused_at_start(
     assert not (tmp_path / "metrics.csv").exists()
 
 
+def test_form_that_is_none_of_lightnings_is_refused() -> None:
+    optimizer, other = SGD([torch.nn.Parameter(torch.ones(1))]), SGD([torch.nn.Parameter(torch.ones(1))])
+    schedule, foreign = StepLR(optimizer, 1), StepLR(other, 1)
+    refused: list[tuple[Any, str]] = [
+        ({"lr_scheduler": schedule}, "returns a dictionary without the key 'optimizer'. Return an optimizer, a list"),
+        ([{"optimizer": optimizer}, {}], "returns a dictionary without the key 'optimizer'"),
+        (
+            {"optimizer": optimizer, "lr_schedulers": schedule},
+            "'lr_schedulers' is unknown. Did you mean 'lr_scheduler'?",
+        ),
+        ({"optimizer": optimizer, "lr_scheduler": None}, "NoneType is no schedule of an optimizer that is returned"),
+        ({"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "dictionary without the key 'scheduler'"),
+        (
+            {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "freq": 2}},
+            "the key 'freq' of a schedule is unknown. Did you mean 'frequency'?",
+        ),
+        ((optimizer, schedule), "where an optimizer has to be. Return"),
+        ([[optimizer], [foreign]], "StepLR is no schedule of an optimizer that is returned with it"),
+        ([{"optimizer": optimizer}, other], "beside a dictionary"),
+        ("adamw", "configure_optimizers returns 'adamw'. Return an optimizer"),
+    ]
+    for found, message in refused:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check_form(found)
+    for found in (None, optimizer, [optimizer, other], [[optimizer], [schedule]], ([optimizer], schedule)):
+        check_form(found)
+    check_form({"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "name": "a"}, "monitor": "x"})
+    check_form(({"optimizer": optimizer, "lr_scheduler": schedule}, {"optimizer": other}))
+
+
 def matrices_only(module: Own) -> Any:
     return SGD(by_shape(module)[0], lr=0.1)
 
@@ -246,9 +283,11 @@ def test_parameters_without_optimizer_are_named_once(
 ) -> None:
     with caplog.at_level(logging.WARNING, "rlightning"):
         run(tmp_path, model_folder, matrices_only, steps=1)
-    (line,) = [record.getMessage() for record in caplog.records if "in no optimizer" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "no optimizer" in record.getMessage()]
     # two norms and those of queries and keys in each of two layers, and the last one
-    assert line.startswith("9 parameters are in no optimizer and stay as they are, such as actor.model.layers.0.")
+    assert line.startswith(
+        "9 parameters have a gradient and no optimizer, and stay as they are, such as actor.model.layers.0."
+    )
 
 
 def train_with_muon(net: OddNet) -> None:

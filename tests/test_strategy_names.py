@@ -149,6 +149,13 @@ def test_lightnings_other_strategies_are_refused(name: str) -> None:
         check_strategy(name)
 
 
-@pytest.mark.parametrize("name", ["auto", "ddp", "fsdp2", "ray", "ddp_spawn", "ddp_find_unused_parameters_true"])
+@pytest.mark.parametrize("name", ["auto", "ddp", "fsdp2", "ray", "ddp_find_unused_parameters_true"])
 def test_these_pass(name: str) -> None:
     check_strategy(name)
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_spawn_find_unused_parameters_true"])
+def test_spawned_ranks_are_refused(name: str) -> None:
+    message = f"{KEY}={name} would train copies of the module in processes of its own.*Use strategy='ddp'"
+    with pytest.raises(ConfigError, match=message):
+        check_strategy(name)

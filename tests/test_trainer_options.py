@@ -17,13 +17,18 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner.tuning import Tuner
 from programs import logged_steps, read_csv
 from tiny import bare_trainer, make_data, save_model
+from torch.utils.data import DataLoader
 from trainer_witness import Witness, fit, make_module, make_rows
 
 from rlightning.algorithms import SFT
+from rlightning.data.loaders import PromptBatches
+from rlightning.distributed import DDP
 from rlightning.errors import ConfigError
 from rlightning.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
+from rlightning.types import Prompt
 
 
 def lines_of(folder: Path) -> list[dict[str, str]]:
@@ -247,6 +252,30 @@ def test_callback_is_refused(kind: type[Callback]) -> None:
         check_callbacks([kind])
 
 
+@pytest.mark.parametrize(
+    ("command", "argument"),
+    [("fit", "rows"), ("validate", "validation=rows"), ("test", "validation=rows"), ("predict", "predict=rows")],
+)
+def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
+    for loader in (DataLoader(rows, batch_size=2), rows):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=re.escape(f"{command}(module, datamodule=PromptDataModule({argument}))")):
+            getattr(bare_trainer(tmp_path, 1), command)(SFT(model, prompts_per_step=2), loader)
+
+
+def test_own_train_dataloader_of_a_module_is_used(model: str, tmp_path: Path) -> None:
+    class Own(SFT):
+        def train_dataloader(self) -> Any:
+            return PromptBatches([Prompt(0, "1+1=", [2, 11, 2, 12], {"completion": "2"}, [3, 0])] * 2, batch_size=1)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    trainer = bare_trainer(tmp_path, 2)
+    trainer.fit(Own(model, prompts_per_step=1))
+    assert trainer.global_step == 2
+
+
 def test_prediction_writer_gets_each_batch(model: str, tmp_path: Path) -> None:
     written: list[Any] = []
 
@@ -267,6 +296,20 @@ def test_prediction_writer_gets_each_batch(model: str, tmp_path: Path) -> None:
 def test_asynchronous_checkpoint_plugin_works(model: str, tmp_path: Path) -> None:
     fit(tmp_path, model, callbacks.ModelCheckpoint(tmp_path), enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
     assert (tmp_path / "epoch=0-step=2.ckpt").is_file()
+
+
+def test_learning_rate_tuner_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
+    trainer = bare_trainer(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"LearningRateFinder needs Lightning to step the optimizer"):
+        Tuner(trainer).lr_find(make_module(model), datamodule=make_rows(tmp_path))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp_spawn", DDP(start_method="spawn")])
+def test_spawned_ranks_are_refused_in_a_line(strategy: Any, model: str, tmp_path: Path) -> None:
+    trainer = bare_trainer(tmp_path, 1, devices=2, strategy=strategy)
+    with pytest.raises(ConfigError, match=r"^trainer\.strategy would train copies of the module.* Use strategy='ddp'"):
+        trainer.fit(make_module(model), datamodule=make_rows(tmp_path))
 
 
 def test_docs_table_has_every_option_and_callback() -> None:

@@ -6,6 +6,7 @@ import torch
 from tiny import make_completion
 from torch import Tensor
 
+from rlightning.errors import ConfigError
 from rlightning.types import Prompt, RolloutBatch
 
 
@@ -46,11 +47,18 @@ def test_pack_nothing() -> None:
     assert batch.to_tokens(torch.zeros(0)).shape == (0,)
 
 
-def test_of_sequence() -> None:
-    batch = RolloutBatch.of_sequence([5, 6, 7])
-    assert batch.token_ids.tolist() == [5, 6, 7]
-    assert batch.completion_mask.tolist() == [False, True, True]
-    assert RolloutBatch.of_sequence([5]).completion_mask.tolist() == [False]
+def test_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Prompt 3 has no token.* Begin it with the tokenizer's beginning-of-sequence"
+    ):
+        RolloutBatch.pack([Prompt(3, "", [], {})], [[make_completion([5])]])
+
+
+def test_of_sequences() -> None:
+    batch = RolloutBatch.of_sequences([[5, 6, 7], [8], [3, 4]])
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch.completion_mask.tolist() == [False, True, True, False, False, True]
 
 
 def test_sequences_to_tokens_and_back() -> None:
@@ -65,6 +73,7 @@ def fill(batch: RolloutBatch) -> RolloutBatch:
     """Every optional tensor, each different."""
     batch.rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     batch.reward_components = {"a": torch.tensor([5.0, 6.0, 7.0, 8.0])}
+    batch.extras = {"pair": torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), "is_hard": torch.tensor([True, False] * 2)}
     batch.advantages = torch.arange(12.0)
     batch.old_logprobs = -torch.arange(12.0)
     batch.ref_logprobs = 100 - torch.arange(12.0)
@@ -78,7 +87,7 @@ def assert_equal(got: RolloutBatch, expected: RolloutBatch) -> None:
         value, other = getattr(got, field.name), getattr(expected, field.name)
         if isinstance(other, Tensor):
             assert value.dtype == other.dtype and torch.equal(value, other), field.name
-        elif field.name == "reward_components":
+        elif field.name in ("reward_components", "extras"):
             assert value.keys() == other.keys() and all(torch.equal(value[n], other[n]) for n in other)
         elif field.name == "completions":
             assert all(a is b or np.array_equal(a.token_ids, b.token_ids) for a, b in zip(value, other, strict=True))
@@ -97,6 +106,7 @@ def test_select() -> None:
     assert [completion.text for completion in batch.completions] == ["67", ""]
     assert batch.rewards is not None and batch.rewards.tolist() == [4, 1]
     assert batch.reward_components["a"].tolist() == [8, 5]
+    assert batch.extras["pair"].tolist() == [[7, 8], [1, 2]] and batch.extras["is_hard"].tolist() == [False, True]
     assert batch.advantages is not None and batch.advantages.tolist() == [8, 9, 10, 11, 0, 1, 2]
     assert batch.old_logprobs is not None and batch.old_logprobs.tolist() == [-8, -9, -10, -11, 0, -1, -2]
     assert batch.ref_logprobs is not None and batch.ref_logprobs.tolist() == [92, 91, 90, 89, 100, 99, 98]
@@ -140,7 +150,7 @@ def test_to_moves_every_tensor() -> None:
     moved = fill(make_batch()).to("meta")
     tensors = [getattr(moved, field.name) for field in fields(RolloutBatch)]
     assert all(tensor.is_meta for tensor in tensors if isinstance(tensor, Tensor))
-    assert moved.reward_components["a"].is_meta
+    assert moved.reward_components["a"].is_meta and moved.extras["pair"].is_meta
     batch = fill(make_batch())
     assert_equal(batch.to("cpu"), batch)
 
@@ -177,3 +187,39 @@ def test_a_filler_counts_for_nothing() -> None:
     assert not filler.completion_mask.any()
     assert filler.advantages is not None and filler.advantages.tolist() == [0.0]
     assert filler.rewards is not None and filler.old_logprobs is None
+    extras = fill(make_batch()).filler().extras
+    assert extras["pair"].tolist() == [[0, 0]] and extras["is_hard"].tolist() == [False]
+
+
+def test_pack_lays_completions_extras_beside_sequences() -> None:
+    completions = [make_completion([5])._replace(extras={"calls": 2.0}), make_completion([6])]
+    batch = RolloutBatch.pack([Prompt(0, "0", [1], {})], [completions])
+    torch.testing.assert_close(batch.extras["calls"], torch.tensor([2.0, torch.nan]), equal_nan=True)
+
+
+def test_extras_of_another_length_are_refused() -> None:
+    batch = make_batch()
+    batch.extras = {"a": [1, 2, 3, 4]}  # type: ignore[dict-item]
+    batch.check_extras()
+    assert batch.extras["a"].tolist() == [1, 2, 3, 4]
+    for value, shape in ((torch.ones(12), r"\[12\]"), (torch.tensor(1.0), r"\[\]")):
+        batch.extras["b"] = value
+        with pytest.raises(ConfigError, match=rf"extras\['b'\] has the shape {shape}, and the batch has 4 completions"):
+            batch.check_extras()
+
+
+def test_extras_of_some_batches_only_are_refused() -> None:
+    batches = [fill(make_batch()), make_batch()]
+    batches[1].reward_components = batches[0].reward_components
+    for field in ("rewards", "advantages", "old_logprobs", "ref_logprobs"):
+        setattr(batches[1], field, getattr(batches[0], field))
+    with pytest.raises(ConfigError, match=r"batch\.extras\['is_hard'\] is set on some of the batches"):
+        RolloutBatch.concatenate(batches)
+
+
+def test_temperatures_are_the_prompts_own() -> None:
+    batch = make_batch()
+    assert batch.temperatures(0.7) == 0.7
+    batch.prompts = [prompt._replace(temperature=0.5) if prompt.index == 4 else prompt for prompt in batch.prompts]
+    own = batch.temperatures(0.75)
+    assert isinstance(own, Tensor) and own.tolist() == [0.75, 0.75, 0.5, 0.5]

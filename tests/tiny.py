@@ -113,7 +113,9 @@ class ActorGenerator(Generator):
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
     ) -> list[list[Completion]]:
         """Sample ``num_samples`` completions of each prompt."""
-        return [[self._complete(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+        return [
+            [self._complete(prompt, sample, sampling.of(prompt)) for sample in range(num_samples)] for prompt in prompts
+        ]
 
     @torch.no_grad()
     def _complete(self, prompt: Prompt, sample: int, sampling: Sampling) -> Completion:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
@@ -36,8 +37,8 @@ class DAPO(GroupModule):
         clip_low: the ratio counts down to ``1 - clip_low``.
         clip_high: the ratio counts up to ``1 + clip_high``.
         max_refills: how often a step may draw further prompts; 0 only drops.
-        overlong_cache: completion tokens before the limit over which the penalty falls to -1; None is a fifth
-            of the limit, as the paper's 4,096 of 20,480; 0 is no penalty.
+        overlong_cache: completion tokens before the limit, a prompt's own where it has one, over which the penalty
+            falls to -1; None is a fifth of the limit, as the paper's 4,096 of 20,480; 0 is no penalty.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class DAPO(GroupModule):
             )
         if cache == 0:
             return rewards
-        penalty = overlong_penalty(batch.completion_lengths, limit, cache).to(rewards.device)
+        limits = torch.tensor([self.sampling.of(prompt).max_new_tokens for prompt in batch.prompts])
+        caches = limits // 5 if self.overlong_cache is None else limits.clamp(max=cache)
+        penalty = overlong_penalty(batch.completion_lengths, limits, caches).to(rewards.device)
         batch.reward_components[OVERLONG] = penalty
         return rewards + penalty
 

@@ -42,6 +42,10 @@ class SFT(RLModule):
                 f"{did_you_mean(self.completion_column, columns)}"
             )
 
+    def read_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the column that is learned."""
+        return [self.completion_column]
+
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
         """Pack each prompt with the completion of its row; N is the number of prompts."""
         fire(self.trainer, self, "on_rollout_start", prompts)

@@ -2,15 +2,15 @@
 
 import logging
 import string
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time, timedelta
 from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
 
-from rlightning.data.arrow_rows import ArrowRows, Row
+from rlightning.data.arrow_rows import Row
 from rlightning.data.chats import (
     Message,
     check_template_arguments,
@@ -19,7 +19,9 @@ from rlightning.data.chats import (
     is_chat,
     render_chat,
 )
-from rlightning.data.mapped import COLUMNS, map_prompts
+from rlightning.data.listed_rows import STORED_ROWS
+from rlightning.data.mapped import COLUMNS, OF_PROMPT, map_prompts
+from rlightning.data.own_sampling import read_limit, read_temperature
 from rlightning.data.sources import RowTable
 from rlightning.data.summary import Note, summarize
 from rlightning.data.tokens import Tokens, check_characters, cut_prompt, tokenize
@@ -45,6 +47,8 @@ class PromptFormat:
         max_tokens: of a prompt.
         overlong: what to do with longer ones; "truncate" keeps their end.
         completion_column: the column of a completion to learn; None: rows hold none.
+        temperature_column: the column of temperatures of the rows' own; None: all are sampled at the run's.
+        max_new_tokens_column: the column of limits on the rows' completions; None: all have the run's.
     """
 
     column: str = "prompt"
@@ -55,6 +59,18 @@ class PromptFormat:
     max_tokens: int = 1024
     overlong: Literal["drop", "truncate"] = "drop"
     completion_column: str | None = None
+    temperature_column: str | None = None
+    max_new_tokens_column: str | None = None
+
+    @property
+    def own_sampling(self) -> dict[str, str | None]:
+        """The columns of the rows' own sampling, by argument."""
+        return {name: getattr(self, name) for name in ("temperature_column", "max_new_tokens_column")}
+
+    def without_missing(self, columns: Collection[str]) -> "PromptFormat":
+        """Return the format of a set without the rows' own sampling, as far as the set has no column of it."""
+        absent: dict[str, Any] = {name: None for name, column in self.own_sampling.items() if column not in columns}
+        return replace(self, **absent)
 
 
 def build_prompts(
@@ -76,13 +92,13 @@ def build_prompts(
 
     Returns:
         At least one prompt, each of 1 to ``prompt_format.max_tokens`` tokens, in the order of the rows: a list, or for
-        rows that stay on disk a sequence that stays there too, tokenised once for all processes and later starts.
+        a large set a sequence whose tokens stay on disk, tokenised once for all processes and later starts.
     """
     encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
     require_columns(table, encoder.columns)
     drop_above = prompt_format.max_tokens if prompt_format.overlong == "drop" else None
     prompts: Sequence[Prompt]
-    if isinstance(table.rows, ArrowRows):
+    if isinstance(table.rows, STORED_ROWS):
         prompts, summary = map_prompts(table, encoder, prompt_format.max_tokens, is_dropping=drop_above is not None)
     else:
         prompts, lengths, notes = _encode_in_memory(table, encoder)
@@ -113,6 +129,7 @@ class PromptEncoder:
             )
         template, column = prompt_format.template, prompt_format.column
         self.columns = [column] if template is None else _template_columns(template)
+        self.columns += [column for column in prompt_format.own_sampling.values() if column is not None]
         if prompt_format.completion_column is not None:
             self.columns.append(prompt_format.completion_column)
             if tokenizer.eos_token_id is None:
@@ -142,7 +159,7 @@ class PromptEncoder:
         }
 
     def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
-        """Return the columns text, token_ids, completion_ids, num_tokens and notes of some rows.
+        """Return the columns of :data:`~rlightning.data.mapped.COLUMNS` of some rows.
 
         ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
         """
@@ -158,6 +175,10 @@ class PromptEncoder:
         for i, (text, note), tokens in zip(places, rendered, encoded, strict=True):
             for name, value in self._finish(text, note, tokens, table, i).items():
                 columns[name].append(value)
+        for row, i in zip(rows, places, strict=True):
+            where = table.where(i)
+            columns["temperature"].append(read_temperature(row, self.format.temperature_column, where))
+            columns["max_new_tokens"].append(read_limit(row, self.format.max_new_tokens_column, where))
         return columns
 
     def _render(self, row: Row, table: RowTable, place: int) -> tuple[str, Note]:
@@ -258,8 +279,9 @@ def _encode_in_memory(table: RowTable, encoder: PromptEncoder) -> tuple[list[Pro
     for start in range(0, len(table.rows), _ROWS_A_BATCH):
         stop = min(start + _ROWS_A_BATCH, len(table.rows))
         columns = encoder.encode(table, start, stop)
-        parts = (columns["text"], columns["token_ids"], table.rows[start:stop], columns["completion_ids"])
-        prompts += map(Prompt, range(start, stop), *parts)
+        rows = table.rows[start:stop]
+        for i, row, *values in zip(range(start, stop), rows, *(columns[name] for name in OF_PROMPT), strict=True):
+            prompts.append(Prompt(index=i, columns=row, **dict(zip(OF_PROMPT, values, strict=True))))
         lengths += columns["num_tokens"]
         notes += columns["notes"]
     return prompts, lengths, notes

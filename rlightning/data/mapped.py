@@ -1,10 +1,10 @@
-"""Prompts that stay on disk: tokenised once a host by ``datasets``, memory-mapped by every process."""
+"""Prompts of large sets, whose tokens stay on disk: made once a host by ``datasets``, mapped by every process."""
 
 import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import compress
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.data.arrow_rows import ArrowRows
+from rlightning.data.arrow_rows import Row
 from rlightning.data.cache import cached_folder
+from rlightning.data.digests import digest_columns, digest_texts
+from rlightning.data.listed_rows import STORED_ROWS, HeldRows
 from rlightning.data.sources import RowTable
-from rlightning.data.stream import digest_texts
 from rlightning.data.summary import Summary, summarize
 from rlightning.types import Prompt
 
@@ -30,23 +31,29 @@ COLUMNS = {
     "completion_ids": "list of int32",
     "num_tokens": "int32",
     "notes": "int8",
+    "temperature": "float64",
+    "max_new_tokens": "int32",
 }
 """What an encoder gives of rows, and their types."""
+OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_tokens")
+"""Of these, what a prompt has."""
 ROWS_A_PROCESS = 10_000
 """A further process is worth its start for so many rows."""
-_VERSION = 1  # of how rows become tokens, and of what is written; files of another are not read
+_ROWS_A_BATCH = 1000
+_VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """The prompts of rows that stay on disk; each is made when it is asked for.
+    """Prompts whose tokens stay on disk; each is made when it is asked for.
 
     Args:
         rows: of the whole set.
         folder: what :func:`map_prompts` has written.
     """
 
-    def __init__(self, rows: ArrowRows, folder: Path) -> None:
+    def __init__(self, rows: Sequence[Row], folder: Path) -> None:
         self._rows = rows
+        self._folder = folder
         self._encoded = _open(folder)
         kept = folder / "kept.npy"
         self._kept: NDArray[np.int64] | None = np.load(kept, mmap_mode="r") if kept.is_file() else None
@@ -67,22 +74,51 @@ class MappedPrompts(Sequence[Prompt]):
         place = range(len(self))[index]
         row = place if self._kept is None else int(self._kept[place])
         (encoded,) = self._encoded[row : row + 1].to_pylist()
-        return Prompt(row, encoded["text"], encoded["token_ids"], self._rows[row], encoded["completion_ids"])
+        return Prompt(index=row, columns=self._rows[row], **{name: encoded[name] for name in OF_PROMPT})
+
+    @property
+    def longest_limit(self) -> int:
+        """The largest limit of a prompt's own; 0 where none has one."""
+        import pyarrow.compute
+
+        return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
+
+    def digest_columns(self, columns: Collection[str]) -> dict[str, str]:
+        """Return a digest of each of these columns, unless a process of this host has written it down before."""
+        if not columns:
+            return {}
+
+        def build(folder: Path) -> None:
+            (folder / "digests.json").write_text(json.dumps(digest_columns(self._iterate_rows(), columns)))
+
+        parts = {"kind": "columns", "version": _VERSION, "prompts": self._folder.name, "columns": sorted(columns)}
+        digests: dict[str, str] = json.loads((cached_folder(parts, build) / "digests.json").read_text())
+        return digests
+
+    def _iterate_rows(self) -> Iterator[Row]:
+        """Yield the rows of the prompts, which are read some at a time."""
+        for start in range(0, len(self._rows), _ROWS_A_BATCH):
+            batch = self._rows[start : start + _ROWS_A_BATCH]
+            if self._kept is None:
+                yield from batch
+            else:
+                first, last = np.searchsorted(self._kept, [start, start + len(batch)])
+                yield from (batch[int(place) - start] for place in self._kept[first:last])
 
 
 def map_prompts(
     table: RowTable, encoder: "PromptEncoder", max_tokens: int, *, is_dropping: bool
 ) -> tuple[MappedPrompts, Summary]:
-    """Tokenise rows that stay on disk, unless a process of this host has before.
+    """Tokenise the rows of a large set, unless a process of this host has before.
 
     Args:
-        table: its rows are :class:`~rlightning.data.arrow_rows.ArrowRows`.
+        table: its rows are of :data:`~rlightning.data.listed_rows.STORED_ROWS`.
         encoder: what turns rows into tokens.
         max_tokens: of a prompt.
         is_dropping: whether prompts with more are left out.
     """
     rows = table.rows
-    assert isinstance(rows, ArrowRows)
+    assert isinstance(rows, STORED_ROWS)
 
     def build(folder: Path) -> None:
         _map(table, encoder, folder)
@@ -115,14 +151,15 @@ def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
 
     num_rows = len(table.rows)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_processes = min(cores, num_rows // ROWS_A_PROCESS)
+    # Another process would need a copy of rows in memory.
+    num_processes = 1 if isinstance(table.rows, HeldRows) else min(cores, num_rows // ROWS_A_PROCESS)
     values = {name: datasets.Value(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
     features = {name: datasets.List(value) if "list" in COLUMNS[name] else value for name, value in values.items()}
     with plain_forks():
         datasets.Dataset.from_dict({"row": np.arange(num_rows)}).map(
             _encode,
             batched=True,
-            batch_size=1000,
+            batch_size=_ROWS_A_BATCH,
             remove_columns=["row"],
             features=datasets.Features(features),
             fn_kwargs={"table": table, "encoder": encoder},

@@ -1,9 +1,10 @@
 """The Lightning data module of prompt sets."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +12,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
+from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
+from rlightning.data.own_sampling import longest_limit
+from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choose_prompt_limit
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import PromptStream
+from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
 from rlightning.errors import ConfigError
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
@@ -21,68 +26,35 @@ from rlightning.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ValidationSet:
-    """A prompt set that validation runs on.
-
-    Attributes:
-        path: as of ``PromptDataModule(train=...)``.
-        limit: use only this many rows, from the start.
-        samples_per_prompt: completions of each prompt; k of pass@k.
-        temperature: of these completions; None: 0 (greedy) for one completion a prompt, else 1.
-        prompt_column: None: the data module's.
-        prompt_template: None: the data module's.
-        name: in the metrics ``val/<name>/...``; the data module takes it from the key.
-    """
-
-    path: str
-    limit: int | None = None
-    samples_per_prompt: int = 1
-    temperature: float | None = None
-    prompt_column: str | None = None
-    prompt_template: str | None = None
-    name: str = ""
-
-    def resolve(self, name: str) -> "ValidationSet":
-        """The same set with its name and its temperature filled in."""
-        if self.samples_per_prompt < 1:
-            raise ConfigError(
-                f"Validation set '{name}': samples_per_prompt={self.samples_per_prompt} must be at least 1."
-            )
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(
-                f"Validation set '{name}': limit={self.limit} must be at least 1. Leave it out for all rows."
-            )
-        default = 0.0 if self.samples_per_prompt == 1 else 1.0
-        temperature = default if self.temperature is None else self.temperature
-        if temperature == 0 and self.samples_per_prompt > 1:
-            samples = f"samples_per_prompt={self.samples_per_prompt}"
-            raise ConfigError(
-                f"Validation set '{name}': {samples} at temperature=0 are all alike. Use a temperature above 0."
-            )
-        return replace(self, name=name, temperature=temperature)
-
-
 class PromptDataModule(LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
     Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
-    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)`` and, on rank 0,
-    ``check_answers(prompts, where)``, where it has them, with what the reward functions will get. Everything wrong with
-    the data is found in ``setup``, before any model loads. The position in the training prompts is part of every
-    checkpoint.
+    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)``, ``read_columns(columns)``
+    and, on rank 0, ``check_answers(prompts, where)``, where it has them, with what the reward functions will get.
+    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
+    is part of every checkpoint.
 
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
-            configuration and split, ``owner/name:config:split``.
-        validation: sets by name, each a path or a :class:`ValidationSet`; or one path.
-        predict: the set of ``rlightning predict``.
+            configuration and split, ``owner/name:config:split``; a list of them, which are one set; or rows: a
+            ``datasets.Dataset``, a list of dicts, a DataFrame of pandas or polars, anything that yields dicts.
+        validation: sets by name, each as of ``train``, a :class:`ValidationSet` or a mapping of its keys; or one set
+            as of ``train``; a list of paths is a set each.
+        predict: the set of ``rlightning predict``, as of ``train``.
+        train_limit: use only this many rows of ``train``, from the start; needed where its length is not known.
+        predict_limit: the same of ``predict``.
         prompt_column: the column that holds the prompt, a text or a list of chat messages.
         prompt_template: a format string over the columns, used instead, such as ``"Q: {question}\\nA:"``.
         system_prompt: the first message of every chat without one; before a plain text, with an empty line between.
         chat_template: whether to apply the tokenizer's chat template; None: where it has one.
         chat_template_arguments: passed to the chat template, such as ``enable_thinking: false``.
-        max_prompt_tokens: the limit on a prompt's tokens.
+        max_prompt_tokens: the limit on a prompt's tokens; None: 1,024, or what the model's positions leave beside a
+            completion.
+        temperature_column: a column with the temperature of each training and prediction prompt's completions; an empty
+            cell stands for ``rollout.temperature``. Validation sets have a temperature each.
+        max_new_tokens_column: a column with the limit on each prompt's completions, at most ``rollout.max_new_tokens``,
+            which an empty cell stands for. Sets other than ``train`` may lack these columns.
         overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
         seed: of these orders; None: of ``seed_everything``.
@@ -91,17 +63,21 @@ class PromptDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: str | None = None,
+        train: PromptSource | None = None,
         *,
-        validation: dict[str, ValidationSet | str] | str | None = None,
-        predict: str | None = None,
+        validation: ValidationSource | None = None,
+        predict: PromptSource | None = None,
+        train_limit: int | None = None,
+        predict_limit: int | None = None,
         prompt_column: str = "prompt",
         prompt_template: str | None = None,
         system_prompt: str | None = None,
         chat_template: bool | None = None,
         chat_template_arguments: dict[str, Any] | None = None,
-        max_prompt_tokens: int = 1024,
+        max_prompt_tokens: int | None = None,
         overlong: Literal["drop", "truncate"] = "drop",
+        temperature_column: str | None = None,
+        max_new_tokens_column: str | None = None,
         shuffle: bool = True,
         seed: int | None = None,
         validation_batch_size: int = 256,
@@ -111,26 +87,30 @@ class PromptDataModule(LightningDataModule):
             raise ConfigError(f"validation_batch_size={validation_batch_size} must be at least 1.")
         if seed is not None and seed < 0:
             raise ConfigError(f"seed={seed} must be at least 0. Leave it out for that of seed_everything.")
-        if isinstance(validation, str):
-            validation = {_name_of(validation): validation}
-        self.validation_sets = [
-            (ValidationSet(chosen) if isinstance(chosen, str) else chosen).resolve(name)
-            for name, chosen in (validation or {}).items()
-        ]
-        self.train = train
-        self.predict = predict
+        for key, source, limit in (("train", train, train_limit), ("predict", predict, predict_limit)):
+            check_source(source, f"data.{key}")
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{key}_limit={limit} must be at least 1. Leave it out for all rows.")
+        self.validation_sets = make_validation_sets(validation)
+        self.train, self.train_limit = train, train_limit
+        self.predict, self.predict_limit = predict, predict_limit
+        self.max_prompt_tokens = max_prompt_tokens  # None until setup() knows the model
+        self._is_limit_chosen = max_prompt_tokens is None
         self.format = PromptFormat(
             column=prompt_column,
             template=prompt_template,
             system=system_prompt,
             chat_template=chat_template,
             chat_template_arguments=chat_template_arguments or {},
-            max_tokens=max_prompt_tokens,
+            max_tokens=PROMPT_TOKENS if max_prompt_tokens is None else max_prompt_tokens,
             overlong=overlong,
+            temperature_column=temperature_column,
+            max_new_tokens_column=max_new_tokens_column,
         )
         self.shuffle = shuffle
         self.seed = seed
         self.validation_batch_size = validation_batch_size
+        self.longest_limit = 0  # of the prompts' own, in the sets that have been read
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -139,7 +119,10 @@ class PromptDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
-        self._check_lengths()
+        self._settle_prompt_limit(stage)
+        own = [name for name, column in self.format.own_sampling.items() if column is not None]
+        if own and not getattr(self._module, "generates", True) and stage != "predict":
+            raise ConfigError(f"data.{own[0]} has no effect: {type(self._module).__name__} samples nothing. Remove it.")
         if stage == "fit":
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
@@ -147,21 +130,25 @@ class PromptDataModule(LightningDataModule):
                 raise ConfigError(
                     "data.validation is not set, and there is nothing else to validate on. Give a prompt set."
                 )
+            self.validation_sets = [_hold_validation(chosen) for chosen in self.validation_sets]
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
             if self.predict is None:
                 raise ConfigError(
                     "data.predict is not set, and there is nothing else to predict from. Give a prompt set."
                 )
-            self.predict_prompts = self._load(self.predict, self.format)
+            self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
+            table = read_source(self.predict, self.predict_limit, "data.predict")
+            self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
 
     def prepare_data(self) -> None:
         """Fetch sets of the hub once a host, before the ranks of the host read them all at once."""
-        for path in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
-            if path is not None and not Path(path).expanduser().exists():
+        for source in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
+            for path in paths_of(source):
                 # An error must reach every rank, not this one alone: setup() meets it again.
-                with contextlib.suppress(ConfigError):
-                    read_rows(path, limit=1)
+                with contextlib.suppress(ConfigError, OSError):
+                    if not Path(path).expanduser().exists():
+                        read_rows(path, limit=1)
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Further training prompts for this rank, beyond the loader's; every rank must take as many."""
@@ -214,10 +201,13 @@ class PromptDataModule(LightningDataModule):
         if self.stream is not None:
             self.stream.load_state_dict(state_dict)
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """No prompt has more tokens."""
-        return self.format.max_tokens
+    def without_rows(self) -> "PromptDataModule":
+        """Return a copy for a process that gets its prompts from another one: settled, and without rows or prompts."""
+        copied = copy.copy(self)
+        copied.trainer = copied.train = copied.predict = copied.stream = None
+        copied.validation_prompts = copied.predict_prompts = None
+        copied.validation_sets = [replace(chosen, path=chosen.key) for chosen in self.validation_sets]
+        return copied
 
     @property
     def _module(self) -> Any:
@@ -230,15 +220,17 @@ class PromptDataModule(LightningDataModule):
         assert self.trainer is not None
         return self.trainer.global_rank, self.trainer.world_size
 
-    def _check_lengths(self) -> None:
-        limit, model_limit = self.format.max_tokens, self._module.max_model_length
-        if limit is None or limit < 1:
-            raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
-        if limit >= model_limit:
-            raise ConfigError(
-                f"max_prompt_tokens={limit} leaves a model of {model_limit} positions no room for a completion. "
-                f"Use at most {model_limit - 1}, less what you want completions to have."
-            )
+    def _settle_prompt_limit(self, stage: str) -> None:
+        """Choose the limit on prompts where none is set, and refuse one that leaves completions no room."""
+        before = self.max_prompt_tokens
+        if self._is_limit_chosen:
+            self.max_prompt_tokens, reason = choose_prompt_limit(self.trainer, self._module, stage)
+            self.format = replace(self.format, max_tokens=self.max_prompt_tokens)
+            if self.max_prompt_tokens != before:
+                self.validation_prompts = self.predict_prompts = None  # of an earlier stage, by another limit
+                if self._rank_and_ranks[0] == 0:
+                    logger.info("data.max_prompt_tokens=%d: %s.", self.max_prompt_tokens, reason)
+        check_prompt_limit(self.format.max_tokens, self._module.max_model_length)
 
     def _setup_train(self) -> None:
         if self.train is None:
@@ -251,10 +243,12 @@ class PromptDataModule(LightningDataModule):
                 f"prompts_per_step={prompts_per_step} cannot be split over {num_ranks} ranks. "
                 f"Use a multiple of {num_ranks}, such as {below or num_ranks}."
             )
-        prompts = self._load(self.train, self.format, is_rewarded=True)
+        self.train = hold_rows(self.train, self.train_limit, "data.train", "data.train_limit")
+        table = read_source(self.train, self.train_limit, "data.train")
+        prompts = self._build(table, self.format)
         if len(prompts) < prompts_per_step:
             raise ConfigError(
-                f"'{self.train}' has {len(prompts)} usable prompts, and one step takes "
+                f"'{table.path}' has {len(prompts)} usable prompts, and one step takes "
                 f"prompts_per_step={prompts_per_step}. Use at most {len(prompts)} a step, or more data."
             )
         self._steps_per_epoch = len(prompts) // prompts_per_step
@@ -270,6 +264,7 @@ class PromptDataModule(LightningDataModule):
             seed=(run_seed() or 0) if self.seed is None else self.seed,
             rank=rank,
             num_ranks=num_ranks,
+            columns=self._module.read_columns(sorted(table.columns)) if hasattr(self._module, "read_columns") else (),
         )
 
     def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
@@ -278,13 +273,12 @@ class PromptDataModule(LightningDataModule):
             column=chosen.prompt_column or self.format.column,
             # A column of the set's own is not to be hidden by the data module's template.
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
+            temperature_column=None,  # the set has one for all
         )
-        return self._load(chosen.path, own, limit=chosen.limit, is_rewarded=True)
+        table = read_source(chosen.path, chosen.limit, chosen.key)
+        return self._build(table, own.without_missing(table.columns))
 
-    def _load(
-        self, path: str, prompt_format: PromptFormat, *, limit: int | None = None, is_rewarded: bool = False
-    ) -> Sequence[Prompt]:
-        table = read_rows(path, limit)
+    def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
         check_columns = getattr(self._module, "check_columns", None)
         if is_rewarded and check_columns is not None:
             _check_columns(check_columns, table)
@@ -296,6 +290,7 @@ class PromptDataModule(LightningDataModule):
             vocab_size=getattr(self._module, "vocab_size", None),
             max_length=self._module.max_model_length,
         )
+        self.longest_limit = max(self.longest_limit, longest_limit(prompts))
         check_answers = getattr(self._module, "check_answers", None)
         if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
             check_answers(prompts, table.where)
@@ -320,6 +315,5 @@ def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> 
         raise
 
 
-def _name_of(path: str) -> str:
-    """The name of a set given by its path alone: "test" of data/test.jsonl, "gsm8k" of openai/gsm8k:main:test."""
-    return Path(path.split(":")[0]).stem
+def _hold_validation(chosen: ValidationSet) -> ValidationSet:
+    return replace(chosen, path=hold_rows(chosen.path, chosen.limit, chosen.key, f"{chosen.key}.limit"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlightning.data.arrow_rows import ArrowRows, Row, write_batches, write_json_rows
 from rlightning.data.cache import file_digest
+from rlightning.data.listed_rows import common_columns
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
 
@@ -32,7 +33,8 @@ class RowTable:
 
     Attributes:
         path: the set as the user named it.
-        rows: in the order of the file; a list, or :class:`~rlightning.data.arrow_rows.ArrowRows` of a large set.
+        rows: in the order of the file; a list, or for a large set one of
+            :data:`~rlightning.data.listed_rows.STORED_ROWS`.
         unit: what ``places`` counts, "line" or "row".
         places: one a row, counted from 1.
         has_fixed_fields: whether each row has every field of every other, null where it has no value.
@@ -51,9 +53,7 @@ class RowTable:
     @property
     def columns(self) -> set[str]:
         """The columns that every row has."""
-        if isinstance(self.rows, ArrowRows):
-            return self.rows.columns
-        return set.intersection(*(set(row) for row in self.rows))
+        return common_columns(self.rows)
 
 
 def read_rows(path: str, limit: int | None = None) -> RowTable:
@@ -68,7 +68,11 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
         At least one row.
     """
     file = Path(path).expanduser()
-    if file.is_dir():
+    try:
+        is_folder = file.is_dir()
+    except OSError as error:  # no name of a file, but a text
+        raise ConfigError(f"'{cut_line(path)}' is no file: {error.strerror}. Write a path.") from error
+    if is_folder:
         table = _read_folder(path, file, None, limit)
     elif not file.is_file():
         table = _read_named(path, limit)
@@ -117,7 +121,7 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> Row:
         found = dict(pairs)
         if len(found) < len(pairs):
-            _refuse_duplicates([name for name, _ in pairs], where)
+            refuse_duplicates([name for name, _ in pairs], where)
         return found
 
     too_deep = f"lists or objects are nested more than {MAX_NESTING} deep. Flatten them, or write them as a text."
@@ -152,7 +156,8 @@ def _require_object(row: Any, where: str) -> Row:
     return row
 
 
-def _refuse_duplicates(names: Sequence[str], where: str) -> None:
+def refuse_duplicates(names: Sequence[str], where: str) -> None:
+    """Raise a ConfigError if a column is named twice."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{where} names '{twice}' twice. Rename or remove one of them.")
@@ -165,7 +170,7 @@ def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
         place = 1
         try:
             header = next(reader, [])
-            _refuse_duplicates(header, f"{path}, line 1")
+            refuse_duplicates(header, f"{path}, line 1")
             place = reader.line_num + 1
             for cells in reader:
                 if cells:
@@ -209,7 +214,7 @@ def _read_parquet(path: str, file: Path, limit: int | None) -> RowTable:
 
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
-        _refuse_duplicates(parquet.schema_arrow.names, path)
+        refuse_duplicates(parquet.schema_arrow.names, path)
         num_rows = parquet.metadata.num_rows if limit is None else min(limit, parquet.metadata.num_rows)
         batches = _first_rows(parquet.iter_batches(batch_size=1000), num_rows)
         rows: Sequence[Row]
@@ -261,7 +266,7 @@ def _read_folder(path: str, folder: Path, split: str | None, limit: int | None) 
     if not ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
         raise ConfigError(f"The folder '{path}' was not saved by datasets' save_to_disk. {_nearest_file(folder / 'x')}")
     loaded = datasets.load_from_disk(str(folder))
-    return _from_dataset(path, loaded, split, limit)
+    return from_dataset(path, loaded, split, limit)
 
 
 def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> RowTable:
@@ -274,10 +279,18 @@ def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> Ro
     except (OSError, ValueError) as error:
         rule = f"is no file, and the hub's set cannot be loaded: {_first_line(error)}."
         raise ConfigError(f"'{path}' {rule} Write a path, or owner/name:config:split.") from error
-    return _from_dataset(path, loaded, None, limit)
+    return from_dataset(path, loaded, None, limit)
 
 
-def _from_dataset(path: str, loaded: Any, split: str | None, limit: int | None) -> RowTable:
+def from_dataset(path: str, loaded: Any, split: str | None, limit: int | None) -> RowTable:
+    """Return the rows of a ``datasets.Dataset``, or of one of several splits.
+
+    Args:
+        path: the set as the user named it.
+        loaded: a set, or sets by split.
+        split: the split that the user named.
+        limit: only this many rows from the start.
+    """
     if isinstance(loaded, dict):
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))

@@ -1,12 +1,13 @@
 """The endless, resumable order in which a run sees its prompts."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlightning.data.digests import digest_columns, digest_texts
+from rlightning.data.mapped import MappedPrompts
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt
 
@@ -18,10 +19,25 @@ class PromptStream:
     order of an epoch follows from (seed, epoch) alone: a resumed run goes on where it stopped, on any number of ranks.
 
     Every rank must call :meth:`take` equally often with equal numbers: each gets its own share of what is taken.
+
+    Args:
+        prompts: the set.
+        shuffle: whether each epoch has an order of its own.
+        seed: of these orders.
+        rank: this process's.
+        num_ranks: that take prompts.
+        columns: those that rewards read: a resumed run must find them as they were.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, shuffle: bool = True, seed: int = 0, rank: int = 0, num_ranks: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        columns: Collection[str] = (),
     ) -> None:
         self.prompts = prompts
         self.shuffle = shuffle
@@ -30,7 +46,13 @@ class PromptStream:
         self.num_ranks = num_ranks
         self.position = 0
         self.step_start = 0
-        self.fingerprint: str = getattr(prompts, "fingerprint", None) or digest_texts(prompt.text for prompt in prompts)
+        self.fingerprint: str
+        self.column_digests: dict[str, str]
+        if isinstance(prompts, MappedPrompts):
+            self.fingerprint, self.column_digests = prompts.fingerprint, prompts.digest_columns(columns)
+        else:
+            self.fingerprint = digest_texts(prompt.text for prompt in prompts)
+            self.column_digests = digest_columns((prompt.columns for prompt in prompts), columns)
         self._order_epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -61,6 +83,7 @@ class PromptStream:
             "shuffle": self.shuffle,
             "num_prompts": len(self.prompts),
             "fingerprint": self.fingerprint,
+            "columns": self.column_digests,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,13 +101,10 @@ class PromptStream:
                 f"The {len(self.prompts)} training prompts are not those that the checkpoint was written with "
                 f"(fingerprint {self.fingerprint}, there {state['fingerprint']}). {way_out}"
             )
+        for column, digest in state.get("columns", {}).items():
+            if self.column_digests.get(column, digest) != digest:
+                raise ConfigError(
+                    f"The column '{column}' of the training prompts, which the rewards read, is not what it was when "
+                    f"the checkpoint was written (fingerprint {self.column_digests[column]}, there {digest}). {way_out}"
+                )
         self.position = self.step_start = int(state["position"])
-
-
-def digest_texts(texts: Iterable[str]) -> str:
-    """Return a digest of the texts of a prompt set, in their order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        encoded = text.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()

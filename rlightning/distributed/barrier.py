@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -17,8 +17,16 @@ import torch
 import torch.distributed as dist
 
 from rlightning import intervals
-from rlightning.distributed.cpu_group import Connection, StoreError, barrier_timeout, connection, cpu_group
+from rlightning.distributed.cpu_group import (
+    Connection,
+    StoreError,
+    StoreSilentError,
+    barrier_timeout,
+    connection,
+    cpu_group,
+)
 from rlightning.distributed.platform import synchronize
+from rlightning.distributed.stacks import record_all
 from rlightning.errors import RunError
 
 _hooks: list[Callable[[], None]] = []
@@ -66,7 +74,8 @@ def barrier(name: str, *, timeout: float | None = None, device: torch.device | N
     shared = connection()
     if shared is not None:
         shared.num_barriers += 1
-        _Meeting(name, barrier_timeout() if timeout is None else timeout, shared).hold()
+        with shared.waiting_at(name):
+            _Meeting(name, barrier_timeout() if timeout is None else timeout, shared).hold()
 
 
 @dataclass
@@ -107,7 +116,8 @@ class _Meeting:
             if not self.has_group:
                 self._gather_at_store()
         except StoreError as error:
-            raise self._lost_store() from error
+            if not self.has_group or self._is_lost(error):
+                raise self._lost_store() from error
         digest = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:7])
         extremes = torch.tensor([digest, -digest])
         self._await(_start_max(extremes, self.seconds))
@@ -132,7 +142,8 @@ class _Meeting:
                 if time.monotonic() > self.deadline and not self._is_all_but_done(work):
                     self._fail(self._not_reached)
             except StoreError as error:
-                raise self._lost_store() from error
+                if self._is_lost(error):
+                    raise self._lost_store() from error
         try:
             work.wait()
         except RuntimeError:
@@ -142,6 +153,10 @@ class _Meeting:
     def _is_all_but_done(self, work: dist.Work) -> bool:
         """Whether the last rank came just now, and the meeting ends well after all."""
         return not self._missing(self._places()) and _ends_within(work, intervals.ARRIVALS_GRACE)
+
+    def _is_lost(self, error: StoreError) -> bool:
+        """Whether the store is gone for good; while its host may only be stopped, this rank waits as for any other."""
+        return not isinstance(error, StoreSilentError) or time.monotonic() > self.deadline
 
     def _heed_verdict(self) -> None:
         """Raise what the ranks have agreed on, if they have."""
@@ -170,7 +185,9 @@ class _Meeting:
         missing = self._missing(places)
         if not missing:
             return self._broken()
-        rule = f"Barrier '{self.name}' was not reached by {_ranks(missing)} within {self.seconds:g} s"
+        if self.notes.add("stacks", 1) == 1:
+            record_all(f"{name_ranks(missing)} did not reach barrier '{self.name}'")
+        rule = f"Barrier '{self.name}' was not reached by {name_ranks(missing)} within {self.seconds:g} s"
         return _Verdict(f"{rule}: {self._whereabouts(missing, places)}.", missing)
 
     def _broken(self) -> _Verdict:
@@ -191,11 +208,13 @@ class _Meeting:
     def _different_names(self) -> _Verdict:
         places = self._places()
         names = sorted({place.name for place in places.values()})
-        groups = [(_ranks([r for r, place in places.items() if place.name == name]), name) for name in names]
+        groups = [(name_ranks([r for r, place in places.items() if place.name == name]), name) for name in names]
         at = "; ".join(f"{ranks} at '{name}'" for ranks, name in groups)
         return _Verdict(f"The ranks met at different barriers: {at}. They must come to the same ones in one order.", [])
 
     def _lost_store(self) -> BarrierError:
+        if time.monotonic() > self.deadline:
+            record_all(f"the ranks' store does not answer at barrier '{self.name}'")
         # Which process hosts it, the ranks cannot ask any more: without torchrun it is that of rank 0.
         return BarrierError(
             f"Barrier '{self.name}' broke: the ranks' store does not answer. Rank 0, which hosts it (torchrun, where "
@@ -244,7 +263,7 @@ def roll_call(is_over: Callable[[], bool]) -> str:
     shared = connection()
     if shared is None:
         return ""
-    notes, ranks = shared.notes, range(dist.get_world_size())
+    notes, ranks = shared.notes.until(time.monotonic()), range(dist.get_world_size())
     try:
         notes.set(f"in_roll_call/{dist.get_rank()}", "1")
         end = time.monotonic() + intervals.ARRIVALS_GRACE
@@ -293,8 +312,8 @@ def _ends_within(work: dist.Work, seconds: float) -> bool:
     return work.is_completed()
 
 
-def _ranks(ranks: list[int]) -> str:
-    """Ranks in words."""
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

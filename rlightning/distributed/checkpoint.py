@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlightning.atomic_save import find_saved, partial_of, prepare_partial, remove_leftovers, swap_in
+from rlightning.checksums import DamagedError
 from rlightning.distributed.checkpoint_folder import (
     empty_shard,
     find_twins,
@@ -25,7 +26,7 @@ from rlightning.distributed.checkpoint_folder import (
     write_meta,
     write_tensors,
 )
-from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO
+from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO, verify_checkpoint
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 from rlightning.models.shards import local_tensor
@@ -78,10 +79,10 @@ class ShardedCheckpoints(ParallelStrategy):
             prepare_partial(path).mkdir()
         self.barrier("there is a folder for the checkpoint")
         partial = partial_of(path)
-        write_tensors(partial, checkpoint)
+        files = write_tensors(partial, checkpoint)
         if self.is_global_zero:
             assert self.lightning_module is not None
-            write_meta(partial, checkpoint, find_twins(self.lightning_module))
+            write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
             swap_in(partial, path)
         self.barrier("the checkpoint has its name")
 
@@ -92,7 +93,7 @@ class ShardedCheckpoints(ParallelStrategy):
             The rest of the checkpoint.
         """
         assert self.lightning_module is not None
-        path = Path(self.broadcast(str(find_saved(Path(checkpoint_path)))))
+        path = self._verified(checkpoint_path)
         weights = self.lightning_module_state_dict()
         if not is_checkpoint_folder(path):
             return self._load_file(path, weights, weights_only)
@@ -116,6 +117,23 @@ class ShardedCheckpoints(ParallelStrategy):
         """Remove a folder so that nobody takes a half of it for whole."""
         if self.is_global_zero:
             AtomicCheckpointIO().remove_checkpoint(filepath)
+
+    def _verified(self, checkpoint_path: Any) -> Path:
+        """Rank 0's path of a checkpoint, once rank 0 has compared it with its checksums.
+
+        Raises:
+            DamagedError: on every rank.
+        """
+        path, reason = find_saved(Path(checkpoint_path)), None
+        if self.is_global_zero:
+            try:
+                verify_checkpoint(path)
+            except DamagedError as error:
+                reason = error.reason
+        name, reason = self.broadcast((str(path), reason))
+        if reason is not None:
+            raise DamagedError(Path(name), reason)
+        return Path(name)
 
     def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
         """A single file: every rank maps it into memory and reads its own parts."""

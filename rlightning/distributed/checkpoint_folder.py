@@ -2,7 +2,7 @@
 
     last.ckpt/.metadata       which file holds which part of which tensor (torch.distributed.checkpoint)
     last.ckpt/__0_0.distcp    rank 0's shards, and so on
-    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint
+    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the checksums of the others
 
 Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whole, whoever held which part of them.
 """
@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from rlightning.checksums import Checksums, DamagedError, checksums_of, seal_file, verify_file, verify_files
+from rlightning.distributed.collectives import gather_objects, global_rank
 from rlightning.distributed.cpu_group import cpu_group
 from rlightning.errors import ConfigError
 from rlightning.models.shards import local_tensor, with_local_tensor
 
-META = "meta.pt"
-"""The name that Lightning gives this file too."""
+META, INDEX = "meta.pt", ".metadata"
+"""The names that Lightning gives these files too."""
 FORMAT = "rlightning_checkpoint"
 """The key in it under which a folder of this module says so."""
 VERSION = 1
@@ -36,7 +38,7 @@ Stored = Mapping[str, TensorStorageMetadata]
 
 def is_checkpoint_folder(path: Path) -> bool:
     """Whether ``path`` is a folder that a strategy wrote a whole checkpoint to."""
-    return (path / META).is_file() and (path / ".metadata").is_file()
+    return (path / META).is_file() and (path / INDEX).is_file()
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -62,13 +64,16 @@ def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Move the tensors of a checkpoint to ``folder``; every rank writes its own parts.
+def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
+    """Move the tensors of a checkpoint to ``folder``; every rank writes its own parts, and reads them for a checksum.
 
     Args:
         folder: is there, on every rank.
         checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
             Numbers and the like stay in it, for :func:`write_meta`.
+
+    Returns:
+        The checksums of all files, on rank 0; of others, those of this rank's.
     """
     tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
     for number, named in enumerate(checkpoint.get("optimizer_states", [])):
@@ -81,17 +86,42 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> None:
         state_dict_saver.save(
             tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None
         )
+    own = [path.name for path in folder.glob(f"__{global_rank()}_*")] + [INDEX] * (global_rank() == 0)
+    parts = gather_objects(checksums_of(folder, own), name="checksums of the checkpoint")
+    return {name: found for part in parts for name, found in part.items()}
 
 
-def write_meta(folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str]) -> None:
-    """Write what :func:`write_tensors` left of a checkpoint.
+def write_meta(
+    folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str], files: Checksums | None = None
+) -> None:
+    """Write what :func:`write_tensors` left of a checkpoint, and the checksums that it gave.
 
     Args:
         folder: the same.
         checkpoint: the same.
         twins: names of tied weights, and the name that each is stored under.
+        files: the checksums.
     """
-    torch.save({**checkpoint, FORMAT: {"version": VERSION, "twins": dict(twins)}}, folder / META)
+    own = {"version": VERSION, "twins": dict(twins), "files": dict(files or {})}
+    torch.save({**checkpoint, FORMAT: own}, folder / META)
+    seal_file(folder / META)
+
+
+def verify_checkpoint_folder(folder: Path) -> None:
+    """Compare all files of a checkpoint with their checksums.
+
+    Raises:
+        DamagedError: names the first file that is missing, or not what was written.
+    """
+    for name in (META, INDEX):
+        if not (folder / name).is_file():
+            raise DamagedError(folder, f"'{name}' is missing")
+    try:
+        verify_file(folder / META)
+    except DamagedError as error:
+        raise DamagedError(folder, f"of '{META}', {error.reason}") from error
+    meta = torch.load(folder / META, map_location="cpu", weights_only=False)
+    verify_files(folder, meta.get(FORMAT, {}).get("files", {}))
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:

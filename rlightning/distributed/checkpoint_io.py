@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
-from rlightning.distributed.checkpoint_folder import META, is_checkpoint_folder, read_whole
+from rlightning.checksums import DamagedError, seal_file, verify_file
+from rlightning.distributed.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
+from rlightning.distributed.collectives import global_rank
+from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +22,7 @@ SUFFIX = ".ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, written aside first, then renamed; sharded folders are read too.
+    """Lightning's checkpoint files, written aside first with a checksum, then renamed; sharded folders are read too.
 
     Lightning itself builds a second copy in memory and writes it to the system's temporary folder, from where it is
     copied, not renamed, if that is another disk. Addresses (``s3://...``) are left to Lightning.
@@ -35,11 +39,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove_leftovers(path.parent, SUFFIX)
         with written_aside(path) as partial:
             torch.save(checkpoint, partial)
+            seal_file(partial)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a single file, or the whole of a sharded folder."""
+        """Read a single file, or the whole of a sharded folder, once rank 0 has compared it with its checksums.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
         if "://" not in str(path):
             path = find_saved(Path(path))
+            if global_rank() == 0:
+                verify_checkpoint(path)
             if is_checkpoint_folder(path):
                 return read_whole(path, weights_only)
         return super().load_checkpoint(path, map_location, weights_only)
@@ -81,15 +92,46 @@ class SavedState(NamedTuple):
 def read_state(path: Path) -> SavedState | None:
     """Read a checkpoint's step without its tensors; None, and a log line, where that cannot be read."""
     try:
-        if is_checkpoint_folder(path):
+        if path.is_dir():
             checkpoint: Any = torch.load(path / META, map_location="cpu", weights_only=False)
         else:
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
     except Exception as error:  # a file that is cut short may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        log.warning("%s is no checkpoint that can be read, and is left aside (%s).", path, reason[:200])
+        log.warning("%s is skipped: %s.", path, _why_unreadable(path, error))
         return None
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a checkpoint whose reading has raised ``error``."""
+    try:
+        verify_checkpoint(path)
+    except DamagedError as damage:
+        return damage.reason
+    except Exception as other:
+        error = other
+    return f"it is no checkpoint that can be read ({describe_error(error)})"
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a checkpoint, a file or a folder, with its checksums; once a process, as long as its files stay.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    path = path.resolve()
+    parts = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(part, part.stat()) for part in parts]
+    _verify(path, tuple((part, stat.st_size, stat.st_mtime_ns, stat.st_ino) for part, stat in stats))
+
+
+@lru_cache
+def _verify(path: Path, state: tuple[Any, ...]) -> None:
+    """Compare a checkpoint with its checksums; what ``state`` says of its files tells whether that was done before."""
+    if path.is_dir():
+        verify_checkpoint_folder(path)
+    else:
+        verify_file(path)
 
 
 def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
@@ -99,33 +141,41 @@ def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
         below = "*/" * depth
         for path in sorted([*folder.glob(f"{below}*{SUFFIX}"), *folder.glob(f"{below}*{SUFFIX}{PREVIOUS}")]):
             name = path.with_name(path.name.removesuffix(PREVIOUS))
-            if is_whole(path) and (path == name or not is_whole(name)):
+            if path.exists() and (path == name or not is_whole(name)):
                 found.append(path)
     return found
 
 
-def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False) -> SavedState | None:
-    """The checkpoint of the highest step, by what it holds: copies and moves change the times of files.
+def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifies: bool = True) -> SavedState | None:
+    """The checkpoint of the highest step that is what was written; each that is skipped before it is named in the log.
 
     Args:
         paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
         to_resume: leave out those that hold weights alone.
+        verifies: whether checksums are compared; steps are what the files hold, since copies change their times.
     """
     names: dict[Path, Path] = {}
     for path in paths:
         if path.is_symlink() or path.resolve() not in names:
             names[path.resolve()] = path
     states = [state for path in names.values() if (state := read_state(path)) is not None]
-    states = [state for state in states if state.is_resumable or not to_resume]
-    return max(
-        states,
-        key=lambda state: (state.step, state.path.name.startswith("last"), _written_at(state.path)),
-        default=None,
-    )
+    states.sort(key=lambda state: (state.step, state.path.name.startswith("last"), _written_at(state.path)))
+    for state in reversed(states):
+        if to_resume and not state.is_resumable:
+            log.info("%s, saved after step %d, is skipped: it holds weights alone.", state.path, state.step)
+            continue
+        try:
+            if verifies:
+                verify_checkpoint(state.path)
+        except DamagedError as error:
+            log.warning("%s, saved after step %d, is skipped: %s.", state.path, state.step, error.reason)
+        else:
+            return state
+    return None
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """What ``last`` stands for in a folder of checkpoints: the one of the highest step that is whole."""
+    """What ``last`` stands for in a folder of checkpoints: the one of the highest step that is what was written."""
     latest = latest_checkpoint(list_checkpoints(folder))
     return None if latest is None else latest.path
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from rlightning.atomic_save import find_saved
 from rlightning.distributed.checkpoint_io import is_whole
 from rlightning.distributed.orders import WorkerDiedError
+from rlightning.distributed.ray_cluster import check_own_node
 
 if TYPE_CHECKING:
     from rlightning.distributed.ray_controller import RayController
@@ -43,11 +44,12 @@ class ControllerLauncher(_Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``, Lightning's implementation of a stage."""
         self.strategy.saved.clear()
-        with without_cuda_rng():
+        with without_cuda_rng(), naming_lost_cluster():
             for restart in range(1, self.strategy.max_restarts + 1):
                 try:
                     return function(*args, **kwargs)
                 except WorkerDiedError as error:
+                    check_own_node()
                     if trainer is None or trainer.state.fn != "fit":
                         raise
                     path = find_last(self.strategy.saved) or args[CKPT_PATH]
@@ -60,6 +62,16 @@ class ControllerLauncher(_Launcher):
 
     def kill(self, signum: int) -> None:
         """There is nobody to send a signal to: workers end with this process."""
+
+
+@contextmanager
+def naming_lost_cluster() -> Iterator[None]:
+    """Within, have whatever Ray raises because the run's own cluster is gone say that."""
+    try:
+        yield
+    except Exception:
+        check_own_node()
+        raise
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class ControllerStrategy(SingleDeviceStrategy):
         super().__init__("cpu")
         self.group: WorkerGroup | None = None
         self._trainer: Trainer | None = None
-        self._worker_callbacks: list[Callback] = []
+        self.worker_callbacks: list[Callback] = []
         self._is_started = False
         self._closed_hook: str | None = None  # that is being fired, if no order can be answered in it
 
@@ -218,7 +218,7 @@ class ControllerStrategy(SingleDeviceStrategy):
             The controller's part.
         """
         loaded: dict[str, Any] = self.order_all(Load(str(Path(checkpoint_path).absolute()), weights_only))[0]
-        theirs = {callback.state_key for callback in self._worker_callbacks}
+        theirs = {callback.state_key for callback in self.worker_callbacks}
         callbacks = {key: state for key, state in loaded.get("callbacks", {}).items() if key not in theirs}
         module: Any = self.lightning_module
         module.weight_version = loaded.get("weight_version", 0)

@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -27,6 +28,10 @@ T = TypeVar("T")
 
 class StoreError(RunError, RuntimeError):
     """The store does not answer: the process that hosts it has ended, or cannot be reached."""
+
+
+class StoreSilentError(StoreError):
+    """The store gives no answer, but its connection stands: its host may be stopped, and go on."""
 
 
 class NoteStore:
@@ -91,7 +96,7 @@ class NoteStore:
         try:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
-            raise StoreError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
+            raise StoreSilentError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
         if error is not None:
             raise StoreError("The ranks' store does not answer.") from error
         return answer  # type: ignore[return-value]
@@ -117,16 +122,31 @@ class Connection:
         notes: the ranks' store.
         group: the gloo group, once it is there.
         num_barriers: how many this rank has come to.
+        waits_at: the name of the barrier that it waits at.
     """
 
     notes: NoteStore
     group: dist.ProcessGroup | None = None
     num_barriers: int = 0
+    waits_at: str | None = None
+
+    @contextmanager
+    def waiting_at(self, name: str) -> Iterator[None]:
+        """Within, this rank waits for the others at barrier ``name``."""
+        self.waits_at = name
+        try:
+            yield
+        finally:
+            self.waits_at = None
 
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+_left: list[Connection] = []
+"""Whose groups may be in the middle of a collective, so that their end would be waited for."""
 _num_connections = 0
-_timeout_seconds = 1800.0
+DEFAULT_BARRIER_TIMEOUT = 1800.0
+"""Seconds."""
+_timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 
 def set_barrier_timeout(seconds: float) -> None:
@@ -142,18 +162,31 @@ def barrier_timeout() -> float:
 
 def connection() -> Connection | None:
     """The ranks' connection, or None in a process that is alone."""
-    global _num_connections
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
     if world not in _connections:
-        # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
-        _num_connections += 1
-        notes = NoteStore(dist.distributed_c10d._get_default_store(), f"rlightning/{_num_connections}/")
-        _connections[world] = Connection(notes)
-        weakref.finalize(world, notes.close)
+        _connections[world] = _connect(world)
     return _connections[world]
+
+
+def renew_connection() -> None:
+    """Begin another connection, with a group of its own, where all ranks have left what they met for on the first."""
+    world = dist.group.WORLD
+    assert world is not None
+    if (left := _connections.get(world)) is not None:
+        _left.append(left)
+    _connections[world] = _connect(world)
+
+
+def _connect(world: dist.ProcessGroup) -> Connection:
+    global _num_connections
+    # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
+    _num_connections += 1
+    notes = NoteStore(dist.distributed_c10d._get_default_store(), f"rlightning/{_num_connections}/")
+    weakref.finalize(world, notes.close)
+    return Connection(notes)
 
 
 def cpu_group() -> dist.ProcessGroup | None:

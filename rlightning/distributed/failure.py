@@ -1,5 +1,9 @@
-"""The first failure anywhere ends all ranks, whatever they do, and only the rank that failed shows a traceback."""
+"""The first failure anywhere ends all ranks, whatever they do, and only the rank that failed shows a traceback.
 
+A rank that hangs is one that fails, too (:mod:`~rlightning.distributed.hang_watch`).
+"""
+
+import contextlib
 import faulthandler
 import json
 import logging
@@ -12,15 +16,20 @@ import threading
 import time
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from rlightning import intervals
-from rlightning.distributed.barrier import barrier, note_failure, roll_call
-from rlightning.distributed.cpu_group import barrier_timeout, connection, leave_groups
+from rlightning.distributed.barrier import BarrierError, barrier, note_failure, roll_call
+from rlightning.distributed.cpu_group import Connection, StoreError, barrier_timeout, connection, leave_groups
+from rlightning.distributed.device_groups import abort_device_groups
 from rlightning.distributed.failure_hub import GONE, Failure, FailureHub, Link, connect
+from rlightning.distributed.hang_watch import HangWatch
+from rlightning.distributed.process_identity import kill_process
+from rlightning.distributed.stacks import StackRecorder, record_all, start_recorder
 from rlightning.error_report import INTERRUPTED, exit_code, show_error
 from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut_line
@@ -42,10 +51,11 @@ class PeerFailure(SystemExit):
 
 
 class FailureWatch:
-    """Ends all ranks when one fails: by an exception, by Ctrl-C, by ``kill -9``, by a lost host.
+    """Ends all ranks when one fails: by an exception, by Ctrl-C, by ``kill -9``, by a lost host, or as it hangs.
 
     The other ranks get :class:`PeerFailure` in their main thread, which interrupts Python code, sleeping and waiting
-    for processes. Those in a collective, which nothing interrupts, end without cleaning up when the grace is over.
+    for processes; collectives of NCCL are aborted. What nothing interrupts ends without cleaning up when the grace is
+    over.
 
     In plain PyTorch it stands around the loop, once the process group is there; the strategies of this package start it
     themselves::
@@ -60,21 +70,30 @@ class FailureWatch:
 
     Args:
         grace: seconds between the first failure and the hard end of whatever is still there.
+        folder: where ``stacks.txt`` is written before a rank that hangs ends the run; None is the current one.
+
+    Attributes:
+        keeps_groups: whether the process groups stay when this process ends: a collective in one was left.
     """
 
-    def __init__(self, *, grace: float = intervals.CLEANUP_GRACE) -> None:
+    def __init__(self, *, grace: float = intervals.CLEANUP_GRACE, folder: Path | None = None) -> None:
         self.grace = grace
+        self.folder = Path() if folder is None else folder
         self.rank = 0
+        self._ranks = range(1)
         self.children: list[subprocess.Popen[bytes]] = []
         self._link: Link | None = None
         self._hub: FailureHub | None = None
+        self._hang_watch: HangWatch | None = None
         self._first: Failure | None = None
         self._is_known = threading.Event()
         self._error: BaseException | None = None
+        self._own = Failure(0, "")  # of ``_error``
         self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
         self._is_fatal = False
+        self.keeps_groups = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -94,19 +113,11 @@ class FailureWatch:
         shared = connection()
         if shared is None or self._link is not None:
             return
-        self.rank = dist.get_rank()
-        if self.rank == 0:
-            self._hub = FailureHub(
-                dist.get_world_size(), lambda failure: note_failure(failure.rank, failure.text), self._cause_of_death
-            )
-            self._hub.start()
-            shared.notes.set("failure_hub", json.dumps([_own_addresses(), self._hub.port, self._hub.token]))
-        barrier("failure watch: listening")
-        addresses, port, token = json.loads(shared.notes.get("failure_hub") or "")
-        if addresses[-1] == socket.gethostname():
-            addresses = ["localhost", *addresses]
-        self._link = connect(addresses, port, intervals.VERDICT_TIMEOUT)
-        self._link.send({"token": token, "rank": self.rank})
+        self.rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
+        others = self._ranks[1:] if self.rank == 0 else [0]
+        recorder = start_recorder(self.folder, f"rank {self.rank}")
+        self._hang_watch = HangWatch(self.rank, others, shared, self._send, recorder, self._end_hung)
+        self._link = self._connect(shared, self._hang_watch)
         os.register_at_fork(after_in_child=self._let_go)
         # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
         Finalize(None, self._end_failed, exitpriority=-100)
@@ -116,9 +127,31 @@ class FailureWatch:
             signal.signal(SIGNAL, self._interrupt)
         self._usual_excepthook = sys.excepthook
         sys.excepthook = self._show_uncaught
-        threading.Thread(target=self._listen, args=(self._link,), name="failure-watch", daemon=True).start()
+        arguments = (self._link, self._hang_watch, recorder)
+        threading.Thread(target=self._listen, args=arguments, name="failure-watch", daemon=True).start()
+        self._hang_watch.start()
         _active = self
         barrier("failure watch: connected")
+
+    def _connect(self, shared: Connection, hang_watch: HangWatch) -> Link:
+        """Start the hub on rank 0, and connect this rank to it."""
+        if self.rank == 0:
+            self._hub = FailureHub(
+                len(self._ranks), lambda failure: note_failure(failure.rank, failure.text), self._cause_of_death
+            )
+            self._hub.on_seen, self._hub.on_farewell = hang_watch.hear, hang_watch.forget
+            self._hub.start()
+            place = [_own_addresses(), self._hub.port, self._hub.token, asdict(hang_watch.look())]
+            shared.notes.set("failure_hub", json.dumps(place))
+        barrier("failure watch: listening")
+        addresses, port, token, seen = json.loads(shared.notes.get("failure_hub") or "")
+        hang_watch.hear(0, seen)
+        if addresses[-1] == socket.gethostname():
+            addresses = ["localhost", *addresses]
+        link = connect(addresses, port, intervals.VERDICT_TIMEOUT)
+        link.send({"token": token, "rank": self.rank})
+        link.send({"seen": asdict(hang_watch.look())})
+        return link
 
     def stop(self) -> None:
         """Say that this rank ends well. Rank 0 waits until the others have said so too.
@@ -129,20 +162,30 @@ class FailureWatch:
         global _active
         if self._link is None or self._is_ending:
             return
+        assert self._hang_watch is not None
         self._link.is_done = True
+        if self._hub is None:
+            self._hang_watch.stop()
         self._link.send({"bye": True})
         if self._hub is not None:
-            end = time.monotonic() + barrier_timeout()
-            while self._hub.is_alive() and self._first is None and time.monotonic() < end:
-                self._hub.join(0.1)
-            if self._hub.is_alive() and self._first is None:
-                log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
-            if self._first is not None:
-                self._is_ending = True
-                raise PeerFailure(self._first.exit_code)
+            self._await_others(self._hub)
+            self._hang_watch.stop()
         self._link.hang_up()
         self._link, _active = None, None
         sys.excepthook = self._usual_excepthook
+
+    def _await_others(self, hub: FailureHub) -> None:
+        """Wait on rank 0 until all others have ended, well or not."""
+        shared, end = connection(), time.monotonic() + barrier_timeout()
+        with contextlib.nullcontext() if shared is None else shared.waiting_at("the end of the run"):
+            while hub.is_alive() and self._first is None and time.monotonic() < end:
+                hub.join(0.1)
+        if hub.is_alive() and self._first is None:
+            record_all(f"others than rank 0 have not ended after {barrier_timeout():g} s")
+            log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
+        if self._first is not None:
+            self._is_ending = True
+            raise PeerFailure(self._first.exit_code)
 
     def stop_at_exit(self) -> None:
         """Have the process, when it ends by whatever way Python knows, call :meth:`stop` and leave its groups."""
@@ -161,7 +204,9 @@ class FailureWatch:
         if self._link is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
-            self._error, self._is_ending = error, True
+            self._error, self._own, self._is_ending = error, own, True
+            if self._hang_watch is not None:
+                self._hang_watch.needs_verdict = True
             if self._first is None and is_of_collective(error):
                 own = self._name_the_silent(error, own)
             if self._first is not None:
@@ -186,6 +231,7 @@ class FailureWatch:
         silent = roll_call(self._is_known.is_set)
         if not silent:
             return own
+        record_all(f"rank {self.rank} {own.text} ({silent})")
         error.add_note(silent)
         return replace(own, text=f"{own.text} ({silent})")
 
@@ -202,17 +248,50 @@ class FailureWatch:
         name = signal.Signals(-code).name
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, link: Link, hang_watch: HangWatch, recorder: StackRecorder) -> None:
         """Wait for word of a failure, and see to it that this process ends then."""
         while (messages := link.receive()) is not None:
             for message in messages:
                 if "first" in message:
-                    self._end(Failure(**message["first"]))
+                    self._learn(Failure(**message["first"]))
+                elif "kill" in message:
+                    kill_process(message["kill"])
+                elif "seen" in message:
+                    hang_watch.hear(0, message["seen"])
+                elif "stacks" in message:
+                    recorder.record(message["stacks"])
+                    if self.rank == 0:
+                        hang_watch.record_silent(message["stacks"])
         if not link.is_done and self._first is None:
-            self._end(Failure(0, GONE))
+            silent = hang_watch.find_silent()
+            # Another rank has killed it, if it did not run.
+            self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else GONE))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send to the hub, while there is one."""
+        link = self._link
+        if link is not None:
+            link.send(message)
+
+    def _end_hung(self, rank: int, reason: str) -> None:
+        """End the run for a rank that hangs; rank 0 tells all, unless it is the one."""
+        failure = Failure(rank, reason)
+        if self._error is None:
+            record_all(f"rank {rank} {reason}")
+        elif not is_of_collective(self._error) and not isinstance(self._error, BarrierError | StoreError):
+            failure = self._own  # which is no consequence of the hang
+        if rank == 0 != self.rank:
+            self._learn(failure)
+        else:
+            self._send({"failed": asdict(failure)})
+
+    def _learn(self, first: Failure) -> None:
+        """Take note of the first failure, and have this process end, which takes as long as it takes."""
+        if self._first is None:
+            self._first = first
+            threading.Thread(target=self._end, args=(first,), name="failure-end", daemon=True).start()
 
     def _end(self, first: Failure) -> None:
-        self._first = first
         if first.rank != self.rank and first.exit_code != INTERRUPTED and not first.is_foreseen:
             log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
         self._is_known.set()
@@ -222,11 +301,24 @@ class FailureWatch:
             signal.pthread_kill(main, SIGNAL)
         # Python's threads stand still while the interpreter shuts down, where destructors can wait for ever.
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        time.sleep(self.grace)
+        end = time.monotonic() + self.grace
+        assert self._hang_watch is not None
+        self._hang_watch.kill_silent([first.rank])
+        if not self._begins_to_end(intervals.ABORT_DELAY):
+            abort_device_groups(max(0.0, end - time.monotonic()))
+        time.sleep(max(0.0, end - time.monotonic()))
+        self._hang_watch.kill_silent(self._ranks)
         if self._error is not None and first.rank == self.rank and not self._is_shown:
             show_error(self._error)
         end_children(self.children, 0)
         exit_now(first.exit_code)
+
+    def _begins_to_end(self, seconds: float) -> bool:
+        """Whether the main thread begins to clean up within so long: a collective on a device keeps it from that."""
+        end = time.monotonic() + seconds
+        while not self._is_ending and time.monotonic() < end:
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
+        return self._is_ending
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._first is not None and not self._is_ending:
@@ -246,7 +338,7 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        if not self._is_fatal:
+        if not self._is_fatal and not self.keeps_groups:
             leave_groups()
         self._end_children()
 
@@ -256,8 +348,10 @@ class FailureWatch:
         A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
         interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).
         """
-        if self._is_fatal and self._first is not None:
-            exit_now(self._first.exit_code)
+        if self._is_fatal and (self._first is not None or self._error is not None):
+            assert self._hang_watch is not None
+            self._hang_watch.kill_silent(self._ranks)
+            exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""

@@ -6,7 +6,12 @@ Messages are lines of JSON. A connection that closes without a farewell is a fai
                   {"failed": {...}}              this rank has failed
                   {"ending": true}               this rank cleans up, because of another one's failure
                   {"bye": true}                  this rank ends, and all is well
+                  {"seen": {...}}                a heartbeat: where this rank is
     hub -> rank   {"first": {...}}               the first failure of all
+                  {"seen": {...}}                the answer to a heartbeat: where rank 0 is
+    rank -> hub -> all other ranks
+                  {"stacks": "why"}              record the stacks of your threads
+                  {"kill": "..."}                kill this process if it is on your host: it does not run any more
 """
 
 import contextlib
@@ -24,6 +29,8 @@ from rlightning import intervals
 
 GONE = "is gone: it was killed, or ended without a word"
 MESSAGE_BYTES = 4096
+RELAYED = {"stacks", "kill"}
+"""Messages from a rank to all others."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,12 @@ class FailureHub(threading.Thread):
 
     Attributes:
         ending: the ranks that have failed or clean up.
+        on_seen: called with a rank and its heartbeat, in this thread.
+        on_farewell: called with a rank that ends well, in this thread.
     """
+
+    on_seen: Callable[[int, dict[str, Any]], None]
+    on_farewell: Callable[[int], None]
 
     def __init__(
         self,
@@ -67,6 +79,8 @@ class FailureHub(threading.Thread):
         self._on_first = on_first
         self._cause_of_death = cause_of_death
         self.ending: set[int] = set()
+        self.on_seen, self.on_farewell = lambda rank, sighting: None, lambda rank: None
+        self._rank_0: dict[str, Any] | None = None
         if socket.has_dualstack_ipv6():
             self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         else:
@@ -117,16 +131,33 @@ class FailureHub(threading.Thread):
                 link.rank = message["rank"]
                 if self._first is not None:
                     link.send({"first": asdict(self._first)})
-            elif "failed" in message:
-                self.ending.add(link.rank)
-                if self._reported is None:
-                    self._reported = Failure(**message["failed"])
-                    self._decide_at = time.monotonic() + intervals.VERDICT_DELAY
-            elif "ending" in message:
-                self.ending.add(link.rank)
-            elif "bye" in message:
-                link.is_done = True
-                self._num_farewells += 1
+            else:
+                self._take(link, link.rank, message)
+
+    def _take(self, link: "Link", rank: int, message: dict[str, Any]) -> None:
+        """Act upon a rank's message."""
+        if "seen" in message:
+            self._rank_0 = message["seen"] if rank == 0 else self._rank_0
+            self.on_seen(rank, message["seen"])
+            if self._rank_0 is not None:
+                link.send({"seen": self._rank_0})
+        elif "failed" in message:
+            failure = Failure(**message["failed"])
+            if failure.rank == rank:  # rank 0 tells of others that hang
+                self.ending.add(rank)
+            if self._reported is None:
+                self._reported = failure
+                self._decide_at = time.monotonic() + intervals.VERDICT_DELAY
+        elif "ending" in message:
+            self.ending.add(rank)
+        elif "bye" in message:
+            link.is_done = True
+            self._num_farewells += 1
+            self.on_farewell(rank)
+        elif not RELAYED.isdisjoint(message):
+            for other in self._links.values():
+                if other.rank not in (None, rank):
+                    other.send(message)
 
     def _drop(self, link: "Link") -> None:
         self._selector.unregister(link.socket)
@@ -160,6 +191,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self._lock = threading.Lock()
         self.rank: int | None = None
         self.is_done = False
         self._rest = b""
@@ -172,7 +204,7 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send, if the other end is still there; that it is not shows when reading."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:

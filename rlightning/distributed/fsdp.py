@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlightning import intervals
 from rlightning.distributed.checkpoint import ShardedCheckpoints
 from rlightning.distributed.parallel_strategy import ConnectedRanks
+from rlightning.distributed.replicated import average_gradients, broadcast_replicated, move_replicated
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.models.sharding import CPUOffload, Sharding
 
@@ -155,11 +156,10 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Move what is not sharded: a sharded model is where it belongs since it was loaded."""
+        """Move what is not sharded, the same on all ranks: a sharded model is where it belongs since it was loaded."""
         assert self.model is not None
-        for module in self.model.children():
-            if not isinstance(module, FSDPModule):
-                module.to(self.root_device)
+        move_replicated(self.model, self.root_device)
+        broadcast_replicated(self.model)
         # what module.device is, which only the module's own .to() would set
         _update_properties(self.model, device=self.root_device)
 
@@ -191,6 +191,11 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
                 self._require_sync(module, True)
             for module in kept:
                 module.set_reshard_after_backward(True, recurse=False)
+
+    def average_gradients(self) -> None:
+        """Average over the ranks the gradients of what is not sharded, before an optimizer step."""
+        assert self.model is not None
+        average_gradients(self.model)
 
     def _require_sync(self, module: FSDPModule, is_required: bool) -> None:
         if self.reduce_every_microbatch:

@@ -43,6 +43,10 @@ class WorkerDiedError(RunError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class ClusterLostError(WorkerDiedError):
+    """The cluster is gone, and workers cannot be started again in it."""
+
+
 # What a controller asks
 
 

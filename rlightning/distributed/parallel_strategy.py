@@ -18,7 +18,8 @@ from rlightning.distributed.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.distributed.data_preparation import DataPreparation
 from rlightning.distributed.failure import FailureWatch, active_watch, report_failure
 from rlightning.distributed.launcher import RankLauncher, describe_rendezvous
-from rlightning.distributed.sigterm import SigtermAgreement
+from rlightning.distributed.stacks import run_folder
+from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import check_rules
 
 T = TypeVar("T")
@@ -67,6 +68,9 @@ class ConnectedRanks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other processes."""
+        if self.root_device.type == "cuda":
+            # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
+            self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         try:
             super().setup_environment()
         except dist.DistNetworkError as error:
@@ -74,17 +78,18 @@ class ConnectedRanks(ParallelStrategy):
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")
         cpu_group()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         if active_watch() is None:
-            watch = FailureWatch(grace=self.failure_grace)
+            watch = FailureWatch(grace=self.failure_grace, folder=run_folder(trainer.default_root_dir))
             watch.start()
             watch.stop_at_exit()
-        assert self.lightning_module is not None
-        DataPreparation(self.lightning_module.trainer)
+        DataPreparation(trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""
         super().setup(trainer)
-        SigtermAgreement(trainer)
+        stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks are here; without a name it has that of the function that calls it."""
@@ -133,6 +138,10 @@ class ConnectedRanks(ParallelStrategy):
         """Whether all ranks, or any of them, decided so."""
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run ends by an exception."""

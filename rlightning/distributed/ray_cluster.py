@@ -11,17 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlightning import intervals
+from rlightning.distributed.orders import ClusterLostError
+from rlightning.distributed.ray_reaper import OwnNode, watch_own_node
 from rlightning.errors import ConfigError, check_rules
 
 log = logging.getLogger(__name__)
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LONGEST_REASON = 400
+TOLD_BY_US = r"Raylet is terminated\.|has been marked dead because the detector"
+"""Ray's lines on a raylet that was killed, of which the first has 20 of its log with it."""
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
+
+
+_own_nodes: dict[str, OwnNode] = {}
+"""By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
 
 
 def import_ray() -> Any:
     """Ray, or how to get it."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
     try:
         import ray
     except ImportError as error:
@@ -71,7 +80,24 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
     release_sigterm(handler)
+    if where == "local" and (node := watch_own_node()) is not None:
+        _own_nodes[ray.get_runtime_context().get_session_name()] = node
     return where == "local"
+
+
+def check_own_node() -> None:
+    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else is the matter there.
+
+    Raises:
+        ClusterLostError: it is.
+    """
+    ray = import_ray()
+    node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
+    if node is not None and node.has_ended:
+        raise ClusterLostError(
+            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran "
+            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+        )
 
 
 def release_sigterm(handler: Any) -> None:

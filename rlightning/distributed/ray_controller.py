@@ -22,14 +22,17 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import Strategy
 
+from rlightning.data import PromptDataModule
 from rlightning.distributed.controller_launcher import ControllerLauncher
 from rlightning.distributed.controller_module import ControllerModule
 from rlightning.distributed.controller_strategy import ControllerStrategy
+from rlightning.distributed.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.distributed.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.distributed.ray_cluster import Resources, import_ray, join_cluster
 from rlightning.distributed.ray_driver import DriverContext, check_names
 from rlightning.distributed.ray_engines import RayEngines, check_room, find_rollout
 from rlightning.distributed.ray_group import WorkerGroup
+from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.distributed.worker_hooks import wanted_hooks, warn_of_unheard
 from rlightning.errors import check_rules
 from rlightning.seeds import run_seed
@@ -179,10 +182,10 @@ class RayController(ControllerStrategy):
         module.trainer = trainer
         self._standing = module
         self._trainer = trainer
-        self._worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
+        self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
         trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
         self._uses_gpus = False
-        rollout = find_rollout(self._worker_callbacks)
+        rollout = find_rollout(self.worker_callbacks)
         self.count_workers()
         if rollout is not None and self._settled is not None:
             self._uses_gpus = check_room(rollout.options, *self._settled)
@@ -197,23 +200,31 @@ class RayController(ControllerStrategy):
         """Start the workers, when the data has been found to be right, or have them go on to another stage."""
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
+        recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
+        recorder.pass_on = self._record_workers
         config = None
         if self.group is None:
             close_others(self)
-            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver)
+            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
             config = self._worker_config(trainer)
         stage: Any = trainer.state.fn
         self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
         self._is_started = True
 
+    def _record_workers(self, reason: str) -> None:
+        """Have the workers record their stacks."""
+        if self.group is not None:
+            self.group.record_stacks(reason)
+
     def _worker_config(self, trainer: Trainer) -> Any:
         from rlightning.distributed.worker_trainer import WorkerConfig, settings_of
 
         module: Any = self.lightning_module
-        callbacks = [self._start_engines(callback, trainer) for callback in self._worker_callbacks]
+        callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
         return WorkerConfig(
             module=module.configured,
-            data=self._data,
+            data=self._settled_data(trainer),
             strategy=self.worker_strategy,
             callbacks=callbacks,
             wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
@@ -228,10 +239,15 @@ class RayController(ControllerStrategy):
             engine_token=None if self._engines is None else self._engines.token,
         )
 
+    def _settled_data(self, trainer: Any) -> Any:
+        """The data module without its rows: what workers ask it follows from these, and prompts come by command."""
+        data = trainer.datamodule
+        return data.without_rows() if isinstance(data, PromptDataModule) else self._data
+
     def _start_engines(self, callback: Any, trainer: Trainer) -> Any:
         """The callback; if its engines stand alone and nobody has started them, with engines in actors."""
         module: Any = self.lightning_module
-        if callback is not find_rollout(self._worker_callbacks) or not (
+        if callback is not find_rollout(self.worker_callbacks) or not (
             getattr(module, "generates", True) or trainer.state.fn == "predict"
         ):
             return callback
@@ -241,7 +257,7 @@ class RayController(ControllerStrategy):
             self._engines = RayEngines(
                 options.num_engines, options.devices_per_engine, self._driver, uses_gpus=self._uses_gpus
             )
-        longest = getattr(self._data, "max_prompt_tokens", None)
+        longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
         return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

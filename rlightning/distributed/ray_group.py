@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlightning import intervals
+from rlightning.distributed.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.distributed.orders import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
-from rlightning.distributed.ray_cluster import import_ray
+from rlightning.distributed.ray_cluster import check_own_node, import_ray
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
@@ -26,9 +27,18 @@ class WorkerGroup:
         each: what each takes of the cluster.
         placement: how they are spread over nodes.
         driver: what they take over from this process.
+        hang_timeout: seconds after which a worker whose process answers nothing is ended.
     """
 
-    def __init__(self, num_workers: int, each: Mapping[str, float], placement: str, driver: DriverContext) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        each: Mapping[str, float],
+        placement: str,
+        driver: DriverContext,
+        *,
+        hang_timeout: float = DEFAULT_BARRIER_TIMEOUT,
+    ) -> None:
         ray = import_ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -36,6 +46,8 @@ class WorkerGroup:
         from rlightning.distributed.ray_worker import Worker
 
         self.num_workers = num_workers
+        self.hang_timeout = hang_timeout
+        self._silent_seconds = dict.fromkeys(range(num_workers), 0.0)
         self._numbers = itertools.count()
         self._supplies = itertools.count()
         self._runs: dict[Any, int] = {}
@@ -134,6 +146,11 @@ class WorkerGroup:
         """By rank, of the workers on their hosts."""
         return list(self._get([self._call(actor, "process_id") for actor in self.actors]))
 
+    def record_stacks(self, reason: str) -> None:
+        """Have each worker record its stacks; returns at once."""
+        for actor in self.actors:
+            self._call(actor, "record_stacks", reason)
+
     def await_end(self) -> None:
         """Wait until a stage is over on all workers."""
         self._get(list(self._runs))
@@ -182,18 +199,49 @@ class WorkerGroup:
         ray = import_ray()
         while asked:
             # A run that has ended, well or not, has told so by its orders' records; unless it could not even begin.
-            (ready,), _ = ray.wait([*asked, *self._runs, *self._engines], num_returns=1)
+            ready = self._wait([*asked, *self._runs, *self._engines])
             if ready in self._engines:
                 self._lose_engine(ready)
             rank = asked.pop(ready) if ready in asked else self._runs.pop(ready)
             try:
                 entries = ray.get(ready)
             except ray.exceptions.RayActorError as error:
-                self._lose(rank, _reason(error))
+                self._lose(rank, _reason(self._find_cause(rank, error)))
             except ray.exceptions.RayTaskError as error:
                 self._fail(Failed(rank, str(error.cause), str(error), exit_code=None, is_first=True))
             if entries is not None:
                 yield rank, entries
+
+    def _wait(self, refs: Sequence[Any]) -> Any:
+        """Return the first reference that is ready, however long that takes, unless a worker does not run."""
+        ray = import_ray()
+        while True:
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
+            if ready:
+                return ready[0]
+            self._check_silence()
+
+    def _check_silence(self) -> None:
+        """Say which workers answer nothing, and end the run for one that has not for ``hang_timeout``.
+
+        Raises:
+            WorkerDiedError: it has been killed.
+        """
+        ray = import_ray()
+        asked = {self._call(actor, "process_id"): rank for rank, actor in enumerate(self.actors)}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=intervals.SILENT_AFTER)
+        for ref, rank in asked.items():
+            silent = 0.0 if ref in answered else self._silent_seconds[rank] + intervals.WAIT_REPORT_DELAY
+            self._silent_seconds[rank] = silent
+            if silent >= self.hang_timeout:
+                self.kill()
+                raise WorkerDiedError(
+                    f"worker {rank} of {self.num_workers} hangs: its process has answered nothing for {silent:.0f} s. "
+                    "The workers have been ended.",
+                    [rank],
+                )
+            if silent:
+                log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
     def _fail(self, failure: Failed) -> None:
         """Raise the cause of what one worker reported, and end the others."""
@@ -218,6 +266,21 @@ class WorkerGroup:
                 if found.is_first:
                     return found
         return failure
+
+    def _find_cause(self, rank: int, error: BaseException) -> BaseException:
+        """Return why a worker is gone; at first Ray may only know that its connection broke."""
+        ray = import_ray()
+        end = time.monotonic() + intervals.CAUSE_GRACE
+        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < end:
+            check_own_node()
+            time.sleep(intervals.POLL_INTERVAL)
+            try:
+                ray.get(self._call(self.actors[rank], "process_id"), timeout=max(0.0, end - time.monotonic()))
+            except ray.exceptions.RayActorError as later:
+                error = later
+            except ray.exceptions.GetTimeoutError:
+                break
+        return error
 
     def _lose_engine(self, ref: Any) -> None:
         """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""

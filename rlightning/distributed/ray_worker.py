@@ -31,6 +31,7 @@ from rlightning.distributed.orders import (
 from rlightning.distributed.platform import share_host_threads
 from rlightning.distributed.ray_driver import DriverContext
 from rlightning.distributed.rtensor import remotize
+from rlightning.distributed.stacks import record_own
 from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
 from rlightning.distributed.worker_hooks import HookRelay
@@ -93,6 +94,10 @@ class Worker:
     def process_id(self) -> int:
         """Of this worker on its host."""
         return os.getpid()
+
+    def record_stacks(self, reason: str) -> None:
+        """Record what all threads of this process are at."""
+        record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
         """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.

@@ -1,80 +1,124 @@
-"""SIGTERM ends a fit on all ranks after the same batch, without a collective in the signal handler."""
+"""SIGTERM and Ctrl-C end a fit on all ranks after the same batch, with its state saved."""
 
-from functools import partial
-from types import FrameType
-from typing import Any, NoReturn
+import logging
+import signal
+import threading
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlightning.distributed.collectives import any_rank
-from rlightning.distributed.failure import TERMINATED
+from rlightning.distributed.execution_mode import ExecutionMode, execution_mode, is_controller
+from rlightning.distributed.stop_signal import GRACE_PERIOD, StopSignal, is_interactive, stop_signal
+
+log = logging.getLogger(__name__)
 
 
 class EndOnSigterm(Callback):
-    """Has SIGTERM end the process with 143, in place of Lightning's 0, and a prediction too, which Lightning ends not.
+    """Has SIGTERM and Ctrl-C end a fit within a grace period, after ``ModelCheckpoint`` has saved its state.
 
-    Lightning stops a fit between two steps; then ``ModelCheckpoint`` saves.
+    A prediction, a validation and a test end at SIGTERM before their next batch. The process ends with 143, or with 130
+    after Ctrl-C. At Python's prompt and in notebooks Ctrl-C is what it always is there, an exception at once.
+
+    Args:
+        grace_period: seconds between the first signal and the end. A step that still samples after half of them is
+            left, and the state after the step before is saved: leave time for that.
     """
 
+    def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
+        super().__init__()
+        self.grace_period = grace_period
+        self._stop: StopSignal | None = None
+        self._usual_handler: Any = None
+
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Have the signal noted, and nothing else done in its handler, on whatever strategy."""
-        connector = trainer._signal_connector
-        if "_sigterm_notifier_fn" not in vars(connector):  # else SigtermAgreement's is there
-            connector._sigterm_notifier_fn = partial(record_sigterm, trainer)  # type: ignore[method-assign]
+        """Have SIGTERM noted, and nothing else done in its handler; become the last of the callbacks."""
+        self._stop = stop_signal(trainer)
+        self._stop.grace_period = self.grace_period
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A new list: Lightning is going through this one. The others save and clean up before this one is through.
+        trainer.callbacks = [*(c for c in callbacks if c is not self), self]  # type: ignore[attr-defined]
+        if stage == "fit" and execution_mode() is not ExecutionMode.WORKER:
+            self._stop.watch()
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Have Ctrl-C noted too: before, there is nothing to save."""
+        self._allow_cut()
+        is_main = threading.current_thread() is threading.main_thread()
+        is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_usual and not is_interactive():
+            assert self._stop is not None
+            self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
+
+    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Called before anything of a step has happened."""
+        self._allow_cut()
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        """Called before a rollout, of which a step may have several."""
+        self._allow_cut()
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Called before an update, also of steps that have no rollout."""
+        self._keep_step()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Called before an update of a module without hooks of its own."""
+        self._keep_step()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called when the step is over; a validation may follow."""
+        self._allow_cut()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Called when what was validated has been saved."""
+        self._allow_cut()
+
+    def _allow_cut(self) -> None:
+        # A controller's workers would go on with a step that it has left.
+        if self._stop is not None and not is_controller():
+            self._stop.can_be_cut = True
+
+    def _keep_step(self) -> None:
+        if self._stop is not None:
+            self._stop.keep_step()
+
+    # The end
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Give Lightning's exception its exit code."""
-        if isinstance(exception, SIGTERMException):
-            exception.code = TERMINATED
+        """Give Lightning's exception its exit code; called when all other callbacks have saved and cleaned up."""
+        if isinstance(exception, SIGTERMException) and self._stop is not None:
+            exception.code = self._stop.exit_code
+        is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
+        if is_asked and trainer.state.fn == "fit" and trainer.is_global_zero:
+            self._tell_how_to_go_on(trainer)
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Called when the run is over."""
+        self._close()
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Stop before the next batch."""
         if trainer.received_sigterm:
             raise SIGTERMException
 
+    def _tell_how_to_go_on(self, trainer: Trainer) -> None:
+        assert self._stop is not None
+        saved = [c for c in trainer.checkpoint_callbacks if getattr(c, "_last_checkpoint_saved", "")]
+        if not saved:
+            log.warning("No checkpoint was saved: no step was over, or no ModelCheckpoint may save one.")
+            return
+        newest: Any = max(saved, key=lambda callback: callback._last_global_step_saved)
+        path = newest._last_checkpoint_saved
+        command = self._stop.command or f"trainer.fit(..., ckpt_path={path!r})"
+        log.info("The state after step %d is saved. Go on with:\n  %s", newest._last_global_step_saved, command)
 
-def record_sigterm(trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM in a process that is alone: pass it on to processes that it has started, and stop soon.
-
-    Lightning's handler logs. If the signal comes while a line is written, that raises from within the handler, in the
-    middle of the writing, and the signal is lost.
-    """
-    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.kill(signum)
-    trainer._signal_connector.received_sigterm = True
-
-
-class SigtermAgreement:
-    """Takes the place of two methods of the Trainer's.
-
-    Lightning's handler broadcasts a tensor of the device from inside the signal handler, in the middle of whatever
-    collective the process is in; and asks with another one before each batch. This one's handler only takes a note.
-
-    Args:
-        trainer: one whose ``fit`` is about to begin.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._is_asked = False
-        trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
-
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
-        if not self._is_asked and launcher is not None:
-            launcher.kill(signum)
-        self._is_asked = True
-        if self._trainer.world_size == 1 or not self._trainer.training:
-            connector.received_sigterm = True
-
-    def agree(self) -> None:
-        """Before a batch: stop if any rank was asked to."""
-        if any_rank(self._is_asked, name="next batch"):
-            self._stop()
-
-    def _stop(self) -> NoReturn:
-        self._trainer._signal_connector.received_sigterm = True
-        raise SIGTERMException
+    def _close(self) -> None:
+        if self._usual_handler is not None:
+            signal.signal(signal.SIGINT, self._usual_handler)
+            self._usual_handler = None
+        if self._stop is not None:
+            self._stop.close()

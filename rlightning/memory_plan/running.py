@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from rlightning.config_keys import find_class
+from rlightning.data.prompt_limit import PROMPT_TOKENS
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
@@ -14,7 +15,6 @@ from rlightning.memory_plan.phases import MemoryPlan, sum_up, total
 from rlightning.memory_plan.settings import (
     CALLBACKS,
     PRECISIONS,
-    PROMPT_TOKENS,
     parallelism_of_ddp,
     parallelism_of_fsdp,
     plan_rollout,

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from rlightning.batch_plan import BatchPlan
 from rlightning.config_keys import find_class
+from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.distributed.fsdp import FSDP
 from rlightning.distributed.ray_controller import RayController
 from rlightning.errors import ConfigError
@@ -31,8 +32,6 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16-true": "bf16-true",
 }
-PROMPT_TOKENS = 1024
-"""Of the longest prompt, where the data has no limit."""
 
 
 def read_work(config: Any) -> Work:
@@ -58,14 +57,13 @@ def read_work(config: Any) -> Work:
     batch.check_world_size(parallelism.ranks)
     generates = getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True)
     rollout = find_rollout(config) if generates else None
-    max_prompt_tokens = data.get("max_prompt_tokens") or PROMPT_TOKENS
-    longest = min(batch.max_tokens_per_microbatch, max_model_length(model_config))
+    positions = max_model_length(model_config)
+    new_tokens: Any = None if rollout is None else rollout["max_new_tokens"]
+    max_prompt_tokens = data.get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)
+    longest = min(batch.max_tokens_per_microbatch, positions)
     if rollout is not None:
-        reason = describe_length_limit(model_config)
-        batch.check_sequence_length(
-            max_prompt_tokens, rollout["max_new_tokens"], max_model_length(model_config), reason
-        )
-        longest = max_prompt_tokens + rollout["max_new_tokens"]
+        batch.check_sequence_length(max_prompt_tokens, new_tokens, positions, describe_length_limit(model_config))
+        longest = max_prompt_tokens + new_tokens
     reference = model.get("reference_model") or model["model"]
     offload = find_callback(trainer, "OffloadDuringRollout")
     return Work(

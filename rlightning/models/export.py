@@ -17,8 +17,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from rlightning.atomic_save import written_aside
+from rlightning.checksums import write_manifest
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.gathering import gather_into
+from rlightning.models.finite import check_finite
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
@@ -34,7 +36,7 @@ def save_policy(
     dtype: torch.dtype | str | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder, aside first, so that ``path`` never holds half of one.
+    """Write a Hugging Face folder and its checksums, aside first, so that ``path`` never holds half of one.
 
     All ranks call it, whether the policy is sharded or each has a whole one; rank 0 writes. It holds one file's tensors
     on the host, and no rank gathers more at a time than :func:`~rlightning.distributed.gathering.gather_into` says.
@@ -45,11 +47,15 @@ def save_policy(
         path: the folder; replaced if it is there. Rank 0's counts.
         dtype: of the weights in the folder, but for buffers, which keep theirs; None is the policy's own.
         max_file_bytes: above it the weights are split over several files, as transformers does.
+
+    Raises:
+        WeightError: a weight is not finite; what is at ``path`` stays.
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     dtype = dtype or policy.dtype
     assert isinstance(dtype, torch.dtype)
+    check_finite(policy.named_parameters(), f"The model is not saved to {path}")
     weights = exported_weights(policy)
     dtypes = dict.fromkeys(weights, dtype) | {
         name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
@@ -61,6 +67,7 @@ def save_policy(
             folder.mkdir()
             _write_weights(policy, weights, dtypes, batches, folder, max_file_bytes)
             _write_rest(policy, tokenizer, folder, dtype)
+            write_manifest(folder)
     else:
         for names in batches:
             _gather({name: weights[name] for name in names}, dtypes, torch.device("meta"))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import build_empty
@@ -140,6 +141,22 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
             "whole model's folder, or write tie_word_embeddings=true if the embedding is its output layer."
         )
     _tell_of_unused_layers(model, policy, names)
+
+
+@rank_zero_only
+def check_export(model: str) -> None:
+    """Compare a folder that SaveHF has written with its checksums, on rank 0; of other models nothing is known.
+
+    Raises:
+        ConfigError: names the first file that is missing, or not what was written.
+    """
+    try:
+        verify_manifest(Path(model))
+    except DamagedError as error:
+        raise ConfigError(
+            f"model='{model}' is damaged: {error.reason}. Use another copy; if you have changed it yourself, remove "
+            f"its {MANIFEST}."
+        ) from error
 
 
 @rank_zero_only

@@ -20,7 +20,7 @@ FLOOR = tl.constexpr(-1e30)
 
 
 def summarize_logits(
-    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`rlightning.models.output_layer.summarize_logits`."""
     num_tokens, num_logits = logits.shape
@@ -33,6 +33,7 @@ def summarize_logits(
         num_logits,
         1 / temperature,
         softcap or 1.0,
+        has_temperatures=isinstance(temperature, Tensor),
         has_softcap=softcap is not None,
         block=BLOCK,
         num_warps=NUM_WARPS,
@@ -48,7 +49,7 @@ def differentiate_logits(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
     """As :func:`rlightning.models.output_layer.differentiate_logits`."""
@@ -63,6 +64,7 @@ def differentiate_logits(
         num_logits,
         1 / temperature,
         softcap or 1.0,
+        has_temperatures=isinstance(temperature, Tensor),
         has_softcap=softcap is not None,
         has_entropy=grad_entropy is not None,
         block=BLOCK,
@@ -83,13 +85,15 @@ def _summarize(  # type: ignore[no-untyped-def]
     found,
     num_tokens,
     num_logits,
-    inverse_temperature,
+    inverse_temperature,  # one for all, or where those of the tokens are
     softcap,
+    has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * num_logits
+    scale = tl.load(inverse_temperature + token) if has_temperatures else inverse_temperature
     largest = FLOOR
     total = tl.zeros([block], dtype=tl.float32)
     weighted = tl.zeros([block], dtype=tl.float32)
@@ -98,7 +102,7 @@ def _summarize(  # type: ignore[no-untyped-def]
         x = tl.load(row + at, mask=at < num_logits, other=FLOOR).to(tl.float32)
         if has_softcap:
             x = tl.where(at < num_logits, softcap * _squash(x, softcap), x)
-        x *= inverse_temperature
+        x *= scale
         new = tl.maximum(largest, tl.max(x, 0))
         step = largest - new
         shrink = tl.exp(step)
@@ -115,7 +119,7 @@ def _summarize(  # type: ignore[no-untyped-def]
     if has_softcap:
         picked = softcap * _squash(picked, softcap)
     tl.store(found + token, normalizer)
-    tl.store(found + num_tokens + token, picked * inverse_temperature)
+    tl.store(found + num_tokens + token, picked * scale)
     tl.store(found + 2 * num_tokens + token, tl.log(whole) - tl.sum(weighted, 0) / whole)
 
 
@@ -128,14 +132,16 @@ def _differentiate(  # type: ignore[no-untyped-def]
     grads_logprob,
     grads_entropy,
     num_logits,
-    inverse_temperature,
+    inverse_temperature,  # one for all, or where those of the tokens are
     softcap,
+    has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
     has_entropy: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * num_logits
+    scale = tl.load(inverse_temperature + token) if has_temperatures else inverse_temperature
     target = tl.load(targets + token)
     normalizer = tl.load(normalizers + token)
     grad_logprob = tl.load(grads_logprob + token)
@@ -145,12 +151,12 @@ def _differentiate(  # type: ignore[no-untyped-def]
     for start in range(0, num_logits, block):
         at = start + tl.arange(0, block)
         x = tl.load(row + at, mask=at < num_logits, other=0.0).to(tl.float32)
-        slope = inverse_temperature
+        slope = scale
         if has_softcap:
             squashed = _squash(x, softcap)
             x = softcap * squashed
-            slope = inverse_temperature * (1 - squashed * squashed)
-        logprob = x * inverse_temperature - normalizer
+            slope = scale * (1 - squashed * squashed)
+        logprob = x * scale - normalizer
         chance = tl.exp(logprob)
         gradient = grad_logprob * (tl.where(at == target, 1.0, 0.0) - chance)
         if has_entropy:

@@ -21,7 +21,8 @@ def packed_logprobs(
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
         batch: on the model's device.
-        temperature: logits are divided by it, as the sampler did.
+        temperature: logits are divided by it, as the sampler did; those of a prompt with a temperature of its own by
+            that.
         needs_entropy_grad: whether the entropies are differentiated.
 
     Returns:
@@ -49,12 +50,13 @@ def compute_packed_logprobs(
         max_length_k=batch.max_length,
     ).last_hidden_state[0]
     asked = batch.completion_index
+    temperatures = batch.temperatures(temperature)
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(
         hidden[asked - 1],
         model.get_output_embeddings().weight,
         batch.token_ids[asked],
-        temperature=temperature,
+        temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,
         softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
         needs_entropy_grad=needs_entropy_grad,
     )

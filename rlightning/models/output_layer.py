@@ -37,7 +37,7 @@ top.
 class _Settings:
     """What :func:`chunked_logprobs` was asked for, and ``group``, the ranks that share the vocabulary, if any do."""
 
-    temperature: float
+    temperature: float | Tensor
     softcap: float | None
     needs_entropy_grad: bool
     group: dist.ProcessGroup | None
@@ -48,7 +48,7 @@ def chunked_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     needs_entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def chunked_logprobs(
         weight: [V, E], the output layer's; a DTensor if it is cut over the vocabulary, as
             :func:`~rlightning.models.tensor_parallel.parallelize` does.
         targets: [M] int64.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it; one for all, or [M] above 0.
         softcap: logits are squashed to this size by tanh first (Gemma 2, arXiv:2408.00118, section 2).
         needs_entropy_grad: whether the entropies are differentiated.
 
@@ -89,7 +89,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
             summarize = _kernels(logits).summarize_logits
-            found[:, own] = torch.stack(summarize(logits, targets[own], settings.temperature, settings.softcap))
+            temperature = _of_chunk(settings.temperature, own)
+            found[:, own] = torch.stack(summarize(logits, targets[own], temperature, settings.softcap))
         normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.settings = settings
@@ -126,7 +127,7 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
             entropy[own],
             grad_logprobs[own],
             grad_entropy[own] if settings.needs_entropy_grad else None,
-            settings.temperature,
+            _of_chunk(settings.temperature, own),
             settings.softcap,
         )
         if grad_hidden is not None:
@@ -154,24 +155,30 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, end), torch.mm(hidden[start:end], weight.T, out=memory[: end - start])
 
 
-def scale_logits(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """Squashed where there is a soft cap, and divided by the temperature, in float32."""
+def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
+    """Squashed where there is a soft cap, and divided by the temperature, in float32.
+
+    Args:
+        logits: [C, V], or [C].
+        temperature: one for all, or [C].
+        softcap: see :func:`chunked_logprobs`.
+    """
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return logits / temperature
+    return logits / _by_row(temperature, logits)
 
 
 def summarize_logits(
-    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is to be known of each token's logits.
 
     Args:
         logits: [C, V].
         targets: [C]; those outside of 0 to V - 1 are another rank's.
-        temperature: see :func:`chunked_logprobs`.
-        softcap: see there.
+        temperature: one for all, or [C].
+        softcap: see :func:`chunked_logprobs`.
 
     Returns:
         Each [C]: the logarithm of the sum of their exponentials, the target's logit (0 if it is not here), and the
@@ -215,7 +222,7 @@ def differentiate_logits(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
     """Put in the logits' place the gradient of what :func:`chunked_logprobs` makes of them.
@@ -230,8 +237,8 @@ def differentiate_logits(
         entropy: [C], of all ranks' logits.
         grad_logprobs: [C], what comes back from the log-probabilities.
         grad_entropy: [C], what comes back from the entropies, if they are differentiated.
-        temperature: see :func:`chunked_logprobs`.
-        softcap: see there.
+        temperature: one for all, or [C].
+        softcap: see :func:`chunked_logprobs`.
     """
     scaled = scale_logits(logits, temperature, softcap)
     table = scaled - normalizer[:, None]
@@ -240,6 +247,7 @@ def differentiate_logits(
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
     if grad_entropy is not None:
         gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
+    temperature = _by_row(temperature, logits)
     gradient = gradient / temperature
     if softcap is not None:
         gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
@@ -254,6 +262,15 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:  # there is no such product on the CPU: one of bfloat16 is rounded before it is added
         total.add_(left @ right)
+
+
+def _by_row(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
+    """A temperature in the shape in which it divides logits."""
+    return temperature[:, None] if isinstance(temperature, Tensor) and logits.ndim == 2 else temperature
+
+
+def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
+    return temperature[own] if isinstance(temperature, Tensor) else temperature
 
 
 def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:

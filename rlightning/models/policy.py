@@ -60,6 +60,11 @@ def load_tokenizer(model: str) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
+    if tokenizer.get_vocab().keys() <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
+        raise ConfigError(  # transformers then makes one up, to which every text is empty
+            f"model='{model}' has no tokenizer: none of its files has tokens. Copy tokenizer.json and "
+            "tokenizer_config.json there from the model that it comes from."
+        )
     return tokenizer
 
 

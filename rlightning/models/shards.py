@@ -1,6 +1,7 @@
 """A policy's weights, and a rank's shard of one."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,20 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's part on this rank; a plain tensor is its own."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within, norms and biases have the values that an engine of ``dtype`` has; autocast rounds matrices alone."""
+    vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
+    masters = [vector.clone() for vector in vectors]
+    try:
+        for vector in vectors:
+            vector.copy_(vector.to(dtype))
+        yield
+    finally:
+        for vector, master in zip(vectors, masters, strict=True):
+            vector.copy_(master)
 
 
 def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:

@@ -115,21 +115,22 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
     return (spread > rounding.clamp(min=tolerance))[groups]
 
 
-def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_tokens: int | Tensor, cache_tokens: int | Tensor) -> Tensor:
     """Punish completions that come near the token limit (DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13).
 
     0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
 
     Args:
         lengths: [N], completion tokens.
-        max_tokens: the limit on completion tokens.
-        cache_tokens: the length of the slope, at least 1.
+        max_tokens: the limit on completion tokens, one for all or [N].
+        cache_tokens: the length of the slope, one for all or [N]; where it is 0 there is no penalty.
 
     Returns:
         [N] float32 in [-1, 0], to be added to the rewards.
     """
-    free = max_tokens - cache_tokens
-    return ((free - lengths.float()) / cache_tokens).clamp(min=-1.0, max=0.0)
+    caches = torch.as_tensor(cache_tokens)
+    slope = (max_tokens - caches - lengths.float()) / caches.clamp(min=1)
+    return slope.clamp(min=-1.0, max=0.0).where(caches > 0, 0.0)
 
 
 def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

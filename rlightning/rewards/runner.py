@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
 from rlightning.rewards.calls import Answered, Call, Outcome
-from rlightning.rewards.config import BoundReward, RewardFunction, bind_rewards
+from rlightning.rewards.config import GIVEN, BoundReward, RewardFunction, bind_rewards
 from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
 from rlightning.rewards.loop_thread import BEAT
 from rlightning.rewards.pool import WorkerPool
@@ -133,6 +133,17 @@ class RewardRunner:
         """
         for function in self.functions:
             function.check(columns, source)
+
+    def read_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of a prompt set that the functions read, by their signatures.
+
+        Args:
+            columns: of the set; a function with ``**columns`` reads all of them.
+        """
+        read: set[str] = set()
+        for function in self.functions:
+            read |= {*function.columns.values(), *(columns if function.takes_all else ())}
+        return sorted(read.difference(GIVEN))
 
     def check_answers(self, prompts: "Sequence[Prompt]", where: Callable[[int], str]) -> None:
         """Grade reference answers against themselves, by each function that is marked as a checker of answers.

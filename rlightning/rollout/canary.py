@@ -1,134 +1,302 @@
-"""A short sequence on which actor and engine must agree: stale or wrong weights show in its log-probabilities."""
+"""The canary: tokens that actor and engine score, to tell an engine that rounds otherwise from one with other weights.
 
-from collections.abc import Iterable
-from functools import cache
-from typing import Any
+The actor scores the canary several times, each time with other rounding errors. An engine that holds the actor's
+weights is as far from each of these evaluations as they are from each other; other weights lead further away. Former
+weights, be they as near as rounding errors, lead in a direction that is known: towards what the actor gave before the
+update.
+
+Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedConfig
 
 from rlightning.errors import EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.models.shards import local_tensor
 from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.types import RolloutBatch
 
-CANARY_TEXT = "Question: what is 12 + 34? Answer: 12 + 34 = 46."
-CANARY_TOKENS = 32
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-TF32_TOLERANCE = 0.02
-"""Nats a token, in the mean. Measured between an actor and a vLLM of equal weights: 5e-7 in float32, 0.007 in bfloat16;
-with one wrong matrix 0.2 and more."""
+Floats = NDArray[np.float64]
+Score = Callable[[RolloutBatch, torch.dtype], Tensor]
+"""[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
-_BLOCK = 4096
-_PART = 2048 * _BLOCK  # elements that are multiplied at once, 64 MiB of products
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_DISTANCE = 1.2
+"""Of an engine from the actor's evaluations, as a multiple of their distance from each other."""
+MAX_SHARE = 0.1
+"""Of the way from the current weights back to former ones: errors of other sizes than the actor's may look like 3%."""
+BEYOND = 1.5
+"""Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
+MAX_ERRORS = 6.0
+"""Standard errors by which an engine may be on that way: chance leads as far in less than one of 10^7 syncs."""
+
+NUM_FORWARDS = 2
+NUM_COPIES = 2
+"""Of the canary in a forward pass. The product with ``NUM_FORWARDS`` is ``K``: one pass would take more memory."""
+CANARY_TOKENS = 1024
+CANARY_LENGTH = 128
+LEAST_CANARY_LENGTH = 32
+BLOCK_LENGTH = 16
+"""Consecutive tokens that count as one observation: their errors may hang together."""
+TRIMMED = 0.01
+"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+MAX_SIDE = 2.0
+"""A token that is further off than so many of its units counts no more."""
+LEAST_DEVIATION = 0.01
+"""Of the scores of blocks, which are all alike where the weights are far apart."""
+LEAST_NOISE = 2e-6
+"""Nats: steps of float32 near log-probabilities of -10."""
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
+"""The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
+otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
+TF32_ROUNDING = 2.0**-6
+"""The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
 
 
-def canary_tokens(tokenizer: Any, max_tokens: int) -> list[int]:
-    """The canary [P]: a short text, filled up where the tokenizer makes too little of it.
+class Comparison(NamedTuple):
+    """How far an engine is from the actor.
+
+    Attributes:
+        distance: of its log-probabilities from the actor's, root mean square in nats.
+        noise: that of the actor's evaluations from each other.
+    """
+
+    distance: float
+    noise: float
+
+
+class WayBack(NamedTuple):
+    """How far an engine is on the way from the current weights back to former ones.
+
+    Attributes:
+        length: distance of the actor's evaluations of both, root mean square in nats.
+        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
+            told from rounding it means nothing.
+        errors: standard errors by which it is above 0.
+    """
+
+    length: float
+    share: float
+    errors: float
+
+
+class Evaluation(NamedTuple):
+    """What the actor has given for the weights of a version: [K, S]."""
+
+    version: int
+    logprobs: Floats
+
+
+class Canary:
+    """What actors and engines score after a sync.
+
+    An engine that holds former weights has those of the sync before, or those that were verified last: what was sent
+    since then may be lost.
 
     Args:
         tokenizer: the policy's.
-        max_tokens: cut it here.
-    """
-    token_ids = list(tokenizer(CANARY_TEXT, add_special_tokens=False).input_ids)
-    token_ids += [(7 * i + 1) % len(tokenizer) for i in range(CANARY_TOKENS - len(token_ids))]
-    return token_ids[: min(CANARY_TOKENS, max_tokens)]
+        engine: that will score it.
+        tolerance: the largest distance of an engine from the actor, as a multiple of the actor's noise.
 
-
-class WeightPrint:
-    """Tells whether weights have changed since it was asked last, by whatever way they were written.
-
-    It keeps a checksum of each tensor's bits. Neither ``tensor._version`` nor addresses would do: writes through
-    ``.data`` do not count up the one, and offloading to the host changes the other.
+    Attributes:
+        token_ids: [N, L].
     """
 
-    def __init__(self) -> None:
-        self._known: list[int] | None = None
+    def __init__(self, tokenizer: Any, engine: VLLMConfig, tolerance: float = MAX_DISTANCE) -> None:
+        # An engine samples a token for a sequence that it scores.
+        self.token_ids = canary_tokens(tokenizer, int(engine.engine_args["max_model_len"]) - 1)
+        self.tolerance, self._dtype = tolerance, engine.dtype
+        is_tf32 = engine.dtype == torch.float32 and engine.device.type == "cuda"
+        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[engine.dtype]
+        self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
+        self._latest: Evaluation | None = None
+        self._former: Evaluation | None = None  # of the sync before
+        self._verified: Evaluation | None = None  # before the latest
+        self._has_passed = False
 
-    def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """Compare this rank's shards with those of the call before, on whatever device; False for the first call.
+    def evaluate(self, score: Score, weight_version: int) -> None:
+        """Have the actor score it; what it gave for another version is that of former weights from now on."""
+        if self._latest is not None and self._latest.version != weight_version:
+            self._former = self._latest
+            self._verified = self._latest if self._has_passed else self._verified
+            self._has_passed = False
+        self._latest = Evaluation(weight_version, evaluate(score, self._batch, self._dtype, self._rounding))
+
+    def check(self, answers: NDArray[np.float32], model_config: PreTrainedConfig | None = None) -> None:
+        """Raise EngineError if an engine has other weights than the actor had when it was evaluated.
 
         Args:
-            weights: names, which are not compared, and tensors.
+            answers: [N, L], the engine's log-probabilities; the first of each sequence is not looked at.
+            model_config: the actor's, for what the error says of its architecture; None where it is not known.
         """
-        tensors = [local_tensor(tensor) for _, tensor in weights]
-        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
-            return False  # they wait in the host's memory, where nothing writes to them
-        sums = [checksum(tensor) for tensor in tensors]
-        known, self._known = self._known, torch.stack(sums).tolist() if sums else []
-        return known is not None and known != self._known
+        assert self._latest is not None, "evaluate comes first"
+        version, actor = self._latest
+        engine = answers[:, 1:].flatten().astype(np.float64)
+        reason = self._find_fault(actor, engine)
+        if reason is None:
+            self._has_passed = True
+            return
+        traits = [] if model_config is None else describe_traits(model_config)
+        number, length = self.token_ids.shape
+        raise EngineError(
+            f"Actor and engine disagree after weights of version {version} were sent: the canary's mean "
+            f"log-probability is {actor.mean():.4f} under the actor and {engine.mean():.4f} under the engine, "
+            f"and {reason}. Checked: every parameter of the engine's model was loaded, and {number} sequences of "
+            f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
+        )
+
+    def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
+        """Say what is wrong, if anything is."""
+        found = compare(actor, engine)
+        is_far = not found.distance <= self.tolerance * found.noise  # nor is it near if one of them is not a number
+        formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
+        ways = [(find_way_back(actor, logprobs, engine), version) for version, logprobs in formers.items()]
+        ways = [(way, version) for way, version in ways if not (is_far and found.distance > BEYOND * way.length)]
+        way, version = max(ways, key=lambda pair: pair[0].errors, default=(None, 0))
+        if way is not None and way.share > MAX_SHARE and way.errors > MAX_ERRORS:
+            return (
+                f"the engine is {way.share:.0%} of the way back to the weights of version {version}, by "
+                f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
+                "all or some of them"
+            )
+        if not is_far:
+            return None
+        return (
+            f"they differ by {found.distance:.3g} nats, {found.distance / found.noise:.3g} times the "
+            f"{found.noise:.3g} that rounding makes of the actor's, where rollout.verify_tolerance allows "
+            f"{self.tolerance:g} times: the engine holds other weights, or computes otherwise than the actor"
+        )
+
+
+def canary_tokens(tokenizer: Any, max_length: int) -> NDArray[np.int64]:
+    """Return the canary [N, L]: sums in every other sequence, tokens drawn at random in the others.
+
+    Args:
+        tokenizer: the policy's. Special and added tokens are left out: some of them stand for what is no text.
+        max_length: the most tokens of a sequence, at least 2.
+    """
+    rng = np.random.default_rng(0)
+    length = min(CANARY_LENGTH, max_length)
+    excluded = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    token_ids = rng.choice(
+        [token for token in range(len(tokenizer)) if token not in excluded], (CANARY_TOKENS // length, length)
+    )
+    for row in token_ids[::2]:
+        terms = rng.integers(1000, size=(length, 2)).tolist()
+        text = "".join(f"What is {a} + {b}? {a} + {b} = {a + b}. " for a, b in terms)
+        sums = tokenizer(text, add_special_tokens=False).input_ids[:length]
+        row[: len(sums)] = sums
+    return token_ids
+
+
+@contextmanager
+def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
+    """Within, each number that an ``nn.Embedding`` gives has a relative error, drawn anew.
+
+    Args:
+        rounding: the largest error, unless the embedding's dtype, or autocast's, is coarser.
+        seed: of the errors.
+
+    Raises:
+        EngineError: if no embedding was called.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def perturb(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(module, nn.Embedding):
+            return
+        values = local_tensor(output)
+        device = values.device
+        is_autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else values.dtype
+        size = max(rounding, ROUNDING.get(dtype, 0.0))
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)  # the run's own numbers are left alone
+        errors = torch.empty(values.shape, device=device).uniform_(-size, size, generator=generators[device])
+        values.copy_(values * (1 + errors))
+
+    handle = register_module_forward_hook(perturb)  # whatever the model is, sharded or compiled
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not generators:
+        raise EngineError("The actor cannot be verified: its score() calls no torch.nn.Embedding.")
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a number of a tensor's bits in their order, equal on all devices.
-
-    Each element has an odd factor of its own, modulo 2^64: a change of one element always shows, and one of several
-    stays unseen once in 2^32 times or less. Elements are multiplied and summed by blocks, so are the blocks' sums, and
-    theirs.
+def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: float) -> Floats:
+    """Return the actor's log-probabilities [K, S], each time with other rounding errors.
 
     Args:
-        tensor: of any shape and dtype.
-
-    Returns:
-        A scalar of int64.
+        score: the actor's.
+        batch: of ``NUM_COPIES`` times ``N`` sequences, on the CPU.
+        dtype: the engine's.
+        rounding: see :func:`perturbed_embeddings`.
     """
-    numbers = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    for factors in _factors(tensor.device):
-        sums = [numbers.new_zeros(0, dtype=torch.int64)]
-        for part in numbers.split(_PART):
-            blocks, rest = part.split([len(part) - len(part) % _BLOCK, len(part) % _BLOCK])
-            sums += [(blocks.view(-1, _BLOCK) * factors).sum(1), (rest * factors[: len(rest)]).sum(0, keepdim=True)]
-        numbers = torch.cat(sums)
-    return numbers.sum()
+    evaluations = []
+    for seed in range(NUM_FORWARDS):
+        with perturbed_embeddings(rounding, seed):
+            evaluations.append(score(batch, dtype))
+    found = torch.stack(evaluations).double().cpu()[:, batch.completion_mask]
+    return found.view(NUM_FORWARDS * NUM_COPIES, -1).numpy()
 
 
-@cache
-def _factors(device: torch.device) -> Tensor:
-    """[3, B] odd int64: of the elements of a block, of the blocks of a part, of the rest."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**62), 2**62, (3, _BLOCK), generator=generator)
-    return (2 * drawn + 1).to(device)
+def compare(actor: Floats, engine: Floats) -> Comparison:
+    """Compare an engine's log-probabilities [S] with the actor's [K, S]."""
+    pairs = np.stack([actor[i] - actor[j] for i in range(len(actor)) for j in range(i)])
+    return Comparison(root_mean_square(actor - engine), root_mean_square(pairs) + LEAST_NOISE)
 
 
-def default_tolerance(engine: VLLMConfig, actor_precision: str) -> float:
-    """The coarser of the two precisions, the engine's and the actor's, decides."""
-    tolerance = VERIFY_TOLERANCE[engine.dtype]
-    if engine.device.type == "cuda":
-        tolerance = max(tolerance, TF32_TOLERANCE)  # which vLLM multiplies float32 matrices in
-    if "16" in actor_precision:
-        tolerance = max(tolerance, VERIFY_TOLERANCE[torch.bfloat16])
-    return tolerance
+def root_mean_square(differences: Floats) -> float:
+    """Root mean square of [., S], without the hundredth of the tokens that differ most; NaN if one is not finite."""
+    squares = np.sort(np.mean(differences**2, 0))
+    if not np.isfinite(squares).all():
+        return math.nan
+    return float(np.sqrt(squares[: len(squares) - int(TRIMMED * len(squares))].mean()))
 
 
-def check_agreement(
-    expected: NDArray[np.float32],
-    got: NDArray[np.float32],
-    tolerance: float,
-    weight_version: int,
-    model_config: PreTrainedConfig | None = None,
-) -> None:
-    """Raise EngineError if an engine's log-probabilities are not the actor's.
+def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
+    """Find out how far back an engine is on the way from the current weights to former ones.
+
+    A token's score is the step from now to before, times the side of the middle between both that a value is on, each
+    in units of the token's noise and half the step, added in squares. An engine with the current weights scores as
+    each evaluation of the actor does against the others, one with the former weights as those of before do.
 
     Args:
-        expected: [P], the canary's under the actor; the first is not looked at.
-        got: [P], under the engine.
-        tolerance: the largest mean difference, in nats.
-        weight_version: of the weights that the engine was sent.
-        model_config: the actor's, for what the error says of its architecture; None where it is not known.
+        actor: [K, S], of the current weights.
+        former: [K, S].
+        engine: [S].
     """
-    gap = float(abs(expected - got)[1:].mean())
-    if not gap <= tolerance:  # nor is it if the gap is not a number
-        traits = [] if model_config is None else describe_traits(model_config)
-        raise EngineError(
-            f"Actor and engine disagree after weights of version {weight_version} were sent: the canary's mean "
-            f"log-probability is {expected[1:].mean():.4f} under the actor and {got[1:].mean():.4f} under the engine, "
-            f"and they differ by {gap:.4f} a token, where rollout.verify_tolerance allows {tolerance}. Checked: every "
-            f"parameter of the engine's model was loaded, and one prompt of {len(expected)} tokens was compared. Not "
-            "known: whether the engine took the values as they were sent, or computes otherwise than the actor. The "
-            f"architecture: {'; '.join(traits) or 'unknown'}."
-        )
+    moved, whole = [], []
+    for k in range(len(actor)):
+        others, former_others = np.delete(actor, k, 0), np.delete(former, k, 0)
+        start = _score(actor[k], others, former_others)
+        moved.append(_score(engine, others, former_others) - start)
+        whole.append(_score(former[k], others, former_others) - start)
+    share = float(np.mean(moved) / np.mean(whole)) if np.mean(whole) > 0 else 0.0
+    scores = np.mean(moved, 0)
+    blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
+    deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
+    errors = float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+    return WayBack(root_mean_square(actor - former), share, errors)
+
+
+def _score(values: Floats, now: Floats, before: Floats) -> Floats:
+    """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
+    variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
+    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
+    step = before.mean(0) - now.mean(0)
+    side = values - (now.mean(0) + before.mean(0)) / 2
+    unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE
+    return np.asarray(step / unit * (side / unit).clip(-MAX_SIDE, MAX_SIDE))

@@ -1,7 +1,7 @@
 """What a rollout engine can do, whatever runs it and wherever it is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from rlightning.errors import check_rules
 from rlightning.types import Completion, Prompt
-
-TEMPERATURES = (0.01, 2.0)
-"""The lowest above 0 and the highest that vLLM samples with as they are."""
+from rlightning.types.trajectory import TEMPERATURES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +52,12 @@ class Sampling:
             ),
         }
         check_rules(rules)
+
+    def of(self, prompt: Prompt) -> "Sampling":
+        """Return how a prompt's completions are sampled: with its own temperature and limit, where it has any."""
+        own = {"temperature": prompt.temperature, "max_new_tokens": prompt.max_new_tokens}
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        return replace(self, **given) if given else self
 
 
 def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, Any]:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+PROGRESS_METHODS = {"generate", "score", "cancel"}
+"""Calls between whose steps the engine gives signs of life; others may keep its workers busy for longer."""
+
+
 class EngineDiedError(EngineError):
     """The engine is gone or answers no more; whatever it had finished before has been kept."""
 
@@ -66,7 +70,8 @@ class VLLMConfig:
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
         start_timeout: seconds until the engine must be up.
-        hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead.
+        hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead; while it
+            only samples, and has before, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
         environment: further variables of its process.
         files: of the model, as the trainer has read them; None for who only starts an engine for others.
     """
@@ -109,6 +114,10 @@ class EngineLink(ABC):
         self._on_alive = on_alive
         self._pending: dict[int, Future[Any]] = {0: self.ready}
         self._num_calls = 0
+        self._blocking: set[int] = {0}
+        """Calls that are pending and may keep the engine from signs of life."""
+        self._has_sampled = False
+        """Whether it has given one without them: what it had to compile, it has."""
         self._silence = 0.0
         self._how = "died"
         self._is_closing = False
@@ -151,6 +160,8 @@ class EngineLink(ABC):
             self._num_calls += 1
             number = self._num_calls
             self._pending[number] = answer
+            if method not in PROGRESS_METHODS:
+                self._blocking.add(number)
         self._send((number, method, arguments))
         return answer
 
@@ -237,7 +248,11 @@ class EngineLink(ABC):
             log.info("The engine is up: %s, up to %s tokens.", result.get("dtype"), result.get("max_model_len"))
         with self._state_lock:
             self._silence = 0.0
-            answer = self._pending.pop(0 if number is None else number, None) if status != "alive" else None
+            self._has_sampled |= not self._blocking
+            answer = None
+            if status != "alive":
+                answer = self._pending.pop(number or 0, None)
+                self._blocking.discard(number or 0)
         if answer is None:
             self._on_alive()
         elif status == "error":
@@ -249,7 +264,11 @@ class EngineLink(ABC):
 
     @property
     def _timeout(self) -> float:
-        return self.config.hang_timeout if self.ready.done() else self.config.start_timeout
+        if not self.ready.done():
+            return self.config.start_timeout
+        if self._has_sampled and not self._blocking:
+            return min(self.config.hang_timeout, intervals.ENGINE_PROGRESS_TIMEOUT)
+        return self.config.hang_timeout
 
     def _note(self, problem: EOFError | OSError) -> None:
         """Tell an engine that stopped in the middle of a message from one that is gone."""

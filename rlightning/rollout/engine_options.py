@@ -15,7 +15,7 @@ import torch
 from rlightning.distributed.collectives import global_rank, world_size
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
-from rlightning.rollout.canary import CANARY_TOKENS
+from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
@@ -278,8 +278,8 @@ def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None
     prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
     needed = prompt + sampling.max_new_tokens
     origin = f"{prompt} of a prompt + rollout.max_new_tokens={sampling.max_new_tokens}"
-    if needed <= CANARY_TOKENS:
-        needed, origin = CANARY_TOKENS + 1, "what verifies the weights"
+    if needed <= LEAST_CANARY_LENGTH:
+        needed, origin = LEAST_CANARY_LENGTH + 1, "what verifies the weights"
     needed = min(needed, limit)
     check_length(given, needed, origin, limit)
     return int(given.get("max_model_len") or (limit if max_prompt_tokens is None else needed))

@@ -120,7 +120,7 @@ class EnginePool:
             The completions, or the error that ended all engines.
         """
         ends = model_files(self.members[0].engine.config).end_token_ids
-        arguments = (prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
+        arguments = (prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
         request = Request(prompt, arguments, num_samples, conversation)
         self._dispatch(request)
         return request.answer

@@ -305,4 +305,5 @@ def _unpack(saved: dict[str, Any]) -> Completion:
         np.asarray(saved["logprobs"], np.float32),
         np.asarray(saved["weight_versions"], np.int32),
         saved["finish_reason"],
+        saved.get("extras"),
     )

@@ -35,7 +35,8 @@ def end_group(group: int) -> None:
     started = time.monotonic()
     while members := _others(group):
         waited = time.monotonic() - started
-        _kill(pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid))
+        _send(signal.SIGKILL, (pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid)))
+        _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
         if waited > 2 * intervals.TRACKER_GRACE:
             log.warning("Processes %s of the engine do not end, though killed.", members)
             return
@@ -50,7 +51,7 @@ def end_own_group(scratch: Path) -> None:
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:
             break
-        _kill(members)
+        _send(signal.SIGKILL, members)
         time.sleep(intervals.SHORT_POLL_INTERVAL)
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +78,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _kill(pids: Iterable[int]) -> None:
+def _send(number: signal.Signals, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)

@@ -75,10 +75,11 @@ def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampli
     Raises:
         ConfigError: with the numbers.
     """
-    if sampling.temperature == 0 and num_samples > 1:
+    if num_samples > 1 and any(sampling.of(prompt).temperature == 0 for prompt in prompts):
         raise ConfigError(
             f"temperature=0 makes all {num_samples} samples of a prompt alike. Ask for one, or use a temperature."
         )
+    check_own_limit(max((prompt.max_new_tokens or 0 for prompt in prompts), default=0), sampling)
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     total = longest + sampling.max_new_tokens
     if total > max_model_len:
@@ -86,6 +87,20 @@ def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampli
             f"A prompt of {longest} tokens + max_new_tokens={sampling.max_new_tokens} = {total}, but the engine takes "
             f"{max_model_len} tokens, and would cut completions. Lower max_new_tokens by {total - max_model_len}, or "
             "use shorter prompts."
+        )
+
+
+def check_own_limit(longest: int, sampling: Sampling) -> None:
+    """Refuse a prompt's own limit above the run's, by which engines and memory are laid out.
+
+    Args:
+        longest: the largest limit of a prompt's own; 0 where none has one.
+        sampling: of the run.
+    """
+    if longest > sampling.max_new_tokens:
+        raise ConfigError(
+            f"A prompt's own max_new_tokens={longest} is above rollout.max_new_tokens={sampling.max_new_tokens}, which "
+            f"bounds all. Set rollout.max_new_tokens={longest}, or lower the prompt's."
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from rlightning.cli import RLCLI, find_callback
+from rlightning.data import PromptDataModule
+from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.models import describe_length_limit
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_service import EngineService, listen
@@ -36,8 +38,12 @@ class ServeCLI(RLCLI):
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: Any = self._get(self.config_init, "model")
-        self.max_prompt_tokens: int | None = getattr(self._get(self.config_init, "data"), "max_prompt_tokens", None)
         self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
+        data = self._get(self.config_init, "data")
+        self.max_prompt_tokens: int | None = getattr(data, "max_prompt_tokens", None)
+        if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
+            new_tokens = self.rollout.sampling.max_new_tokens
+            self.max_prompt_tokens = default_prompt_limit(self.module.max_model_length, new_tokens)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing."""

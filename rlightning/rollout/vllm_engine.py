@@ -105,7 +105,7 @@ class VLLMEngine:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
         ends = model_files(self.config).end_token_ids
         return [
-            self.submit("generate", prompt.token_ids, vllm_sampling(sampling, num_samples, stream, ends))
+            self.submit("generate", prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
             for prompt, stream in requests
         ]
 
@@ -116,6 +116,11 @@ class VLLMEngine:
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`RolloutEngine.score`."""
         return np.asarray(self._call("score", list(token_ids)), np.float32)
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
+        answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
+        return np.array([answer.result() for answer in answers], np.float32)
 
     def begin_loading(self, handles: Sequence[bytes]) -> None:
         """Take the weights' memory, if asleep, and get ready for :meth:`load_chunk`.

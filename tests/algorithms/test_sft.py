@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from prompt_files import make_metaspace_tokenizer
 from tiny import bare_trainer, save_weights
 
@@ -126,3 +127,18 @@ def test_a_missing_column_names_the_nearest(model_folder: str) -> None:
         ConfigError, match=r"train.jsonl: completion_column='answr' does not exist. Did you mean 'answer'"
     ):
         SFT(model_folder, completion_column="answr").check_columns(["prompt", "answer"], "train.jsonl")
+
+
+def test_resume_with_a_changed_completion_is_refused(model_folder: str, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in PROBLEMS]
+    checkpoints = ModelCheckpoint(tmp_path, filename="last")
+    trainer = bare_trainer(tmp_path, 1, checkpoints, enable_checkpointing=True)
+    trainer.fit(SFT(model_folder, prompts_per_step=4), PromptDataModule(rows))
+    rows[3] = {**rows[3], "completion": "7"}
+    with pytest.raises(ConfigError, match="The column 'completion' of the training prompts"):
+        bare_trainer(tmp_path, 2).fit(
+            SFT(model_folder, prompts_per_step=4),
+            PromptDataModule(rows),
+            ckpt_path=str(tmp_path / "last.ckpt"),
+            weights_only=False,
+        )

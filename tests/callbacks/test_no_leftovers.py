@@ -197,7 +197,46 @@ def test_a_signal(
         os.killpg(process.pid, number)  # as a terminal does
         assert process.wait(END_SECONDS) in exit_codes, output.read_text()
         assert leftovers(sessions, memory, scratch) == []
-        assert (tmp_path / "run/checkpoints/last.ckpt").is_file() == (number == signal.SIGTERM)
+        assert (tmp_path / "run/checkpoints/last.ckpt").is_file() == (number != signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signal_while_engine_hangs_saves_within_grace(
+    number: signal.Signals, model_folder: str, tmp_path: Path, scratch: Path
+) -> None:
+    config = write_config(tmp_path, model_folder)
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), "--model.stop_grace", "60"],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 400
+        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        sessions = sessions_below(process.pid)
+        engines = [pid for session in sessions - {process.pid} for pid in processes(session)]
+        memory = shared_memory(sessions)
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(1)  # for the trainer to be in a rollout
+        process.send_signal(number)
+        started = time.monotonic()
+        assert process.wait(END_SECONDS) == 128 + number, output.read_text()
+        assert time.monotonic() - started < 61, output.read_text()
+        assert "is saved. Go on with:" in output.read_text() and "Traceback" not in output.read_text()
+        assert leftovers(sessions, memory, scratch) == []
+        assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
     finally:
         process.kill()
         process.wait()

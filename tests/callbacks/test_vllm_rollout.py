@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import re
 import runpy
 import shutil
 import time
@@ -85,9 +86,10 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_proc
         patch.setattr(RewardRunner, "begin", noted_begin)
         witness, rollout = Witness(), make_rollout(temperature=0.7, bucket_bytes=50_000)
         trainer = make_trainer(folder, 5, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
-        path = str(folder / "sums.jsonl")
-        sets = {"greedy": ValidationSet(path, limit=4), "sampled": ValidationSet(path, limit=3, samples_per_prompt=4)}
-        data = make_data(folder, validation=sets)
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+        sampled = {"path": rows, "limit": 3, "samples_per_prompt": 4}
+        sets: dict[str, Any] = {"greedy": ValidationSet(rows, limit=4), "sampled": sampled}
+        data = PromptDataModule(rows, validation=sets, predict=rows)
         module = make_module(model_folder)
         trainer.fit(module, data)
     seen = Witness()
@@ -103,6 +105,10 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
         *("rollout", "sync 1", "update", "validation", "sync 2", *step),
         *("rollout", "sync 3", "update", "validation", "sync 4", *step),
     ]
+
+
+def test_prompts_may_be_as_long_as_the_engine_takes(run: Run) -> None:
+    assert run.data.max_prompt_tokens == 248  # 256 positions, less 8 of a completion
 
 
 def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
@@ -192,9 +198,9 @@ def loop(
 
 
 @torch.no_grad()
-def change_weights(policy: Any) -> None:
+def change_weights(policy: Any, size: float = 0.05) -> None:
     for weight in policy.model.parameters():
-        weight.add_(torch.randn_like(weight), alpha=0.05)
+        weight.add_(torch.randn_like(weight), alpha=size)
     policy.weight_version += 1
 
 
@@ -290,14 +296,14 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
 def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) -> None:
     """As a callback does that validates with averaged weights, and then takes them out again."""
     sample(loop)
-    version, syncs = loop.policy.weight_version, loop.rollout._num_syncs
+    version, syncs = loop.policy.weight_version, loop.rollout.verification.num_syncs
     weight = next(iter(loop.policy.model.parameters()))
     trained = weight.detach().clone()
     for change in (trained * 1.5, trained):
         weight.data.copy_(change)
         sample(loop)
         sample(loop)
-    assert loop.rollout._num_syncs == syncs + 2  # each with a canary: verify_every is 1
+    assert loop.rollout.verification.num_syncs == syncs + 2  # each with a canary: verify_every is 1
     assert loop.policy.weight_version == version + 2
 
 
@@ -316,10 +322,11 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
             sample(loop)
         with pytest.raises(EngineError):  # nor does it the next time
             sample(loop)
-    canary = canary_tokens(loop.policy.tokenizer, 255)
-    assert len(canary) == 32
+    canary = RolloutBatch.of_sequences(canary_tokens(loop.policy.tokenizer, 255).tolist())
+    mean = loop.policy.score(canary, torch.float32)[canary.completion_mask].mean()
     assert f"of version {before + 1}" in str(caught.value)
-    assert f"is {loop.policy.score(canary).cpu().numpy()[1:].mean():.4f} under the actor and -" in str(caught.value)
+    said = re.search(r"is (-\d+\.\d{4}) under the actor and -", str(caught.value))
+    assert said is not None and float(said[1]) == pytest.approx(float(mean), abs=2e-4)
     assert sample(loop)  # sent in full, it passes
 
 
@@ -331,8 +338,8 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightBucket, "fill", leave_as_it_was)
-        change_weights(loop.policy)
-        with pytest.raises(EngineError, match=r"is -\d+\.\d+ under the actor and -\d+\.\d+ under the engine"):
+        change_weights(loop.policy, 1e-5)  # as much as an update
+        with pytest.raises(EngineError, match=r"is -\d+\.\d+ under the actor and -.* of the way back"):
             sample(loop)
     assert sample(loop)
 
@@ -340,7 +347,8 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
 def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     change_weights(loop.policy)
     with monkeypatch.context() as patch:
-        patch.setattr(loop.policy, "score", lambda token_ids: torch.full((len(token_ids),), float("nan")))
+        score = loop.policy.score
+        patch.setattr(loop.policy, "score", lambda batch, dtype: score(batch, dtype) * float("nan"))
         with pytest.raises(EngineError, match="nan under the actor"):
             sample(loop)
     assert sample(loop)

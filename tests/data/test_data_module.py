@@ -1,8 +1,10 @@
 """The data module under the real Trainer: what a run sees, and what an interrupted run sees after its resume."""
 
+import itertools
 import json
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from prompt_files import make_tokenizer, write_rows
 from tiny import bare_trainer
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError
+from rlightning.rollout import Sampling
 from rlightning.types import Prompt
 
 
@@ -94,7 +98,7 @@ def train(tmp_path: Path) -> str:
     return write_rows(tmp_path / "train.jsonl", [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(11)])
 
 
-def make_data(train: str, **options: Any) -> PromptDataModule:
+def make_data(train: Any, **options: Any) -> PromptDataModule:
     return PromptDataModule(train, **{"max_prompt_tokens": 32, "seed": 5, **options})
 
 
@@ -190,6 +194,113 @@ def test_resume_with_other_data_is_refused(tokenizer: PreTrainedTokenizerFast, t
     # Validation of the checkpoint needs no training prompts.
     data = PromptDataModule(validation=other, max_prompt_tokens=32)
     make_trainer(tmp_path).validate(Recorder(tokenizer), datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_run_on_rows_in_memory_is_that_on_their_file(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    rows = read_rows(train)
+    whole = run_whole(tokenizer, tmp_path, train, refill=1)
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    first = Recorder(tokenizer, refill=1)
+    with pytest.raises(InterruptedError):
+        make_trainer(tmp_path, checkpoints, StopAfter(4)).fit(first, datamodule=make_data(rows))
+    for source in (rows, train):
+        resumed = Recorder(tokenizer, refill=1)
+        make_trainer(tmp_path).fit(resumed, datamodule=make_data(source), ckpt_path=tmp_path / "step=3.ckpt")
+        assert first.steps[:3] + resumed.steps == whole
+    other = [*rows[:10], {"prompt": "1-1="}]
+    with pytest.raises(ConfigError, match="The 11 training prompts are not those"):
+        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(other), ckpt_path=tmp_path / "step=3.ckpt")
+
+
+def test_a_generator_is_read_once_for_all_stages(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
+) -> None:
+    rows = read_rows(train)
+    yielded: list[int] = []
+
+    def generate() -> Iterator[dict[str, Any]]:
+        for i, row in enumerate(itertools.cycle(rows)):
+            yielded.append(i)
+            yield row
+
+    data = make_data(
+        generate(),
+        train_limit=6,
+        validation={"v": {"path": generate(), "limit": 4}},
+        predict=generate(),
+        predict_limit=3,
+    )
+    assert yielded == []
+    for _ in range(2):
+        module = Recorder(tokenizer)
+        make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+        assert len(module.steps) == 2 and module.validated == {0: [0, 1, 2, 3]}
+        make_trainer(tmp_path).validate(module, datamodule=data)
+        batches = make_trainer(tmp_path).predict(module, datamodule=data)
+        assert batches == [["0+0=", "1+1=", "2+2="]]
+    assert yielded == [*range(6), *range(4), *range(3)]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": iter([])}, r"data\.train is a list_iterator, .* Say how many to take by data\.train_limit"),
+        ({"validation": iter([])}, r"data\.validation\.validation is a .* by data\.validation\.validation\.limit"),
+    ],
+)
+def test_generators_without_a_length_are_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, data: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(**{"train": train, **data}))
+
+
+def test_prompt_limit_is_chosen_by_the_model_and_said_once(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*read_rows(train), {"prompt": "1" * 59}]  # 64 positions, less 6 of a completion, are 58
+    data = PromptDataModule(rows, validation=rows, seed=5)
+
+    def validate(max_model_length: int, max_new_tokens: int) -> list[int]:
+        module = Recorder(tokenizer)
+        module.max_model_length = max_model_length
+        make_trainer(tmp_path, UseSampling(max_new_tokens)).validate(module, datamodule=data)
+        return module.validated[0]
+
+    with caplog.at_level("INFO"):
+        trainer = make_trainer(tmp_path, UseSampling(6), max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Recorder(tokenizer), datamodule=data)
+        assert validate(64, 6) == list(range(11))
+    said = "data.max_prompt_tokens=58: the model's 64 positions, less rollout.max_new_tokens=6."
+    assert [record.message for record in caplog.records if "max_prompt_tokens=58:" in record.message] == [said]
+    assert data.max_prompt_tokens == 58
+    assert "1 of 12 prompts of 'data.train' have more than max_prompt_tokens=58 tokens and are dropped" in caplog.text
+    assert validate(4096, 6) == list(range(12)) and data.max_prompt_tokens == 1024
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=64 leaves a model of 64 positions no room for a"):
+        validate(64, 64)
+
+
+def test_a_copy_for_other_processes_has_no_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+    rows = [{**row, "check": lambda: None} for row in read_rows(train)]  # which cannot be pickled
+    data = PromptDataModule(rows, validation={"v": ValidationSet(rows, limit=2)}, predict=rows)
+    module = Recorder(tokenizer)
+    make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    sent = pickle.loads(pickle.dumps(data.without_rows()))
+    assert sent.max_prompt_tokens == 63 and [chosen.name for chosen in sent.validation_sets] == ["v"]
+    assert data.train is rows and data.validation_sets[0].path is rows and data.stream is not None
+
+
+class UseSampling(Callback):
+    """Has what the data module looks for in a callback that samples."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self.sampling = Sampling(max_new_tokens=max_new_tokens)
 
 
 def test_validation_sets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
@@ -304,7 +415,7 @@ def test_two_ranks_share_every_step_and_every_validation_batch(
     whole = Recorder(tokenizer, prompts_per_step=4)
     make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)
-    trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy="ddp_spawn")
+    trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy=DDPStrategy(start_method="spawn"))
     trainer.fit(Writer(tokenizer, prompts_per_step=4), datamodule=data)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert [a + b for a, b in zip(first["steps"], second["steps"], strict=True)] == whole.steps

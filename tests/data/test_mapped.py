@@ -77,11 +77,12 @@ def test_mapped_order_and_fingerprint_equal_those_in_memory(
 ) -> None:
     path = write(tmp_path / "a.jsonl")
     prompt_format = PromptFormat(max_tokens=4, overlong=overlong)
-    expected = PromptStream(in_memory(path, prompt_format, monkeypatch), seed=3)
+    expected = PromptStream(in_memory(path, prompt_format, monkeypatch), seed=3, columns=["n", "answer"])
     said = [record.message for record in caplog.records if record.name.startswith("rlightning")]
     for _ in ("first start", "second start"):
         caplog.clear()
-        stream = PromptStream(build_prompts(read_rows(path), make_tokenizer(), prompt_format), seed=3)
+        prompts = build_prompts(read_rows(path), make_tokenizer(), prompt_format)
+        stream = PromptStream(prompts, seed=3, columns=["answer", "n"])
         assert [record.message for record in caplog.records if record.name.startswith("rlightning")] == said
         assert stream.state_dict() == expected.state_dict()
         assert stream.take(40) == expected.take(40)

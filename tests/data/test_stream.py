@@ -1,5 +1,7 @@
 """The order of the prompts, its position, and the shares of the ranks."""
 
+from typing import Any
+
 import pytest
 
 from rlightning.data.stream import PromptStream
@@ -67,3 +69,19 @@ def test_resume_with_other_data_is_refused(resumed: PromptStream, message: str) 
     with pytest.raises(ConfigError, match=message) as caught:
         resumed.load_state_dict(PromptStream(make_prompts(10)).state_dict())
     assert "\n" not in str(caught.value)
+
+
+def with_columns(*levels: Any) -> list[Prompt]:
+    return [Prompt(i, f"p{i}", [i], {"level": level, "note": i}) for i, level in enumerate(levels)]
+
+
+def test_resume_with_other_columns_than_rewards_read_is_refused() -> None:
+    saved = PromptStream(with_columns(1, 2, 3), columns=["level"]).state_dict()
+    with pytest.raises(ConfigError, match=r"The column 'level' of the training prompts, which the rewards read") as no:
+        PromptStream(with_columns(1, 2, 4), columns=["level"]).load_state_dict(saved)
+    assert "\n" not in str(no.value)
+    # Columns that only one of the two runs reads, and checkpoints that name none, are no reason.
+    for columns in (["level"], [], ["note"]):
+        PromptStream(with_columns(1, 2, 3), columns=columns).load_state_dict(saved)
+    del saved["columns"]
+    PromptStream(with_columns(1, 2, 4), columns=["level"]).load_state_dict(saved)

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from controller_run import RAY_OPTIONS
-from tiny import GenerateInWorkers, bare_trainer, make_algorithm, make_data
+from tiny import GenerateInWorkers, bare_trainer, make_algorithm
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
+from rlightning.data import PromptDataModule
 from rlightning.distributed import RayController
 from rlightning.distributed.ray_group import WorkerGroup
 from rlightning.distributed.tensor_store import tensor_store
@@ -35,9 +36,17 @@ class InWorkers(GenerateInWorkers):
         super().setup(trainer, pl_module, stage)
         assert tensor_store().max_bytes == MAX_STORE_BYTES
         assert SETTINGS.items() <= settings_of(trainer).items()
+        assert trainer.datamodule.max_prompt_tokens == 58  # 64 positions, less 6 of a completion
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 2
+
+
+class Staying(list[Any]):
+    """Rows of the controller's, which no other process gets as they are."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AssertionError("the rows are sent")
 
 
 class Taken(RLCallback):
@@ -92,7 +101,8 @@ def send_twice(send: Any) -> Any:
 def run(folder: Path) -> dict[str, Any]:
     """All stages."""
     WorkerGroup._call = send_twice(WorkerGroup._call)  # type: ignore[method-assign]
-    data = make_data(folder, validation=str(folder / "sums.jsonl"), predict=str(folder / "sums.jsonl"))
+    rows = Staying({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4))
+    data = PromptDataModule(rows, validation={"sums": rows}, predict=rows, shuffle=False)
     module = make_algorithm(Refilling, folder / "model", lr=1e-1, validate_first=False)
     taken = Taken()
     strategy = RayController(

@@ -14,7 +14,7 @@ from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
 
 LOOP = """\
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
@@ -31,17 +31,35 @@ def is_in_call(path):
     state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
     return state == "S" or others == "device"  # the main thread sleeps; one that waits for a device may spin
 
+def tell_of_wait(thread):
+    # A file says that the main thread is in number.item(): twice at the same instruction of that line.
+    lines, before = Path(__file__).read_text().splitlines(), None
+    while True:
+        frame = sys._current_frames()[thread]
+        place = (frame.f_code.co_name, frame.f_lasti)
+        if place == before and "number.item()" in lines[frame.f_lineno - 1]:
+            at_work[rank].write_text(str(os.getpid()))
+            return
+        before = place
+        time.sleep(0.5)
+
 last = TearDown()
 rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("nccl" if others == "device" else "gloo")
 at_work = [Path(__file__).with_name(f"at-work-{i}") for i in range(dist.get_world_size())]
 with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
     try:
-        if others != "stuck":
+        if others == "device":
+            number, pair = torch.ones(1, device=f"cuda:{rank}"), dist.new_group()
+            for group in (dist.group.WORLD, pair):  # their communicators are there from here on
+                dist.all_reduce(number, group=group)
+            assert number.tolist() == [4]
+        elif others != "stuck":
             at_work[rank].write_text(str(os.getpid()))
         if rank == failing:
             while how != "end" and not all(is_in_call(path) for i, path in enumerate(at_work) if i != rank):
                 time.sleep(0.02)
+            Path(__file__).with_name("struck").touch()
             if how == "raise":
                 raise ValueError("boom")
             if how == "kill":
@@ -55,7 +73,9 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
         elif others == "collective":
             dist.all_reduce(torch.ones(1))
         elif others == "device":
-            dist.all_reduce(number := torch.ones(1, device=f"cuda:{rank}"))
+            threading.Thread(target=tell_of_wait, args=(threading.get_ident(),), daemon=True).start()
+            for group in (dist.group.WORLD, pair):  # an abort has to end both
+                dist.all_reduce(number, group=group)
             number.item()
         elif others == "stuck":
             # Like a collective on a device: no signal gets through to Python. The shell says that this rank is in it.
@@ -65,6 +85,7 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             time.sleep(rank)
     finally:
         sys.stderr.write(f"rank {rank} cleans up\\n")
+        Path(__file__).with_name(f"cleaned-up-{rank}").touch()
 sys.stderr.write(f"rank {rank} is through\\n")
 """
 
@@ -111,10 +132,14 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
 @pytest.mark.multigpu
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_failure_ends_rank_blocked_in_device_collective(tmp_path: Path, how: str) -> None:
+    """Within seconds, with a grace of ten minutes: its communicators are aborted, and it cleans up."""
     codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
-    assert codes[0] == 1
+    struck = (tmp_path / "struck").stat().st_mtime
+    assert codes[0] == 1, errors
     assert "rank 0 ends because rank 1 " in errors[0]
+    assert "rank 0 cleans up" in errors[0] and "is through" not in errors[0]
     assert "Traceback" not in errors[0]
+    assert (tmp_path / "cleaned-up-0").stat().st_mtime - struck < 30
 
 
 @pytest.mark.processes

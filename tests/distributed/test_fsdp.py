@@ -122,7 +122,7 @@ def count_gatherings(folder: Path) -> None:
     # Of each micro-batch: the root once, two layers for the forward, and again for the backward if they are let go of.
     for reshards, alone, together in ((True, 3 * (1 + 2 + 2), 1 + 3 * (2 + 2)), (False, 3 * (1 + 2), 1 + 2)):
         owner, strategy = Owner(reshards=reshards), FSDP(reshard_after_forward=reshards)
-        strategy.model = owner  # type: ignore[assignment]
+        strategy.model = owner
         expected, first = accumulate(owner, strategy, kept=False)
         counted, second = accumulate(owner, strategy, kept=True)
         assert (expected, counted) == (alone, together)

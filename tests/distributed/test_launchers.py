@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -230,7 +231,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
 
 
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
-    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning")
+    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "60")
     assert code == 130
     assert output.count("interrupted\n") == 1
     assert all(f"rank {i} cleans up" in output for i in range(2))
@@ -245,10 +246,10 @@ def test_sigterm_stops_all_ranks_at_same_batch(project: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_stuck_rank(project: Path) -> None:
-    options = ("--trainer.strategy.failure_grace", "600")
+    options = ("--trainer.strategy.failure_grace", "600", "--model.stop_grace", "20")
     code, output = failing(project, "stuck", 0, "SIGINT", "lightning", *options, others="collective")
     assert code == 130
-    assert output.count("interrupted\n") == 1
+    assert "ended, since the step under way was not over 20 s after the signal" in output
     assert "rank 0 cleans up" in output
 
 
@@ -261,3 +262,14 @@ def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     assert "Timed out waiting 10000ms" in output
     assert "rank 1 was last seen at barrier 'next batch', " in output
     assert "rank 0 cleans up" in output
+
+
+def test_stopped_rank_0_is_named_and_run_ends(project: Path) -> None:
+    """The store, the hub of failures and the launcher are in its process."""
+    code, output = failing(project, "stopped-0", 0, "SIGSTOP", "lightning", others="collective")
+    assert code == -signal.SIGKILL
+    assert "rank 1 ends because rank 0 hangs: it does not run, and was last seen " in output
+    assert "rank 1 cleans up" in output
+    stacks = (project / "stopped-0" / "stacks.txt").read_text()
+    assert stacks.startswith("=== rank 1, process ")
+    assert "=== rank 0, seen from rank 1 on " in stacks

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project, rlightning
-from rank_processes import free_port
+from rank_processes import free_port, is_alive
 from ray_nodes import start_nodes
 
 from rlightning.distributed import RayController
+from rlightning.distributed.process_identity import find_children
 from rlightning.distributed.ray_cluster import join_cluster
 from rlightning.distributed.ray_driver import LONGEST_LIST, DriverContext, list_names
 from rlightning.errors import ConfigError
@@ -192,30 +193,71 @@ def test_a_long_list_of_names_is_cut() -> None:
     assert list_names(names).endswith(f"NAME_{LONGEST_LIST - 1} and 3 more")
 
 
-@pytest.mark.processes
-def test_sigterm_saves_and_ends_a_controller_with_143(tmp_path: Path) -> None:
-    make_project(tmp_path)
+def fit_until_step_2(folder: Path, *options: str) -> "tuple[subprocess.Popen[str], str]":
+    """A run under a controller that has done two steps, and what it has said so far."""
+    make_project(folder)
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("rlightning")), *FIT, "--trainer.default_root_dir", "run",
-         "--trainer.max_steps", "100000", "--trainer.max_epochs=-1"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+         "--trainer.max_steps", "100000", "--trainer.max_epochs=-1", *options],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "step 2/" in line:
+            return process, "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.processes
+def test_sigterm_saves_and_ends_a_controller_with_143(tmp_path: Path) -> None:
+    process, output = fit_until_step_2(tmp_path)
     try:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "step 2/" in line:
-                process.send_signal(signal.SIGTERM)
-                break
+        # Its stacks and its worker's come first.
+        process.send_signal(signal.SIGUSR1)
+        stacks, end = tmp_path / "run" / "stacks.txt", time.monotonic() + 120
+        while time.monotonic() < end and not (stacks.exists() and "=== rank 0" in stacks.read_text()):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=300)
     finally:
         process.kill()
-    output = "".join(lines) + rest
+    output += rest
     assert process.returncode == 143, output
     assert "ended by SIGTERM" in output and "Traceback" not in output
     last = tmp_path / "run/checkpoints/last.ckpt"
     assert last.exists(), output
+    assert stacks.read_text().count(": SIGUSR1 to controller\n") == 2
+    assert stacks.read_text().startswith("=== controller, ")
+
+
+@pytest.mark.processes
+def test_killed_controller_leaves_no_process_of_ray(tmp_path: Path) -> None:
+    process, _ = fit_until_step_2(tmp_path)
+    [raylet] = [pid for pid, name in find_children(process.pid).items() if name == "raylet"]
+    started = [process.pid, *find_children(process.pid), *find_children(raylet)]
+    process.kill()
+    process.communicate(timeout=300)
+    assert len(started) >= 5
+    assert [pid for pid in started if is_alive(pid)] == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_killed_raylet_ends_run_in_one_line(tmp_path: Path, restarts: str) -> None:
+    strategy = ("--trainer.strategy.max_restarts", restarts)
+    process, output = fit_until_step_2(tmp_path, *strategy)
+    try:
+        [raylet] = [pid for pid, name in find_children(process.pid).items() if name == "raylet"]
+        os.kill(raylet, signal.SIGKILL)
+        rest, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    output += rest
+    assert process.returncode not in (0, 2), output
+    assert f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed" in output
+    assert "Placement group" not in output and "Raylet is terminated" not in output, output
 
 
 @pytest.mark.processes

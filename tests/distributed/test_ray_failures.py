@@ -15,6 +15,7 @@ from rank_processes import finish, is_alive, start_controller
 from sft_run import SIZES, CountSteps, train, write_rows
 from tiny import save_model
 
+from rlightning import intervals
 from rlightning.distributed.checkpoint_folder import read_whole
 from rlightning.distributed.controller_launcher import find_last
 from rlightning.errors import ConfigError, RewardError, find_run_error
@@ -50,6 +51,8 @@ class FailOnce(RLCallback):
                 raise ConfigError("value=3 is wrong. Use 4.")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Witness(CountSteps):
@@ -83,16 +86,30 @@ def run(
     checkpoint: ModelCheckpoint | None = None,
     ckpt_path: Path | None = None,
     dies_again: bool = False,
+    num_workers: int = 2,
+    **own: Any,
 ) -> dict[str, Any]:
-    """One run, and what is left of it; ``dies_again``: also rank 0, in the fourth step."""
+    """One run, and what is left of it.
+
+    Args:
+        folder: has the model and the rows.
+        name: of the run.
+        kind: of failure, see FailOnce.
+        max_restarts: of the strategy.
+        checkpoint: saves.
+        ckpt_path: to begin at.
+        dies_again: also rank 0, in the fourth step.
+        num_workers: of which the last fails.
+        own: arguments of the workers' FSDP.
+    """
     mark = folder / f"{name}.failed"
     witness = Witness()
-    callbacks: list[Any] = [FailOnce(mark, kind), witness]
+    callbacks: list[Any] = [FailOnce(mark, kind, rank=num_workers - 1), witness]
     if dies_again:
         callbacks.append(FailOnce(folder / f"{name}.failed-again", "die", rank=0, version=3))
     if checkpoint is not None:
         callbacks.append(checkpoint)
-    strategy: Any = make_strategy(max_restarts=max_restarts)
+    strategy: Any = make_strategy(num_workers, max_restarts, **own)
     error, text, line, global_step = "", "", "", 0
     try:
         saves = checkpoint is not None
@@ -120,12 +137,14 @@ def run(
 def run_all(folder: Path) -> dict[str, Any]:
     """What became of each run."""
     whole = folder / "whole"
+    intervals.WAIT_REPORT_DELAY = intervals.SILENT_AFTER = 2.0
     return {
         "raise": run(folder, "raise", "raise"),
         "foreseen": run(folder, "foreseen", "foreseen"),
         "mistake": run(folder, "mistake", "mistake"),
         "die": run(folder, "die", "die"),
         "die-without-checkpoint": run(folder, "die-without-checkpoint", "die", max_restarts=1),
+        "stop": run(folder, "stop", "stop", num_workers=1, barrier_timeout=5.0),
         "restart": run(
             folder, "restart", "die", max_restarts=2, dies_again=True, checkpoint=save_each(folder / "restart", 1)
         ),
@@ -186,6 +205,13 @@ def test_a_worker_that_is_killed_ends_the_step(name: str, outcomes: dict[str, An
     assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
     assert "worker 1 of 2 died" in outcome["text"]
     assert outcome["seconds"] < 60
+
+
+def test_worker_that_is_stopped_ends_the_run(outcomes: dict[str, Any]) -> None:
+    """The only one, so that no other rank can tell."""
+    outcome = outcomes["stop"]
+    assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
+    assert "worker 0 of 1 hangs: its process has answered nothing for 6 s." in outcome["text"]
 
 
 def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:

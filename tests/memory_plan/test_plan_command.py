@@ -115,6 +115,16 @@ def test_sft_has_no_engine(project: Path) -> None:
     assert "engine" not in text and "sync" not in text
 
 
+@pytest.mark.long
+def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Path) -> None:
+    config = {**json.loads((project / "model" / "config.json").read_text()), "max_position_embeddings": 1100}
+    (project / "model" / "config.json").write_text(json.dumps(config))
+    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null", "--device-memory", "80GB"]
+    assert "sequences of up to 1,100," in plan(options)  # 76 of a prompt, 1,024 of a completion
+    with pytest.raises(ConfigError, match=r"max_new_tokens=1100 leaves a model of 1100 positions no room for a prompt"):
+        plan([*options, "--rollout.max_new_tokens", "1100"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

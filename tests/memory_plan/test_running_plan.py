@@ -94,8 +94,8 @@ def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monk
     plan = MemoryPlan(work_of(trainer, module), 80 << 30)
     sync, generate, score, update = (total(parts) / 2**30 for parts in plan.phases().values())
     assert describe_memory(trainer, module) == (
-        f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB on each "
-        "rank (planned); gradient checkpointing auto (0 of 2 layers)"
+        f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB "
+        "on each rank (planned); gradient checkpointing auto (0 of 2 layers)"
     )
 
 

@@ -44,7 +44,7 @@ def compare(
     buffers = dict(sharded.named_buffers())
     found["buffers"] = all(torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers())
     found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in expected.values())
-    batch = RolloutBatch.of_sequence(torch.cat(make_sequences()).tolist())
+    batch = RolloutBatch.of_sequences([torch.cat(make_sequences()).tolist()])
     results = []
     for model in (whole, sharded):
         with torch.no_grad():

@@ -92,8 +92,9 @@ def test_compiled_layers_in_mixed_precision(kind: str, kinds: int, tmp_path: Pat
     assert counters["stats"]["unique_graphs"] == 2 * kinds and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("has_temperatures", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_kernels_of_logits(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_logits(softcap: float | None, has_temperatures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "CHUNK_BYTES", 128 * 1000 * 4)
     results = []
     for device in ("cpu", "cuda"):
@@ -101,8 +102,9 @@ def test_kernels_of_logits(softcap: float | None, monkeypatch: pytest.MonkeyPatc
         hidden, weight = (torch.randn(n, 16, generator=generator) for n in (300, 1000))
         hidden, weight = (tensor.to(device).requires_grad_() for tensor in (hidden, weight))
         targets = torch.randint(1000, (300,), generator=generator).to(device)
+        temperature = torch.linspace(0.5, 2.0, 300).to(device) if has_temperatures else 0.7
         picked, entropy = chunked_logprobs(
-            hidden, weight, targets, temperature=0.7, softcap=softcap, needs_entropy_grad=True
+            hidden, weight, targets, temperature=temperature, softcap=softcap, needs_entropy_grad=True
         )
         gradients = torch.autograd.grad((picked + entropy).sum(), [hidden, weight])
         results.append([tensor.cpu() for tensor in (picked, entropy, *gradients)])

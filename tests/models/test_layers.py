@@ -50,7 +50,7 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_batch(lengths: Sequence[int]) -> RolloutBatch:
     generator = np.random.default_rng(sum(lengths))
     return RolloutBatch.concatenate(
-        [RolloutBatch.of_sequence(generator.integers(3, 40, length).tolist()) for length in lengths]
+        [RolloutBatch.of_sequences([generator.integers(3, 40, length).tolist()]) for length in lengths]
     )
 
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model='{folder}' has no readable tokenizer: ") as error:
         load_tokenizer(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_neox", "gemma2"])
+def test_tokenizer_that_transformers_makes_up_is_refused(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    # A chat model's folder may have this file without the tokens themselves.
+    added = {"1": {"content": "<|im_start|>", "special": True}, "2": {"content": "<tool>", "special": False}}
+    for content in (None, {"added_tokens_decoder": added}):
+        if content is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"has no tokenizer: none of its files has tokens\. Copy") as error:
+            load_tokenizer(str(tmp_path))
+        assert "\n" not in str(error.value)
 
 
 def test_missing_and_broken_weights(tmp_path: Path) -> None:

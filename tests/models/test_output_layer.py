@@ -91,6 +91,25 @@ def test_value_and_gradient(
     torch.testing.assert_close(gradients, others)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_temperature_of_each_token_is_as_tokens_alone(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_chunk(monkeypatch, 4, 8)
+    hidden, weight, targets = make_inputs(11)
+    temperatures = torch.linspace(0.5, 2.0, 11, dtype=torch.float64)
+    factors = torch.randn(2, 11, dtype=torch.float64)
+    got = chunked_logprobs(hidden, weight, targets, temperature=temperatures, softcap=softcap, needs_entropy_grad=True)
+    alone = [
+        full_logprobs(hidden[i : i + 1], weight, targets[i : i + 1], float(temperatures[i]), softcap) for i in range(11)
+    ]
+    expected = tuple(torch.cat(values) for values in zip(*alone, strict=True))
+    torch.testing.assert_close(got, expected)
+    gradients, others = (
+        torch.autograd.grad(sum(f @ r for f, r in zip(factors, results, strict=True)), [hidden, weight])
+        for results in (got, expected)
+    )
+    torch.testing.assert_close(gradients, others)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradients_are_differences_of_values(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     set_chunk(monkeypatch, 3, 8)

@@ -95,7 +95,7 @@ KINDS = [
 @torch.no_grad()
 def score(model: Any) -> torch.Tensor:
     """Log-probabilities of ``TOKENS``: [P], the first one 0."""
-    return packed_logprobs(model, RolloutBatch.of_sequence(TOKENS))[0]
+    return packed_logprobs(model, RolloutBatch.of_sequences([TOKENS]))[0]
 
 
 def check_plan(kind: str) -> None:

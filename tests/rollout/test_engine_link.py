@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlightning import intervals
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 
 
@@ -57,6 +58,27 @@ def test_an_engine_that_is_asked_and_silent_hangs() -> None:
     link.ready.result()
     with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
         link.submit("ping").result()
+
+
+@pytest.mark.long
+def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "ENGINE_PROGRESS_TIMEOUT", 0.1)
+    monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.02)
+    ours, theirs = Pipe()
+    link = Link(ours, hang_timeout=0.5)
+    theirs.send((None, "ready", {}))
+    link.ready.result()
+    # It may have to compile something, and loading weights keeps its workers from answering: silent, it is alive.
+    for number, method in enumerate(("generate", "load_chunk", "generate", "load_chunk"), start=1):
+        answer = link.submit(method)
+        if number != 3:
+            time.sleep(0.3)
+        theirs.send((number, "ok", method))
+        assert answer.result() == method
+    began = time.monotonic()
+    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
+        link.submit("generate").result()
+    assert time.monotonic() - began < 0.45  # of the 0.5 s that other calls have
 
 
 @pytest.mark.long

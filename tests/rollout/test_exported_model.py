@@ -12,6 +12,7 @@ from rlightning.algorithms import SFT
 from rlightning.callbacks import SaveHF
 from rlightning.data import PromptDataModule
 from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.types import RolloutBatch
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +30,7 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     token_ids = AutoTokenizer.from_pretrained(saved)(TEXT).input_ids
     expected = logprobs_of(saved, token_ids)
     assert (expected - logprobs_of(Path(source), token_ids)).abs().max() > 0.01  # it was trained
-    assert torch.allclose(module.score(token_ids), expected, atol=1e-5)
+    assert torch.allclose(module.score(RolloutBatch.of_sequences([token_ids]), torch.float32), expected, atol=1e-5)
 
     config = engine_config(str(saved), tmp_path / "engine.log")
     for name in ("load_format", "worker_extension_cls", "scheduler_cls"):

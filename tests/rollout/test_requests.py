@@ -5,6 +5,7 @@ import pytest
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens
+from rlightning.rollout.vllm_engine import vllm_sampling
 from rlightning.types import Prompt
 
 PROMPTS = [Prompt(index, "", [1, 2, 3], {}) for index in (0, 1, 15, 16, 1 << 24)]
@@ -43,6 +44,19 @@ def test_request_that_fits_exactly_is_taken() -> None:
     message = r"A prompt of 3 tokens \+ max_new_tokens=8 = 11, but the engine takes 10 .* Lower max_new_tokens by 1"
     with pytest.raises(ConfigError, match=message):
         check_requests(PROMPTS, 4, Sampling(max_new_tokens=8), 10)
+
+
+def test_prompts_own_sampling_stands_in_for_the_runs() -> None:
+    sampling, own = Sampling(max_new_tokens=7, top_p=0.9), Prompt(0, "", [1], {}, temperature=0.5, max_new_tokens=3)
+    assert sampling.of(PROMPTS[0]) is sampling
+    assert sampling.of(own) == Sampling(temperature=0.5, max_new_tokens=3, top_p=0.9)
+    assert sampling.of(own._replace(max_new_tokens=None)) == Sampling(temperature=0.5, max_new_tokens=7, top_p=0.9)
+    assert vllm_sampling(sampling.of(own), 2, 0, [0])["max_tokens"] == 3
+    check_requests([own], 2, sampling, 10)
+    with pytest.raises(ConfigError, match=r"own max_new_tokens=8 is above rollout\.max_new_tokens=7"):
+        check_requests([own._replace(max_new_tokens=8)], 2, sampling, 100)
+    with pytest.raises(ConfigError, match="temperature=0 makes all 2 samples of a prompt alike"):
+        check_requests([own._replace(temperature=0.0)], 2, sampling, 10)
 
 
 def test_stop_tokens_are_the_models() -> None:

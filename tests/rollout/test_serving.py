@@ -270,6 +270,16 @@ def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
             answer.result(PATIENCE_SECONDS)
 
 
+@pytest.mark.long
+def test_serve_refuses_completions_that_leave_a_prompt_no_room(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null", "--rollout.max_new_tokens", "256"]
+    assert main(["serve", *options, "--port", "0"]) == 2
+    assert "max_new_tokens=256 leaves a model of 256 positions no room for a prompt" in capsys.readouterr().err
+
+
 @pytest.mark.processes
 def test_the_command_refuses_what_it_cannot_do(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

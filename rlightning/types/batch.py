@@ -1,60 +1,23 @@
-"""What travels through a step: prompts in, completions out, and the packed batch that the update reads.
+"""The packed batch that an update reads.
 
-Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt, ``C`` of a completion.
+Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from rlightning.errors import ConfigError
+from rlightning.types.trajectory import Completion, Prompt
 
-class Prompt(NamedTuple):
-    """One row of a prompt set, ready for the engine.
-
-    A tuple like :class:`Completion`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
-
-    Attributes:
-        index: the row's place in its set; stable over epochs and resumes.
-        text: what the model reads, after the chat template.
-        token_ids: [P], the tokens of ``text``; nothing is tokenised again later.
-        columns: the row as it was read; reward functions get these by name.
-        completion_ids: [C], the tokens of the row's own completion, to learn from; None where it has none.
-    """
-
-    index: int  # type: ignore[assignment]  # hides tuple.index()
-    text: str
-    token_ids: list[int]
-    columns: dict[str, Any]
-    completion_ids: list[int] | None = None
-
-
-class Completion(NamedTuple):
-    """What the policy wrote after a prompt.
-
-    Attributes:
-        text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
-            run has named is part of it.
-        token_ids: [C] int64, as sampled (a final end-of-sequence token included).
-        logprobs: [C] float32, of each token under the distribution that it was sampled from.
-        weight_versions: [C] int32, the version of the weights that sampled each token.
-        finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
-    """
-
-    text: str
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    weight_versions: NDArray[np.int32]
-    finish_reason: Literal["stop", "length"]
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether the token limit cut it."""
-        return self.finish_reason == "length"
+BY_SEQUENCE = ("group_ids", "rewards")
+"""Tensors of a batch that have an entry a sequence."""
+NAMED = ("reward_components", "extras")
+"""Mappings of a batch from names to tensors that have an entry a sequence."""
 
 
 class LossTotals(NamedTuple):
@@ -82,6 +45,9 @@ class RolloutBatch:
         completions: N of them.
         rewards: [N] float64.
         reward_components: [N] float32 each, by the reward function's name, unweighted; NaN where it gave none.
+        extras: [N, ...] each, whatever an algorithm of your own needs of each sequence, by name, of any dtype. Set in
+            ``compute_rewards``, ``keep_sequences`` or ``compute_advantages``, or by a generator
+            (:attr:`Completion.extras`), it is there in ``policy_loss`` for the sequences of the micro-batch.
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
@@ -101,6 +67,7 @@ class RolloutBatch:
     completions: list[Completion]
     rewards: Tensor | None = None
     reward_components: dict[str, Tensor] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -117,8 +84,17 @@ class RolloutBatch:
             completions: for each prompt its completions, in any number.
 
         Returns:
-            A batch on the CPU, without rewards.
+            A batch on the CPU, without rewards. Its ``extras`` are the completions', float32, NaN where one has none.
+
+        Raises:
+            ConfigError: a prompt has no token, from which a completion's first one could be predicted.
         """
+        for prompt in prompts:
+            if not len(prompt.token_ids):
+                raise ConfigError(
+                    f"Prompt {prompt.index} has no token, and nothing could predict its completion's first one. Begin "
+                    "it with the tokenizer's beginning-of-sequence token, or leave it out."
+                )
         pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
         groups = [g for g, group in enumerate(completions) for _ in group]
         prompt_ids = [np.asarray(p.token_ids, np.int64) for p in prompts]
@@ -146,15 +122,17 @@ class RolloutBatch:
             group_ids=torch.tensor(groups, dtype=torch.int64),
             prompts=[p for p, _ in pairs],
             completions=[c for _, c in pairs],
+            extras=_pack_extras([c for _, c in pairs]),
         )
 
     @classmethod
-    def of_sequence(cls, token_ids: Sequence[int]) -> Self:
-        """A batch of one sequence of which every token but the first is asked about."""
-        rest = np.asarray(token_ids[1:], np.int64)
-        zeros = np.zeros(len(rest), np.float32)
-        completion = Completion("", rest, zeros, zeros.astype(np.int32), "stop")
-        return cls.pack([Prompt(0, "", list(token_ids[:1]), {})], [[completion]])
+    def of_sequences(cls, sequences: Sequence[Sequence[int]]) -> Self:
+        """A batch of sequences of which every token but the first is asked about."""
+        prompts = [Prompt(number, "", list(tokens[:1]), {}) for number, tokens in enumerate(sequences)]
+        rests = [np.asarray(tokens[1:], np.int64) for tokens in sequences]
+        zeros = [np.zeros(len(rest), np.float32) for rest in rests]
+        pairs = zip(rests, zeros, strict=True)
+        return cls.pack(prompts, [[Completion("", rest, zero, zero.astype(np.int32), "stop")] for rest, zero in pairs])
 
     @property
     def num_tokens(self) -> int:
@@ -206,23 +184,30 @@ class RolloutBatch:
         """Sum [T] values over each sequence: [N]."""
         return values.new_zeros(self.num_sequences).index_add_(0, self.sequence_ids, values)
 
+    def temperatures(self, default: float) -> float | Tensor:
+        """Return what the sequences were sampled at.
+
+        Args:
+            default: the run's temperature.
+
+        Returns:
+            [N] float32, on the batch's device; ``default`` where no prompt has a temperature of its own.
+        """
+        if all(prompt.temperature is None for prompt in self.prompts):
+            return default
+        own = [default if prompt.temperature is None else prompt.temperature for prompt in self.prompts]
+        return _move(torch.tensor(own), self.token_ids.device)
+
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on ``device``; copies from the host to a GPU are not waited for."""
         target = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            # only from page-locked memory a copy goes on by itself
-            is_upload = target.type == "cuda" and tensor.device.type == "cpu"
-            return (tensor.pin_memory() if is_upload else tensor).to(target, non_blocking=is_upload)
-
         here = replace(self, _max_length=self.max_length, _completion_index=self.completion_index)
         moved: dict[str, Any] = {}
         for f in fields(here):
             value = getattr(here, f.name)
             if isinstance(value, Tensor):
-                moved[f.name] = move(value)
-        components = {name: move(value) for name, value in self.reward_components.items()}
-        return replace(here, **moved, reward_components=components)
+                moved[f.name] = _move(value, target)
+        return replace(here, **moved, **self._change_named(lambda value: _move(value, target)))
 
     def select(self, sequences: Sequence[int] | Tensor) -> Self:
         """The batch of the given sequences, in the given order, packed anew.
@@ -240,7 +225,7 @@ class RolloutBatch:
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name in ("cu_seqlens", "_completion_index"):
                 continue
-            if f.name in ("group_ids", "rewards"):
+            if f.name in BY_SEQUENCE:
                 chosen[f.name] = value[index]
             else:
                 chosen[f.name] = torch.cat([value[:0], *(value[start:end] for start, end in runs)])
@@ -252,20 +237,39 @@ class RolloutBatch:
             _completion_index=None,
             prompts=[self.prompts[i] for i in order],
             completions=[self.completions[i] for i in order],
-            reward_components={name: value[index] for name, value in self.reward_components.items()},
+            **self._change_named(lambda value: value[index]),
         )
 
     def filler(self) -> Self:
         """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
-        one = type(self).of_sequence([0])
+        one = type(self).of_sequences([[0]])
         ones: dict[str, Any] = {
             f.name: torch.zeros(1, dtype=value.dtype)
             for f in fields(self)
             if f.name in ("rewards", "advantages", "old_logprobs", "ref_logprobs")
             and (value := getattr(self, f.name)) is not None
         }
-        components = {name: torch.zeros(1) for name in self.reward_components}
-        return replace(one, **ones, reward_components=components, totals=self.totals).to(self.token_ids.device)
+        named = self._change_named(lambda value: value.new_zeros(1, *value.shape[1:]))
+        return replace(one, **ones, **named, totals=self.totals).to(self.token_ids.device)
+
+    def check_extras(self) -> None:
+        """Make tensors of ``extras``, and refuse those that do not have an entry for each sequence.
+
+        Raises:
+            ConfigError: names the entry.
+        """
+        for name, value in self.extras.items():
+            tensor = torch.as_tensor(value)
+            if tensor.ndim == 0 or len(tensor) != self.num_sequences:
+                raise ConfigError(
+                    f"batch.extras['{name}'] has the shape {list(tensor.shape)}, and the batch has "
+                    f"{self.num_sequences} completions. Its first dimension must be theirs: an entry for each."
+                )
+            self.extras[name] = tensor
+
+    def _change_named(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The mappings of ``NAMED``, each tensor changed."""
+        return {field: {name: change(value) for name, value in getattr(self, field).items()} for field in NAMED}
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
@@ -287,7 +291,6 @@ class RolloutBatch:
             offset += int(batch.group_ids.max()) + 1 if batch.num_sequences else 0
         merged["group_ids"] = torch.cat(group_ids)
         lengths = torch.cat([b.lengths for b in batches])
-        names = batches[0].reward_components
         return replace(
             batches[0],
             **merged,
@@ -296,8 +299,36 @@ class RolloutBatch:
             _completion_index=None,
             prompts=[p for b in batches for p in b.prompts],
             completions=[c for b in batches for c in b.completions],
-            reward_components={n: torch.cat([b.reward_components[n] for b in batches]) for n in names},
+            **_concatenate_named(batches),
         )
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on ``device``, to which a copy from the host is not waited for."""
+    # only from page-locked memory a copy goes on by itself
+    is_upload = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
+
+
+def _pack_extras(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """By name [N] float32, NaN for a completion that has none of that name."""
+    names = dict.fromkeys(name for completion in completions for name in completion.extras or ())
+    return {name: torch.tensor([(c.extras or {}).get(name, np.nan) for c in completions]) for name in names}
+
+
+def _concatenate_named(batches: Sequence[RolloutBatch]) -> dict[str, Any]:
+    """The mappings of ``NAMED``, of all batches."""
+    merged: dict[str, Any] = {}
+    for field_name in NAMED:
+        parts: list[dict[str, Tensor]] = [getattr(batch, field_name) for batch in batches]
+        for part in parts:
+            if differing := sorted(part.keys() ^ parts[0].keys()):
+                raise ConfigError(
+                    f"batch.{field_name}['{differing[0]}'] is set on some of the batches that make a step, and not on "
+                    "others. Set it on each, in refills and on all ranks."
+                )
+        merged[field_name] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return merged
 
 
 def _merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

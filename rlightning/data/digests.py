@@ -1,0 +1,59 @@
+"""Digests of a prompt set, by which a resumed run knows the data that its checkpoint was written with."""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def digest_texts(texts: Iterable[str]) -> str:
+    """Return a digest of the texts of a prompt set, in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        _add(digest, text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
+    """Return a digest of each column of a prompt set.
+
+    Args:
+        rows: of the set, in their order; a row may lack a column.
+        columns: their names.
+    """
+    digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
+    for row in rows:
+        for column, digest in digests.items():
+            _add(digest, encode_value(row[column]) if column in row else b"")
+    return {column: digest.hexdigest() for column, digest in digests.items()}
+
+
+def digest_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a digest of whole rows, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        _add(digest, encode_value(row))
+    return digest.hexdigest()
+
+
+def encode_value(value: Any) -> bytes:
+    """Return a value as text, the same in every process: JSON, with Python's words for what JSON has not."""
+    try:
+        return json.dumps(value, sort_keys=True, default=_describe).encode()
+    except (TypeError, ValueError):  # keys that JSON has not, or a value within itself
+        return _describe(value).encode("utf-8", "surrogatepass")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, set | frozenset):  # whose order differs from process to process
+        return f"{type(value).__name__} {sorted(map(_describe, value))}"
+    if hasattr(value, "tolist"):  # of arrays, which repr() cuts
+        return repr(value.tolist())
+    return _ADDRESS.sub("", repr(value))
+
+
+def _add(digest: Any, encoded: bytes) -> None:
+    digest.update(len(encoded).to_bytes(8, "little") + encoded)

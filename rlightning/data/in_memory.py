@@ -1,0 +1,211 @@
+"""What a prompt set can be read from: files by their names, and rows that a program has in memory."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from rlightning.data import sources
+from rlightning.data.arrow_rows import Row
+from rlightning.data.listed_rows import HeldRows, JoinedRows, locate_part
+from rlightning.data.sources import RowTable, from_dataset, read_rows
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_value
+
+if TYPE_CHECKING:
+
+    class DataFrame(Protocol):
+        """A table of pandas, polars or pyarrow."""
+
+        def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+            """Give the table's columns, by Arrow's PyCapsule interface."""
+
+    PromptSource = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]] | DataFrame
+    """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""
+else:
+
+    class _CheckedByReader:
+        """Has pydantic take any object: it would go through all rows. :func:`check_source` checks what a source is."""
+
+        def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+            from pydantic_core import core_schema
+
+            return core_schema.any_schema()
+
+    # What a configuration file can hold; jsonargparse converts to this type.
+    PromptSource = Annotated[str | Sequence[str] | Iterable[dict[str, Any]], _CheckedByReader()]
+
+_FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a DataFrame"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedTable(RowTable):
+    """Several files as one set.
+
+    Attributes:
+        tables: of each file.
+        ends: the number of rows up to the end of each.
+    """
+
+    tables: Sequence[RowTable] = ()
+    ends: Sequence[int] = ()
+
+    def where(self, row: int) -> str:
+        """The file and the line of a row."""
+        table, place = locate_part(self.ends, row)
+        return self.tables[table].where(place)
+
+
+def paths_of(source: Any) -> list[str]:
+    """Return the paths that a source names; none of rows."""
+    listed = source if isinstance(source, list | tuple) else [source]
+    return [str(path) for path in listed] if all(isinstance(path, str | Path) for path in listed) else []
+
+
+def check_source(source: Any, key: str) -> None:
+    """Raise a ConfigError for what no prompts can be read from; nothing is read.
+
+    Args:
+        source: as the user gave it.
+        key: where it stands, such as ``data.train``.
+    """
+    if source is None or paths_of(source) or _is_table(source):
+        return
+    kind = type(source).__name__
+    if isinstance(source, Mapping):
+        named = [str(name) for name in source]
+        if all(_is_table(part) for part in source.values()) and named:
+            raise ConfigError(f"{key} has the splits {', '.join(named)}. Give one of them: data['{named[0]}'].")
+        raise ConfigError(f"{key} is a {kind}. Give rows: a list of dicts, one a prompt, or Dataset.from_dict(...).")
+    if hasattr(source, "batch_size") and hasattr(source, "dataset"):
+        raise ConfigError(
+            f"{key} is a {kind}, which gives batches. Give its rows: {key.split('.')[-1]}=loader.dataset."
+        )
+    if _is_of(source, "polars", "LazyFrame"):
+        raise ConfigError(f"{key} is a LazyFrame. Give its rows: frame.collect().")
+    if callable(source) and not isinstance(source, Iterable):
+        raise ConfigError(f"{key} is a function. Give what it returns: call it.")
+    if not isinstance(source, Iterable | Sequence) and not hasattr(source, "__getitem__"):
+        raise ConfigError(f"{key}={cut_value(source)} is no prompt set. Give {_FORMS}.")
+
+
+def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
+    """Return a source that can be read again: of what gives its rows one after the other, a list of them.
+
+    Args:
+        source: as the user gave it.
+        limit: the most rows to take.
+        key: where the source stands, for errors.
+        limit_key: where the limit stands.
+
+    Raises:
+        ConfigError: if neither a length nor a limit says where the rows end.
+    """
+    if source is None or isinstance(source, str | Path | list | tuple) or _is_table(source):
+        return source
+    try:
+        length: int | None = len(source)
+    except TypeError:
+        length = None
+    if length is None and limit is None:
+        raise ConfigError(
+            f"{key} is a {type(source).__name__}, whose number of rows is not known. Say how many to take by "
+            f"{limit_key}, or give a list."
+        )
+    return list(islice(iter(source), min(number for number in (length, limit) if number is not None)))
+
+
+def read_source(source: Any, limit: int | None, key: str) -> RowTable:
+    """Read a prompt set, whatever it is given as.
+
+    Args:
+        source: a path, paths, or rows, as :func:`hold_rows` leaves them.
+        limit: read only this many rows from the start.
+        key: where the source stands, which names rows in memory.
+
+    Returns:
+        At least one row. Those of a list are the list's own.
+    """
+    if paths := paths_of(source):
+        return _read_files(paths, limit)
+    rows = _unpack(source, key) if _is_table(source) else source
+    is_list = isinstance(rows, list | tuple)
+    table = _from_list(rows, limit, key) if is_list else from_dataset(key, rows, None, limit)
+    if not len(table.rows):
+        raise ConfigError(f"The prompt set '{key}' is empty. Give at least one row.")
+    return table
+
+
+def _read_files(paths: Sequence[str], limit: int | None) -> RowTable:
+    tables: list[RowTable] = []
+    for path in paths:
+        num_rows = sum(len(table.rows) for table in tables)
+        if limit is None or num_rows < limit:
+            tables.append(read_rows(path, None if limit is None else limit - num_rows))
+    if len(tables) == 1:
+        return tables[0]
+    joined = JoinedRows([table.rows for table in tables])
+    is_small = len(joined) <= sources.MAX_ROWS_IN_MEMORY and all(isinstance(table.rows, list) for table in tables)
+    return JoinedTable(
+        path=f"{paths[0]} and {len(paths) - 1} more",
+        rows=joined[:] if is_small else joined,
+        unit="row",
+        places=range(1, len(joined) + 1),
+        has_fixed_fields=any(table.has_fixed_fields for table in tables),
+        tables=tables,
+        ends=joined.ends,
+    )
+
+
+def _from_list(source: Sequence[Any], limit: int | None, key: str) -> RowTable:
+    chosen = source if limit is None or limit >= len(source) else source[:limit]
+    for place, row in enumerate(chosen, 1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{key}, row {place} is a {type(row).__name__}. Give a dict with a column for the prompt."
+            )
+        name = next((name for name in row if not isinstance(name, str)), None)
+        if name is not None:
+            raise ConfigError(f"{key}, row {place} has the column {cut_value(name)}. A column's name must be text.")
+    rows: Sequence[Row] = chosen if all(isinstance(row, dict) for row in chosen) else [dict(row) for row in chosen]
+    is_large = len(rows) > sources.MAX_ROWS_IN_MEMORY
+    return RowTable(key, HeldRows(rows) if is_large else rows, "row", range(1, len(rows) + 1))
+
+
+def _is_table(source: Any) -> bool:
+    return any(_is_of(source, *names) for names in _TABLES)
+
+
+_TABLES = (("datasets", "Dataset"), ("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"))
+
+
+def _is_of(source: Any, module: str, name: str) -> bool:
+    """Whether a source is of a class of a package, which then is imported already."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(source, kind)
+
+
+def _unpack(table: Any, key: str) -> Any:
+    """Return a table as one of ``datasets``, which shares its memory where it can, or as a list of rows."""
+    import datasets
+    import pyarrow
+
+    if isinstance(table, datasets.Dataset):
+        if table.format["type"] == "custom":
+            raise ConfigError(f"{key} has a transform, which is not applied to rows. Use map() in place of it.")
+        return table
+    names = [*table.column_names] if isinstance(table, pyarrow.Table) else [*table.columns]
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{key} has the column {cut_value(wrong)}. A column's name must be text.")
+    sources.refuse_duplicates(names, key)
+    if isinstance(table, pyarrow.Table):
+        return datasets.Dataset(table)
+    if _is_of(table, "polars", "DataFrame"):
+        return datasets.Dataset.from_polars(table)
+    try:
+        return datasets.Dataset.from_pandas(table, preserve_index=False)
+    except pyarrow.ArrowException:  # a column holds values of several types
+        return table.astype(object).where(table.notna(), None).to_dict("records")

@@ -1,0 +1,69 @@
+"""How a row's completions are sampled where the row says so: a temperature and a limit on tokens by column."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_value
+from rlightning.types import Prompt
+from rlightning.types.trajectory import TEMPERATURES
+
+
+def read_temperature(row: dict[str, Any], column: str | None, where: str) -> float | None:
+    """Return a row's own temperature; None where its cell is empty, or no column is named.
+
+    Args:
+        row: of a prompt set.
+        column: that holds temperatures.
+        where: the row's place, for the error.
+
+    Raises:
+        ConfigError: for what is no temperature above 0. Greedy completions are all alike: a set that is to have them
+            is sampled at ``rollout.temperature=0``.
+    """
+    value = _read_number(row, column)
+    lowest, highest = TEMPERATURES
+    if value is not None and not lowest <= value <= highest:
+        raise ConfigError(
+            f"{where}: temperature_column='{column}' holds {cut_value(row[str(column)])}. A temperature is from "
+            f"{lowest} to {highest:g}; an empty cell stands for rollout.temperature."
+        )
+    return value
+
+
+def read_limit(row: dict[str, Any], column: str | None, where: str) -> int | None:
+    """Return a row's own limit on completion tokens; None where its cell is empty, or no column is named.
+
+    Raises:
+        ConfigError: for what is no whole number of at least 1.
+    """
+    value = _read_number(row, column)
+    if value is None:
+        return None
+    if not (math.isfinite(value) and value >= 1 and value == int(value)):
+        raise ConfigError(
+            f"{where}: max_new_tokens_column='{column}' holds {cut_value(row[str(column)])}. A limit is a whole number "
+            "of at least 1; an empty cell stands for rollout.max_new_tokens."
+        )
+    return int(value)
+
+
+def longest_limit(prompts: Sequence[Prompt]) -> int:
+    """Return the largest limit of a prompt's own; 0 where none has one."""
+    known: int | None = getattr(prompts, "longest_limit", None)  # of prompts that stay on disk
+    return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0) if known is None else known
+
+
+def _read_number(row: dict[str, Any], column: str | None) -> float | None:
+    """A cell as a number, also where a CSV file has it as text; NaN for what is none."""
+    value = None if column is None else row[column]
+    is_empty = value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+    if is_empty:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return math.nan
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan

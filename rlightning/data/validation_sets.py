@@ -1,0 +1,119 @@
+"""The prompt sets that validation runs on, in whatever form they are given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlightning.data.in_memory import PromptSource, check_source, paths_of
+from rlightning.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A prompt set that validation runs on.
+
+    Attributes:
+        path: as of ``PromptDataModule(train=...)``: files, or rows in memory.
+        limit: use only this many rows, from the start.
+        samples_per_prompt: completions of each prompt; k of pass@k.
+        temperature: of these completions; None: 0 (greedy) for one completion a prompt, else 1.
+        prompt_column: None: the data module's.
+        prompt_template: None: the data module's.
+        name: in the metrics ``val/<name>/...``; the data module takes it from the key.
+    """
+
+    path: PromptSource
+    limit: int | None = None
+    samples_per_prompt: int = 1
+    temperature: float | None = None
+    prompt_column: str | None = None
+    prompt_template: str | None = None
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        """Where the set stands in the configuration."""
+        return f"data.validation.{self.name}"
+
+    def resolve(self, name: str) -> "ValidationSet":
+        """Return the same set with its name and its temperature filled in.
+
+        Raises:
+            ConfigError: if its settings cannot be.
+        """
+        check_source(self.path, f"data.validation.{name}")
+        if self.samples_per_prompt < 1:
+            raise ConfigError(
+                f"Validation set '{name}': samples_per_prompt={self.samples_per_prompt} must be at least 1."
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(
+                f"Validation set '{name}': limit={self.limit} must be at least 1. Leave it out for all rows."
+            )
+        default = 0.0 if self.samples_per_prompt == 1 else 1.0
+        temperature = default if self.temperature is None else self.temperature
+        if temperature == 0 and self.samples_per_prompt > 1:
+            samples = f"samples_per_prompt={self.samples_per_prompt}"
+            raise ConfigError(
+                f"Validation set '{name}': {samples} at temperature=0 are all alike. Use a temperature above 0."
+            )
+        return replace(self, name=name, temperature=temperature)
+
+
+if TYPE_CHECKING:
+    ValidationSource = Mapping[str, ValidationSet | Mapping[str, Any] | PromptSource] | ValidationSet | PromptSource
+    """Sets by name, or one; see :func:`make_validation_sets`."""
+else:  # what a configuration file can hold; jsonargparse converts to this type
+    ValidationSource = dict[str, ValidationSet | PromptSource] | PromptSource
+
+_KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
+
+
+def make_validation_sets(given: Any) -> list[ValidationSet]:
+    """Return the sets that ``PromptDataModule(validation=...)`` was given.
+
+    Args:
+        given: None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
+            :class:`ValidationSet`, or a mapping of its keys.
+
+    Raises:
+        ConfigError: if it is none of them.
+    """
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        if "path" in given and set(given) <= set(_KEYS):
+            raise ConfigError(
+                f"data.validation has the keys of one set: {', '.join(given)}. Write them below a name for it: "
+                "{test: {path: ...}}."
+            )
+        named = [(str(name), _to_set(chosen, str(name))) for name, chosen in given.items()]
+    elif isinstance(given, list | tuple) and paths_of(given):
+        named = [(_name_of(path), ValidationSet(path)) for path in paths_of(given)]
+    else:
+        chosen = _to_set(given, "validation")
+        named = [(chosen.name or _name_of(chosen.path), chosen)]
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"data.validation has two sets of the name '{twice}'. Give each a name: {{{twice}: ...}}.")
+    return [chosen.resolve(name) for name, chosen in named]
+
+
+def _to_set(chosen: Any, name: str) -> ValidationSet:
+    if isinstance(chosen, ValidationSet):
+        return chosen
+    if not isinstance(chosen, Mapping):
+        return ValidationSet(chosen)
+    unknown = next((key for key in chosen if key not in _KEYS), None)
+    if unknown is not None:
+        raise ConfigError(f"data.validation.{name}.{unknown}: there is no such key. {did_you_mean(unknown, _KEYS)}")
+    if "path" not in chosen:
+        raise ConfigError(f"data.validation.{name}: its path is missing. Give a file, or rows.")
+    return ValidationSet(**chosen)
+
+
+def _name_of(source: Any) -> str:
+    """The name of a set given alone: "test" of data/test.jsonl, "gsm8k" of openai/gsm8k:main:test."""
+    return Path(str(source).split(":")[0]).stem if isinstance(source, str | Path) else "validation"

@@ -1,0 +1,249 @@
+"""Finds ranks that hang: each rank tells where it is by a heartbeat, and those that wait say for whom.
+
+::
+
+    each rank      its position  ->  rank 0, every HEARTBEAT_INTERVAL
+    rank 0         its position  ->  the rank, as an answer
+    rank 0         judges all ranks by their heartbeats
+    other ranks    judge rank 0 once it does not answer
+
+Seconds are counted by heartbeats of one's own rather than read off a clock: a job that was suspended as a whole accuses
+none of its ranks.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rlightning import intervals
+from rlightning.distributed.barrier import name_ranks
+from rlightning.distributed.cpu_group import Connection, barrier_timeout
+from rlightning.distributed.last_seen import find_position
+from rlightning.distributed.process_identity import identify_process, kill_process
+from rlightning.distributed.stacks import StackRecorder, do_nothing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a rank says of itself by a heartbeat.
+
+    Attributes:
+        where: what its main thread is at, as in "in save (my.py, line 3)" or "at barrier 'save'".
+        waits_in: what it waits for other ranks in, as far as that can be told.
+        stuck_seconds: for how long it has not moved.
+        stack: of its main thread.
+        process: see :func:`identify_process`.
+    """
+
+    where: str
+    waits_in: Literal["", "barrier", "collective"]
+    stuck_seconds: float
+    stack: str = ""
+    process: str = ""
+
+
+@dataclass
+class Seen:
+    """What is known of a rank.
+
+    Attributes:
+        sighting: the last one; None before the first.
+        silent_seconds: since then.
+    """
+
+    sighting: Sighting | None = None
+    silent_seconds: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether its heartbeats come."""
+        return self.silent_seconds < intervals.SILENT_AFTER
+
+    def describe(self) -> str:
+        """Return where it is or was, to follow upon "rank 1 "."""
+        if self.sighting is None:
+            return "has given no heartbeat yet"
+        if self.runs:
+            return f"is {self.sighting.where}"
+        return f"does not run, and was last seen {self.silent_seconds:.0f} s ago {self.sighting.where}"
+
+
+class HangWatch(threading.Thread):
+    """One rank's heartbeat, and its judgement of others.
+
+    Args:
+        rank: this one.
+        others: the ranks to judge: on rank 0 all others, elsewhere rank 0.
+        shared: the ranks' connection.
+        send: gives rank 0 a message of :mod:`~rlightning.distributed.failure_hub`.
+        recorder: of this process's stacks.
+        on_hang: called once with a rank that hangs and the reason, to follow upon "rank 1 ", when the run must end.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        others: Sequence[int],
+        shared: Connection,
+        send: Callable[[dict[str, Any]], None],
+        recorder: StackRecorder,
+        on_hang: Callable[[int, str], None],
+    ) -> None:
+        super().__init__(name="hang-watch", daemon=True)
+        self.rank = rank
+        self.needs_verdict = False
+        """Set when rank 0 owes this rank, which has failed, an answer."""
+        self._shared = shared
+        self._send = send
+        self._recorder = recorder
+        recorder.pass_on = self.record_others
+        self._on_hang = on_hang
+        self._thread = threading.get_ident()
+        self._process = identify_process(os.getpid())
+        self._others = {other: Seen() for other in others}
+        self._key: tuple[int, int] | None = None
+        self._stuck_seconds = 0.0
+        self._next_report = intervals.WAIT_REPORT_DELAY
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Give heartbeats, and judge."""
+        while not self._over.wait(intervals.HEARTBEAT_INTERVAL):
+            for seen in list(self._others.values()):
+                seen.silent_seconds += intervals.HEARTBEAT_INTERVAL
+            own = self.look()
+            if self.rank == 0 or self._others[0].runs:  # one that is stopped takes in nothing
+                self._send({"seen": asdict(own)})
+            if self.rank != 0 and self._others[0].runs:
+                continue
+            seen_by_rank = dict(sorted({**self._others, self.rank: Seen(own)}.items()))
+            self._report(seen_by_rank)
+            hang = self._find_hang(seen_by_rank)
+            if hang is not None:
+                self._on_hang(*hang)
+                return
+
+    def stop(self) -> None:
+        """End the heartbeats."""
+        self._over.set()
+        self._recorder.pass_on = do_nothing
+
+    def hear(self, rank: int, sighting: dict[str, Any]) -> None:
+        """Take in another rank's heartbeat."""
+        if rank in self._others:
+            self._others[rank] = Seen(Sighting(**sighting))
+
+    def forget(self, rank: int) -> None:
+        """Judge a rank that has ended well no more."""
+        self._others.pop(rank, None)
+
+    def find_silent(self) -> dict[int, Sighting]:
+        """Return the ranks that were seen and do not run any more, by where they were."""
+        found = dict(self._others)
+        return {rank: seen.sighting for rank, seen in found.items() if seen.sighting is not None and not seen.runs}
+
+    def kill_silent(self, among: Container[int]) -> None:
+        """Kill those ``among`` the ranks that do not run: they neither clean up nor end by themselves."""
+        for rank, sighting in self.find_silent().items():
+            if rank in among:
+                kill_process(sighting.process)
+                self._send({"kill": sighting.process})
+
+    def record_others(self, reason: str) -> None:
+        """Have the other ranks record their stacks."""
+        if 0 not in self.find_silent():
+            self._send({"stacks": reason})
+        self.record_silent(reason)
+
+    def record_silent(self, reason: str) -> None:
+        """Record where ranks that do not run were last seen, which one rank does for all."""
+        for rank, sighting in self.find_silent().items() if self.rank <= 1 else ():
+            text = f"It does not run. Its main thread was last seen {sighting.where}:\n{sighting.stack}"
+            self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
+
+    def look(self) -> Sighting:
+        """Return where this rank is now."""
+        position = find_position(self._thread)
+        key = (self._shared.num_barriers, position.key)
+        self._stuck_seconds = self._stuck_seconds + intervals.HEARTBEAT_INTERVAL if key == self._key else 0.0
+        self._key = key
+        name = self._shared.waits_at
+        if name is not None:
+            return Sighting(f"at barrier '{name}'", "barrier", self._stuck_seconds, position.stack, self._process)
+        where = f"in a collective, {position.where}" if position.is_in_collective else position.where
+        waits_in: Literal["", "collective"] = "collective" if position.is_in_collective else ""
+        return Sighting(where, waits_in, self._stuck_seconds, position.stack, self._process)
+
+    def _report(self, seen: Mapping[int, Seen]) -> None:
+        """Say now and then for whom ranks wait; of several that wait for rank 0, one does."""
+        waiting, missing = find_missing(seen, intervals.WAIT_REPORT_DELAY)
+        if not missing:
+            self._next_report = intervals.WAIT_REPORT_DELAY
+            return
+        seconds = min(_stuck_seconds(seen[rank]) for rank in waiting)
+        if seconds >= self._next_report and self.rank <= 1:
+            self._next_report = 2 * seconds
+            log.warning("Waiting: %s", describe_wait(waiting, missing, seen))
+
+    def _find_hang(self, seen: Mapping[int, Seen]) -> tuple[int, str] | None:
+        """Return a rank that hangs, and the reason, if the run must end for it; barriers have their own deadlines."""
+        if self.needs_verdict and self.rank != 0:
+            return 0, f"hangs: it {seen[0].describe()}"
+        seconds = barrier_timeout() + intervals.HANG_GRACE
+        outside = {
+            rank: replace(one, sighting=replace(one.sighting, stuck_seconds=0.0))
+            if one.sighting is not None and one.sighting.waits_in == "barrier"
+            else one
+            for rank, one in seen.items()
+        }
+        waiting, missing = find_missing(outside, seconds)
+        return (missing[0], f"hangs: {describe_wait(waiting, missing, seen)}") if missing else None
+
+
+def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], list[int]]:
+    """Return the ranks that have not moved for so long because they wait for others, and those others.
+
+    A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move does if
+    another one has not run for as long, or if no rank moves and they are at different places.
+
+    Args:
+        seen: what is known of each rank.
+        seconds: without a move.
+    """
+    running = {rank: one.sighting for rank, one in seen.items() if one.runs and one.sighting is not None}
+    stuck = [rank for rank, sighting in running.items() if sighting.stuck_seconds >= seconds]
+    waiting = [rank for rank in stuck if running[rank].waits_in]
+    silent = [rank for rank, one in seen.items() if not one.runs and (waiting or one.silent_seconds >= seconds)]
+    if stuck and silent:
+        return waiting or stuck, silent
+    if not stuck or not (waiting or len(stuck) == len(seen)):
+        return [], []
+    waiting = waiting or [rank for rank in stuck if running[rank].where == running[stuck[0]].where]
+    elsewhere = [rank for rank in running if running[rank].where != running[waiting[0]].where]
+    missing = [rank for rank in elsewhere if not running[rank].waits_in] or [r for r in elsewhere if r in stuck]
+    return (waiting, missing) if missing else ([], [])
+
+
+def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> str:
+    """Return a sentence on who waits where, for whom, and where those are.
+
+    Args:
+        waiting: as of :func:`find_missing`.
+        missing: as of :func:`find_missing`.
+        seen: what is known of each rank.
+    """
+    first = seen[waiting[0]].sighting
+    assert first is not None
+    seconds = min(_stuck_seconds(seen[rank]) for rank in waiting)
+    places = "; ".join(f"rank {rank} {seen[rank].describe()}" for rank in missing)
+    waited = f"{'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
+    return f"{name_ranks(waiting)} {waited} {first.where} for {name_ranks(missing)}: {places}."
+
+
+def _stuck_seconds(seen: Seen) -> float:
+    return 0.0 if seen.sighting is None else seen.sighting.stuck_seconds

@@ -1,0 +1,61 @@
+"""Parameters that a sharding strategy leaves whole, such as those of a subclass's value head: a copy on each rank.
+
+FSDP averages the gradients of what it shards; DDP would average all. Here the copies beside sharded parameters are kept
+equal: rank 0's values at the start, and averaged gradients before each optimizer step.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def move_replicated(module: nn.Module, device: torch.device) -> None:
+    """Move what no part of ``module`` shards to ``device``, in place."""
+    for owner in _owners(module):
+        for tensor in _own_tensors(owner):
+            tensor.data = tensor.data.to(device)
+
+
+@torch.no_grad()
+def broadcast_replicated(module: nn.Module) -> None:
+    """Give all ranks rank 0's values: each has drawn random ones of its own, unless they share a seed."""
+    for owner in _owners(module):
+        for tensor in _own_tensors(owner):
+            dist.broadcast(tensor.detach(), 0)
+
+
+@torch.no_grad()
+def average_gradients(module: nn.Module) -> None:
+    """Average over the ranks the gradients of trained parameters that are whole; all ranks call this.
+
+    A parameter that has a gradient on some ranks only counts as 0 on the others, and one without any keeps none.
+    """
+    whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if not whole:
+        return
+    flags = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
+    summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # in the widest of their dtypes
+    dist.all_reduce(summed)
+    counts, *parts = summed.split([len(whole), *(p.numel() for p in whole)])
+    for parameter, gradient, count, part in zip(whole, gradients, counts.tolist(), parts, strict=True):
+        if count:
+            parameter.grad = gradient.copy_((part / dist.get_world_size()).view_as(gradient))
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those in it, but for the ones that FSDP shards."""
+    if isinstance(module, FSDPModule):
+        return
+    yield module
+    for child in module.children():
+        yield from _owners(child)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]

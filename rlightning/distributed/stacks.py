@@ -1,0 +1,134 @@
+"""The stacks of a run's processes, in ``stacks.txt`` of its folder: on SIGUSR1, and before a timeout ends the run.
+
+``faulthandler`` writes them without Python's lock, also while the main thread waits in a collective.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlightning import intervals
+
+FILE_NAME = "stacks.txt"
+SIGNAL = signal.SIGUSR1
+
+
+class StackRecorder(threading.Thread):
+    """Appends this process's stacks to the run's file, on SIGUSR1 or when asked.
+
+    Args:
+        path: of the file.
+        name: what the file calls this process, such as "rank 1".
+
+    Attributes:
+        pass_on: called with a reason when the other processes of the run are to record theirs, too.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(name="stack-recorder", daemon=True)
+        self.path, self.process_name = path, name
+        self.pass_on: Callable[[str], None] = do_nothing
+        self._raw = os.memfd_create("stacks")  # needs no disk, and is open for as long as the process lives
+        self._num_read = 0
+        self._lock = threading.Lock()
+
+    def take_signal(self) -> None:
+        """Record on SIGUSR1 from now on, unless the program has a handler of its own."""
+        if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+            faulthandler.register(SIGNAL, file=self._raw, all_threads=True)
+            self.start()
+
+    def run(self) -> None:
+        """Look whether the signal has come."""
+        while True:
+            time.sleep(intervals.POLL_INTERVAL)
+            with self._lock:
+                text = self._take_raw()
+            if text:
+                reason = f"{SIGNAL.name} to {self.process_name}"
+                self.append(reason, text)
+                self.pass_on(reason)
+
+    def record(self, reason: str) -> None:
+        """Append the stacks of all threads of this process, as they are now."""
+        with self._lock:
+            faulthandler.dump_traceback(self._raw, all_threads=True)
+            text = self._take_raw()
+        self.append(reason, text)
+
+    def append(self, reason: str, text: str, *, name: str | None = None) -> None:
+        """Append stacks to the file, in one piece.
+
+        Args:
+            reason: to record them.
+            text: the stacks.
+            name: of the process; None is this one.
+        """
+        here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
+        section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(file, section.encode(errors="replace"))
+            finally:
+                os.close(file)
+        except OSError:
+            return  # it only observes, and what it observes ends soon
+
+    def _take_raw(self) -> str:
+        """Return what ``faulthandler`` has written since the last call."""
+        size = os.fstat(self._raw).st_size
+        data = os.pread(self._raw, size - self._num_read, self._num_read)
+        self._num_read = size
+        return data.decode(errors="replace")
+
+
+def do_nothing(reason: str) -> None:
+    """Pass on nothing: this process is the only one."""
+
+
+_recorder: StackRecorder | None = None
+
+
+def start_recorder(folder: Path, name: str) -> StackRecorder:
+    """Return this process's recorder, which writes to ``folder`` from now on.
+
+    Args:
+        folder: the run's.
+        name: what the file calls this process, such as "rank 1".
+    """
+    global _recorder
+    if _recorder is None:
+        _recorder = StackRecorder(folder / FILE_NAME, name)
+        _recorder.take_signal()
+    _recorder.path, _recorder.process_name = folder / FILE_NAME, name
+    return _recorder
+
+
+def run_folder(root_dir: str) -> Path:
+    """Return where a run's stacks are written: its folder, or the current one if that is not on a disk.
+
+    Args:
+        root_dir: ``trainer.default_root_dir``.
+    """
+    return Path() if "://" in root_dir else Path(root_dir).expanduser()
+
+
+def record_own(reason: str) -> None:
+    """Record this process's stacks; nothing without a recorder."""
+    if _recorder is not None:
+        _recorder.record(reason)
+
+
+def record_all(reason: str) -> None:
+    """Have all processes of the run record their stacks, and give them a moment for it; nothing without a recorder."""
+    record_own(reason)
+    if _recorder is not None:
+        _recorder.pass_on(reason)
+        time.sleep(intervals.STACKS_GRACE)

@@ -1,0 +1,133 @@
+"""A module's arguments in a checkpoint, as plain values: ``load_from_checkpoint`` makes the module of them again.
+
+A dataclass, such as a :class:`~rlightning.rewards.RewardFunction`, becomes a mapping of ``class_path`` and
+``init_args``, as in YAML; a reward function becomes its dotted path; a secret a reference to the environment.
+"""
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from pydoc import locate
+from typing import Any, TypeVar
+
+from rlightning.errors import ConfigError
+from rlightning.rewards import RewardFunction
+from rlightning.secret_arguments import conceal, mask_secrets, resolve_secrets
+
+Module = TypeVar("Module")
+
+POSITIONAL = ("model",)
+"""The arguments of modules that can be given by position."""
+
+
+class _NotPlainError(Exception):
+    """An object that no plain value stands for."""
+
+
+def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a class is called with, by name."""
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    bound = signature.bind_partial(None, *args, **kwargs)
+    arguments: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_KEYWORD:
+                arguments |= value
+            case inspect.Parameter.VAR_POSITIONAL:
+                arguments |= dict(zip(POSITIONAL, value, strict=False))
+            case _:
+                arguments[name] = value
+    return arguments
+
+
+def to_plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as plain values, without those that are objects, and without secrets."""
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        with suppress(_NotPlainError):
+            values[name] = _plain(_named(value) if name == "rewards" else value)
+    masked: dict[str, Any] = conceal(mask_secrets(values)[0])
+    return masked
+
+
+def make_module(cls: type[Module], values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Module:
+    """Make a module of the arguments that :func:`to_plain` has made plain.
+
+    Args:
+        cls: the module's class.
+        values: of a checkpoint, by name.
+        given: arguments in place of these.
+        where: what they are from, for errors.
+
+    Raises:
+        ConfigError: an argument is missing, a secret is not in the environment, or a class cannot be found.
+    """
+    accepted = {name for kind in cls.__mro__ for name in _parameters(kind)}  # the user may have saved others
+    kept = {name: value for name, value in values.items() if name in accepted and name not in given}
+    arguments = {name: _restore(value) for name, value in resolve_secrets(kept, where).items()} | dict(given)
+    missing = [name for name, default in _parameters(cls).items() if default is inspect.Parameter.empty]
+    missing = [name for name in missing if name not in arguments]
+    if missing:
+        raise ConfigError(
+            f"{where} does not hold {', '.join(missing)} of {cls.__name__}. Give what is missing, as "
+            f"{cls.__name__}.load_from_checkpoint(..., {missing[0]}=...)."
+        )
+    return cls(**arguments)
+
+
+def _parameters(kind: type) -> dict[str, Any]:
+    """The defaults of a class's own parameters that are given by name."""
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.init}
+        return {"class_path": _dotted_path(type(value)), "init_args": settings}
+    raise _NotPlainError
+
+
+def _named(reward: Any) -> Any:
+    """A reward, or several, with each function's dotted path in place of the function."""
+    if isinstance(reward, list | tuple):
+        return [_named(one) for one in reward]
+    if isinstance(reward, RewardFunction):
+        return replace(reward, function=_named(reward.function))
+    return _dotted_path(reward) if callable(reward) else reward
+
+
+def _dotted_path(thing: Any) -> str:
+    """The path that another process imports a class or function by."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    try:
+        is_found = module != "__main__" and attrgetter(name)(sys.modules[str(module)]) is thing
+    except (AttributeError, KeyError, TypeError):
+        is_found = False
+    if not is_found:
+        raise _NotPlainError
+    return f"{module}.{name}"
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"class_path", "init_args"}:
+        kind = locate(value["class_path"])
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            raise ConfigError(f"The checkpoint names {value['class_path']}, which is no dataclass that can be found.")
+        return kind(**_restore(value["init_args"]))
+    if isinstance(value, dict):
+        return {name: _restore(inner) for name, inner in value.items()}
+    return type(value)(map(_restore, value)) if type(value) in (list, tuple) else value

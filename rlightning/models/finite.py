@@ -1,0 +1,46 @@
+"""Whether weights are finite: asked before they are saved, since nothing can be trained or sampled from after a NaN."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rlightning.distributed.collectives import gather_objects
+from rlightning.errors import WeightError
+from rlightning.models.shards import local_tensor
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:
+    """Refuse weights of which some are NaN or infinite, on any rank; a collective.
+
+    Args:
+        weights: names and tensors of any device, whole or sharded.
+        consequence: a clause that begins the error.
+
+    Raises:
+        WeightError: on every rank; names the first of them.
+    """
+    own = next(iter(find_not_finite(weights)), None)
+    found = [name for name in gather_objects(own, name="weights are finite") if name is not None]
+    if found:
+        raise WeightError(
+            f"{consequence}: the weight '{found[0]}' is NaN or infinite, and what was saved before stays. Go on from "
+            "there with a lower model.lr."
+        )
+
+
+@torch.no_grad()
+def find_not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of weights of which a number is NaN or infinite; each device is waited for once."""
+    bounds = {name: local_tensor(weight.detach()) for name, weight in weights if weight.is_floating_point()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, weight in bounds.items():
+        if weight.numel():
+            by_device.setdefault(weight.device, []).append(name)
+    names: list[str] = []
+    for some in by_device.values():
+        # Of what has a NaN, both are NaN; neither takes memory.
+        least_and_most = torch.stack([torch.stack(bounds[name].aminmax()).float() for name in some])
+        is_finite = least_and_most.isfinite().all(dim=1).tolist()
+        names += [name for name, fine in zip(some, is_finite, strict=True) if not fine]
+    return names

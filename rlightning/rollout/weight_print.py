@@ -1,0 +1,69 @@
+"""Whether weights have changed, by a checksum of their bits."""
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rlightning.models.shards import local_tensor
+
+_BLOCK = 4096
+_PART = 2048 * _BLOCK  # elements that are multiplied at once, 64 MiB of products
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightPrint:
+    """Tells whether weights have changed since it was asked last, by whatever way they were written.
+
+    It keeps a checksum of each tensor's bits. Neither ``tensor._version`` nor addresses would do: writes through
+    ``.data`` do not count up the one, and offloading to the host changes the other.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[int] | None = None
+
+    def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
+        """Compare this rank's shards with those of the call before, on whatever device; False for the first call.
+
+        Args:
+            weights: names, which are not compared, and tensors.
+        """
+        tensors = [local_tensor(tensor) for _, tensor in weights]
+        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
+            return False  # they wait in the host's memory, where nothing writes to them
+        sums = [checksum(tensor) for tensor in tensors]
+        known, self._known = self._known, torch.stack(sums).tolist() if sums else []
+        return known is not None and known != self._known
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number of a tensor's bits in their order, equal on all devices.
+
+    Each element has an odd factor of its own, modulo 2^64: a change of one element always shows, and one of several
+    stays unseen once in 2^32 times or less. Elements are multiplied and summed by blocks, so are the blocks' sums, and
+    theirs.
+
+    Args:
+        tensor: of any shape and dtype.
+
+    Returns:
+        A scalar of int64.
+    """
+    numbers = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+    for factors in _factors(tensor.device):
+        sums = [numbers.new_zeros(0, dtype=torch.int64)]
+        for part in numbers.split(_PART):
+            blocks, rest = part.split([len(part) - len(part) % _BLOCK, len(part) % _BLOCK])
+            sums += [(blocks.view(-1, _BLOCK) * factors).sum(1), (rest * factors[: len(rest)]).sum(0, keepdim=True)]
+        numbers = torch.cat(sums)
+    return numbers.sum()
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """[3, B] odd int64: of the elements of a block, of the blocks of a part, of the rest."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (3, _BLOCK), generator=generator)
+    return (2 * drawn + 1).to(device)

@@ -1,0 +1,141 @@
+"""Keeps a run's folder to one run at a time: two would overwrite each other's checkpoints, completions and report."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+
+from rlightning.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOCK = ".run.lock"
+"""In the run's folder, while a run is at work there. The system unlocks it when the process ends, however it ends."""
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""What file systems say that have no locks, such as NFS or Lustre mounted without them."""
+
+_held: dict[Path, tuple[int, bool]] = {}
+"""By lock file: its descriptor, and whether this process has made the folder."""
+
+
+class FolderTakenError(ConfigError):
+    """Another run is at work in the folder."""
+
+
+def lock_run(folder: Path) -> bool:
+    """Take a run's folder, which is made if need be, until :func:`unlock_run` or the end of this process.
+
+    Args:
+        folder: of the run; rank 0 alone, or the controller, takes it.
+
+    Returns:
+        Whether this call took it; not, if this process has it already.
+
+    Raises:
+        FolderTakenError: another run is at work there.
+        ConfigError: nothing can be written there.
+    """
+    path = folder.absolute() / LOCK
+    if path in _held:
+        return False
+    check_writable(folder, "trainer.default_root_dir")
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _held[path] = _open_locked(path), is_new
+    except BlockingIOError:
+        raise FolderTakenError(
+            f"trainer.default_root_dir={folder}: another run is at work there ({_holder(path)}). Name another folder, "
+            "or wait for its end."
+        ) from None
+    except OSError as error:
+        raise _not_writable(folder, "trainer.default_root_dir", error.strerror) from error
+    return True
+
+
+def unlock_run(folder: Path) -> None:
+    """Let other runs into a folder; it is removed if this process has made it, and nothing is in it."""
+    path = folder.absolute() / LOCK
+    descriptor, is_new = _held.pop(path, (None, False))
+    if descriptor is None:
+        return
+    with contextlib.suppress(OSError):  # on a disk that is gone
+        path.unlink(missing_ok=True)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+    os.close(descriptor)
+
+
+def unlock_all() -> None:
+    """Let other runs into every folder that this process has."""
+    for path in list(_held):
+        unlock_run(path.parent)
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Refuse a folder in which nothing can be made, without making anything.
+
+    Args:
+        folder: need not be there.
+        key: that names it.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    there = next(above for above in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(above))
+    if not there.is_dir():
+        raise _not_writable(folder, key, f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(folder, key, f"{there} is read-only, or another user's")
+
+
+def _not_writable(folder: Path, key: str, reason: str | None) -> ConfigError:
+    return ConfigError(f"{key}={folder}: nothing can be written there, since {reason}. Name another folder.")
+
+
+def _open_locked(path: Path) -> int:
+    """Open a lock file and lock it.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                os.close(descriptor)
+                raise
+            log.warning("%s: this disk has no file locks. See to it that no other run uses the folder.", path.parent)
+        if _is_same(path, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return descriptor
+        os.close(descriptor)  # its holder has just removed it
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace") or "it has just begun"
+    return "it has just begun"
+
+
+def _forget_in_child() -> None:
+    """Close the locks of a forked child, which would keep them after the death of the run."""
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
