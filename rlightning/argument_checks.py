@@ -62,16 +62,17 @@ def check_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     given = dict(zip(_positional_names(kind), args, strict=False)) | dict(kwargs)
     for name, value in given.items():
         if name in hints:
-            check_value(f"{kind.__name__}({name}={cut_value(value)})", value, hints[name])
+            check_value(kind.__name__, name, value, hints[name])
         elif not _is_taken_otherwise(kind, name):
             raise ConfigError(f"{kind.__name__} has no argument '{name}'. {suggest_name(name, hints)}")
 
 
-def check_value(given: str, value: object, hint: Any) -> None:
+def check_value(kind: str, name: str, value: object, hint: Any) -> None:
     """Refuse a value that is not of a type hint. Numbers are what they are: neither 4.0 nor "4" is an int.
 
     Args:
-        given: what the value is given for, and how it is written, for the error.
+        kind: the class that it is given to, by its name.
+        name: of the argument.
         value: it may be a list where a tuple is meant, as in YAML, a NumPy number, or a path where a text is meant.
         hint: of the type; everything passes one that is missing, or that pydantic does not know.
 
@@ -80,6 +81,7 @@ def check_value(given: str, value: object, hint: Any) -> None:
     """
     reasons = _find_reasons(value, hint)
     if reasons:
+        given = f"{kind}({name}={cut_value(value)})"
         raise ConfigError(f"{given}: {_describe(reasons)}. {_way_out(value, hint)}".rstrip())
 
 

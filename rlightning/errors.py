@@ -74,8 +74,8 @@ HOST_LIMITS = {
 """What to do about errors of the system's that any call may meet."""
 
 
-class WeightError(RuntimeError):
-    """A weight of the model is NaN or infinite; the message is a line that names it."""
+class WeightError(RunError, RuntimeError):
+    """A weight of the model is NaN or infinite; the message names it."""
 
 
 def check_rules(rules: Mapping[str, bool]) -> None:

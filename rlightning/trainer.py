@@ -24,7 +24,6 @@ from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
-from rlightning.foreign_text import cut_value
 from rlightning.hooks import check_repeated
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
@@ -64,7 +63,7 @@ class Trainer(lightning.pytorch.Trainer):
 
     def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: Any) -> None:
         check_arguments(lightning.pytorch.Trainer, (), options)
-        check_value(f"Trainer(rollout={cut_value(rollout)})", rollout, Callback | Literal["auto"] | None)
+        check_value("Trainer", "rollout", rollout, Callback | Literal["auto"] | None)
         quieten()
         replace_lightning_ddp()
         settled = settle_options({**_lightning_defaults(), **DEFAULTS, **options})
