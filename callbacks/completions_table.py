@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rlightning.atomic_save import written_aside
-from rlightning.console import is_live_terminal
+from rlightning.console import is_live_terminal, show_log_lines
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
@@ -169,6 +169,7 @@ class CompletionsTable(RunCallback):
         if not rows:
             return
         if not is_live_terminal():
+            show_log_lines()
             for row in rows:
                 text = f"{shorten(row['prompt'], 100, keep_end=True)} -> {shorten(row['completion'], 160)}"
                 logger.info("step %d completion | reward %.3f | %s", step, row["reward"], text)

@@ -149,7 +149,8 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         # A step without a rollout is one update; its phases would say the same number with zeros around it.
         if "generate" not in self.phase_seconds:
             return [f"{self.step_seconds:.1f}s"]
-        return [f"{phase} {self.phase_seconds.get(phase, 0.0):.1f}s" for phase in PHASES]
+        shown = [phase for phase in PHASES if phase != "engine_start" or phase in self.phase_seconds]
+        return [f"{phase} {self.phase_seconds.get(phase, 0.0):.1f}s" for phase in shown]
 
 
 def total_steps(trainer: Any) -> int | None:

@@ -76,9 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return end(stop)
     except SystemExit as stop:
-        # Lightning turns Ctrl-C into SystemExit(1) after its callbacks have cleaned up.
-        if isinstance(stop.__context__, KeyboardInterrupt):
-            return end(stop.__context__)
         endings = {TERMINATED: "ended by SIGTERM", INTERRUPTED: "interrupted"}
         if stop.code in endings and not is_of_peer(stop) and not is_other_rank():
             sys.stderr.write(f"{endings[stop.code]}\n")

@@ -41,7 +41,7 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
 
     Args:
         root: the run's folder.
-        callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments.
+        callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
     """
     places = {root / FOLDER: FOLDER_DEPTH}
     moved = set()
@@ -57,6 +57,27 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
     return [Place(folder, depth) for folder, depth in places.items()]
 
 
+def settle_checkpoint(command: str, root: Path, callbacks: Any, ckpt_path: str | None) -> str | None:
+    """Return the path of the checkpoint that a command begins with: for "last" that of the highest step.
+
+    Args:
+        command: such as ``fit``, which refuses a folder that holds another run's checkpoints.
+        root: the run's folder.
+        callbacks: of the run, as of :func:`find_places`.
+        ckpt_path: as given.
+
+    Raises:
+        ConfigError: there is none, or it would be another run's folder.
+    """
+    places = find_places(root, callbacks)
+    check_checkpoints(command, root, places, ckpt_path)
+    if ckpt_path != "last":
+        return ckpt_path
+    last = find_last(command, places)
+    log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
+    return str(last.path)
+
+
 def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
     """Reject a checkpoint that is not there or is damaged, and a new run where another has saved."""
     places = list(places)
@@ -67,7 +88,7 @@ def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_pa
             holder = root if root in saved[0].parents else saved[0].parent
             raise ConfigError(
                 f"{key}={holder} holds a run's checkpoints already, such as {saved[0].name}. Continue that run with "
-                f"--ckpt_path last, or set another {key}."
+                f"--ckpt_path last (in Python: fit(..., ckpt_path='last')), or set another {key}."
             )
     elif ckpt_path == "best":
         saved = _list(places)
@@ -143,6 +164,8 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
 def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
     """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
     for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if isinstance(entry, ModelCheckpoint) and entry.dirpath:
+            yield Path(entry.dirpath), str(entry.filename or "").count("/")
         has_keys = hasattr(entry, "get")
         path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):

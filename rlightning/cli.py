@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import shlex
-import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -13,62 +11,42 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning.pytorch
 import yaml
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities.core.enums import StrEnum
 
-import rlightning.algorithms  # so that `--model GRPO` finds an algorithm by its bare name
-import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.checkpoint_search import FOLDER, check_checkpoints, find_last, find_places, is_rank_0
+import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
 from rlightning.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
-from rlightning.distributed.launcher import check_launch
 from rlightning.distributed.stop_signal import stop_signal
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import without_secrets
-from rlightning.hooks import check_repeated
 from rlightning.module import RLModule
 from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.policy_module import PolicyModule
-from rlightning.run_dir import run_dir
+from rlightning.run_dir import new_run_folder, run_dir
 from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
 from rlightning.run_settings import flatten
 from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
-from rlightning.strategy_names import check_strategy, spell_out_files, spell_out_options
-from rlightning.trainer_options import check_callbacks, check_precision, check_step_options, check_unused_options
+from rlightning.strategy_names import spell_out_files, spell_out_options
+from rlightning.trainer import DEFAULTS, Trainer, find_callback, settle_lengths
+from rlightning.trainer_options import check_callbacks, check_options
 
 log = logging.getLogger(__name__)
 
 # Defaults of Lightning's, such as that of Timer, are enums where their types say str.
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
-# The package never imports a concrete callback: the command line finds its own by these names, when it runs.
 ROLLOUT = "rlightning.callbacks.VLLMRollout"
-OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
-
-TRAINER_DEFAULTS = {
-    # The engine validates; a sanity check before training would cost a full start of it for nothing.
-    "num_sanity_val_steps": 0,
-    # The run's own block at its start names the model and its size.
-    "enable_model_summary": False,
-    # The data module spreads prompts over the ranks itself.
-    "use_distributed_sampler": False,
-    "log_every_n_steps": 1,
-    "check_val_every_n_epoch": None,
-}
 
 
 class RLArgumentParser(LightningArgumentParser):
@@ -88,7 +66,15 @@ class RLArgumentParser(LightningArgumentParser):
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
-        built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+        try:
+            built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+        except ValueError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, MisconfigurationException):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise ConfigError(f"{cause}") from error
         resolved: Namespace = resolve_secrets(built, "the configuration", RLArgumentParser.secrets)
         return resolved
 
@@ -110,7 +96,7 @@ class SaveRunConfig(SaveConfigCallback):
 
     _unlogged: Any = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file, once; a resumed run keeps those of runs before it."""
         if self.already_saved or not trainer.is_global_zero:
             return
@@ -158,7 +144,7 @@ class RLCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=SaveRunConfig,
-            trainer_defaults=TRAINER_DEFAULTS,
+            trainer_defaults=dict(DEFAULTS),
             seed_everything_default=0,
             parser_class=RLArgumentParser,
             parser_kwargs={"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in self.subcommands()}},
@@ -213,26 +199,17 @@ class RLCLI(LightningCLI):
         trainer = config["trainer"]
         if trainer["default_root_dir"] is None:
             trainer["default_root_dir"] = make_run_folder()
-            if self.args == sys.argv[1:]:
-                # Lightning starts the other ranks of this machine by running this command again.
-                sys.argv.append(f"--trainer.default_root_dir={trainer['default_root_dir']}")
-        check_trainer(trainer)
+        check_options(trainer)
         folder = run_dir(trainer)
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
-        command, ckpt_path = str(self.subcommand), config.get("ckpt_path")
-        places = find_places(folder, trainer["callbacks"])
-        check_checkpoints(command, folder, places, ckpt_path)
-        if ckpt_path == "last":
-            last = find_last(command, places)
-            log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
-            config["ckpt_path"] = str(last.path)
+        config["ckpt_path"] = settle_checkpoint(
+            str(self.subcommand), folder, trainer["callbacks"], config.get("ckpt_path")
+        )
         set_run_folder(folder)
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
-        if trainer["barebones"]:
-            trainer["log_every_n_steps"] = trainer["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
         if is_rank_0():
             self.take_run_folder(folder)
 
@@ -264,65 +241,30 @@ class RLCLI(LightningCLI):
             self.model.configuration = flatten(load_yaml(text))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer with the callbacks and the logger that a run has unless it says otherwise."""
+        """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = config["callbacks"] or []
-        config["callbacks"] = self.complete_callbacks(listed if isinstance(listed, list) else [listed], config)
-        check_repeated(config["callbacks"])
-        if config["logger"] is None and not config["fast_dev_run"] and not config["barebones"]:
-            config["logger"] = CSVLogger(config["default_root_dir"], name="metrics")
-        config["plugins"] = add_checkpoint_io(config["plugins"], config["strategy"])
-        if hasattr(config["strategy"], "take_devices"):  # a controller's workers have the devices
-            config["strategy"].take_devices(config["accelerator"], config["devices"], config["num_nodes"])
-            config |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
-        try:
-            trainer = self._instantiate_trainer(config, [])
-        except ConfigError:
-            raise
-        except (MisconfigurationException, TypeError, ValueError) as error:
-            raise ConfigError(f"trainer: {error}") from error
-        check_launch(trainer.num_devices, trainer.num_nodes)
-        for callback in config["callbacks"]:
-            if isinstance(callback, find_callback("ControllerMode")):
-                callback.check(trainer)
-        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
-        return trainer
-
-    def complete_callbacks(self, listed: list[Callback], trainer: dict[str, Any]) -> list[Callback]:
-        """The rollout callback first, then those listed, then each default whose class is not listed."""
-        callbacks = order_callbacks(listed)
-        section = self._get(self.config_init, "rollout")
+        listed = listed if isinstance(listed, list) else [listed]
+        rollout = self._get(self.config_init, "rollout")
         if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
             if self.is_rollout_configured():
                 raise ConfigError(
                     "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
                 )
-        elif section is not None:
-            callbacks.insert(0, section)
-        if trainer["barebones"]:
-            return callbacks
-        for name in OBSERVERS:
-            kind = find_callback(name)
-            taken = ProgressBar if issubclass(kind, ProgressBar) else kind
-            wanted = trainer["enable_progress_bar"] is not False or taken is not ProgressBar
-            if wanted and not any(isinstance(callback, taken) for callback in callbacks):
-                callbacks.append(kind())
+            rollout = None
         predictions = find_callback("JSONLPredictions")
-        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in callbacks):
-            callbacks.append(predictions(self._get(self.config_init, "output")))
-        folder = Path(trainer["default_root_dir"]) / FOLDER
-        # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
-        has_checkpoints = trainer["enable_checkpointing"] is not False
-        if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-            # Its names tell checkpoints apart already, and "last" is a link: nothing is written twice.
-            callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
-        for callback in callbacks:
-            # Lightning's default is a folder of the first logger's.
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(folder.resolve())
-            if isinstance(callback, ModelCheckpoint) and "://" not in str(callback.dirpath):
-                check_writable(Path(callback.dirpath), "dirpath of ModelCheckpoint")
-        return callbacks
+        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
+            listed = [*listed, predictions(self._get(self.config_init, "output"))]
+        if not config["fast_dev_run"]:
+            listed = [*listed, SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand])]
+        try:
+            trainer = Trainer(**config | {"callbacks": listed, "rollout": rollout})
+        except ConfigError:
+            raise
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ConfigError(f"trainer: {error}") from error
+        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
+        return trainer
 
     def is_rollout_configured(self) -> bool:
         """Whether a file or an option set a key of the ``rollout`` section."""
@@ -334,37 +276,12 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def find_callback(name: str) -> Any:
-    """One of the package's callbacks, by name."""
-    return getattr(import_module("rlightning.callbacks"), name)
-
-
-def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """That of the engine in front (:mod:`rlightning.hooks`), the others in their order."""
-    rollout = find_callback("VLLMRollout")
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
-
-
-def new_run_folder() -> str:
-    """``runs/<date>-<time>`` below the current folder, one that is not there yet."""
-    launched = [env for env in (TorchElasticEnvironment, SLURMEnvironment) if env.detect() and env().world_size() > 1]
-    if launched:
-        raise ConfigError(
-            "trainer.default_root_dir is not set, and several processes were launched from outside: each would choose "
-            "a folder of its own. Set it, such as --trainer.default_root_dir runs/first."
-        )
-    path = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{path.name.split('_')[0]}_{number}")
-    return str(path)
-
-
 def make_run_folder() -> str:
-    """Make a new run folder, for this run alone, and return its path."""
+    """Make a new run folder, for this run alone, and return its path; other ranks are given rank 0's."""
     while True:
         path = new_run_folder()
+        if not is_rank_0():
+            return path
         with suppress(FolderTakenError):  # by another run of this second
             lock_run(Path(path))
             return path
@@ -397,31 +314,6 @@ def expand_home(values: Any) -> Any:
     elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
         return os.path.expanduser(values)
     return values
-
-
-def check_trainer(trainer: Namespace) -> None:
-    """Reject the Trainer's options that make no sense here, before it is built."""
-    check_strategy(trainer["strategy"])
-    check_precision(trainer["precision"])
-    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-    check_step_options(**{name: trainer[name] for name in steps})
-    check_unused_options(sync_batchnorm=trainer["sync_batchnorm"], model_registry=trainer["model_registry"])
-
-
-def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
-    """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
-    listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
-    has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)
-    return listed if has_one else [*listed, AtomicCheckpointIO()]
-
-
-def settle_lengths(trainer: Namespace) -> None:
-    """One epoch where no end is set; validation after each epoch where no interval is."""
-    if trainer["max_epochs"] is None and trainer["max_steps"] == -1 and trainer["max_time"] is None:
-        trainer["max_epochs"] = 1
-    interval = trainer["val_check_interval"]
-    if trainer["check_val_every_n_epoch"] is None and (interval is None or isinstance(interval, float)):
-        trainer["check_val_every_n_epoch"] = 1
 
 
 def summarise(message: str, keys: ConfigKeys | None) -> str:

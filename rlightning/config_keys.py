@@ -37,8 +37,9 @@ from rlightning.config_types import (
     takes_null,
     takes_text,
 )
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.peer_names import suggest_name
 from rlightning.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -112,7 +113,7 @@ class ConfigKeys:
             if self._is_in_file and is_set:
                 self._check_set_once(key.replace(".init_args.", "."))
             if name not in parameters:
-                raise ConfigError(f"{key}: there is no such key. {did_you_mean(name, parameters)}")
+                raise ConfigError(f"{key}: there is no such key. {suggest_name(name, parameters)}")
             self.seen.append(key)
             hint = parameters[name]
             if isinstance(hint, dict):

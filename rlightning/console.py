@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -30,9 +31,11 @@ IGNORED_WARNINGS = (
 
 
 def is_live_terminal() -> bool:
-    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook."""
+    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook with ipywidgets."""
     console = get_console()
-    return console.is_jupyter or (sys.stdout.isatty() and not console.is_dumb_terminal)
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None  # without it rich draws nothing in a notebook that changes
+    return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 class _VisibleFormatter(logging.Formatter):

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from rlightning.foreign_text import cut_line
 
+MAX_CHOICES = 8
+"""That an error lists."""
+
 
 class RunError(Exception):
     """Ends a run, and was foreseen: what happened and what to do about it is said in one line.
@@ -75,8 +78,8 @@ HOST_LIMITS = {
 """What to do about errors of the system's that any call may meet."""
 
 
-class WeightError(RuntimeError):
-    """A weight of the model is NaN or infinite; the message is a line that names it."""
+class WeightError(RunError, RuntimeError):
+    """A weight of the model is NaN or infinite; the message names it."""
 
 
 def check_rules(rules: Mapping[str, bool]) -> None:
@@ -113,7 +116,12 @@ def find_run_error(error: BaseException) -> RunError | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence to end an error about an unknown name: the nearest choice, or all of them."""
+    """A sentence to end an error about an unknown name: the nearest choice, or all of them; of many the nearest."""
     known = sorted(choices)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean '{nearest[0]}'?" if nearest else f"Choose from: {', '.join(known)}."
+    if nearest:
+        return f"Did you mean '{nearest[0]}'?"
+    if len(known) <= MAX_CHOICES:
+        return f"Choose from: {', '.join(known)}."
+    shown = difflib.get_close_matches(name, known, n=MAX_CHOICES, cutoff=0.0)
+    return f"Choose from: {', '.join(shown)}, and {len(known) - len(shown)} more."

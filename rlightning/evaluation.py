@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
 from rlightning.distributed.collectives import all_reduce
 from rlightning.metrics import pass_at_k
@@ -114,6 +116,17 @@ def check_failed_share(counts: Mapping[int, FailureCount]) -> None:
     totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
     for count, (num_failed, num_scored) in zip(counts.values(), totals, strict=True):
         count.check(num_failed, num_scored)
+
+
+class LeaveEvaluation(Callback):
+    """Puts modules back into training mode when an exception or Ctrl-C ends an evaluation."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore each module's mode from before the evaluation that is under way, if one is."""
+        loop = trainer._active_loop
+        is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
+        if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
+            loop._module_mode.restore(pl_module)
 
 
 def validate_in_fit(trainer: Trainer) -> list[Any]:

@@ -27,13 +27,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback
 
+from rlightning.argument_checks import CheckedArguments
+from rlightning.console import show_log_lines
 from rlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlightning.types import Completion, Prompt, RolloutBatch
 
 
-class RLCallback(Callback):
+class RLCallback(CheckedArguments, Callback):
     """A Lightning callback with the RL hooks.
 
     ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's;
@@ -111,7 +113,8 @@ class RunCallback(RLCallback):
         """Called when the step under way, if there is one, will not be finished: it is begun again, or was the last."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a callback that is listed twice; begin anew."""
+        """Refuse a callback that is listed twice; begin anew, and show the run's lines where logging is not set up."""
+        show_log_lines()
         check_repeated(getattr(trainer, "callbacks", ()))
         check_outputs(trainer, stage)
         self.drop_step()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.distributed.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
-from rlightning.evaluation import validate_in_fit
+from rlightning.evaluation import LeaveEvaluation, validate_in_fit
 from rlightning.evaluation_steps import EvaluationSteps
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
@@ -39,7 +40,8 @@ from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optimization import clip_gradients
 from rlightning.optimizer_steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.prompt_batches import EpochStep
-from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
+from rlightning.returned_values import returned_loss, returned_tensor
+from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Sampling
 from rlightning.run_dir import UnlockRun, lock_run_of
@@ -69,7 +71,8 @@ class RLModule(EvaluationSteps):
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
-        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`.
+        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
+            of them needs no list.
         prompts_per_step: prompts a rollout, over all ranks.
         samples_per_prompt: completions of each prompt, which form its group.
         updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
@@ -105,9 +108,9 @@ class RLModule(EvaluationSteps):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
-        rewards: Sequence[RewardFunction | str | Callable[..., Any]] = (),
+        rewards: Sequence[Reward] | Reward = (),
         prompts_per_step: int = 32,
         samples_per_prompt: int = 8,
         updates_per_rollout: int = 1,
@@ -119,7 +122,7 @@ class RLModule(EvaluationSteps):
         entropy_coef: float = 0.0,
         loss_aggregation: Aggregation = "token_mean",
         rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
-        reference_model: str | None = None,
+        reference_model: str | Path | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
         max_steps_without_signal: int = 5,
@@ -237,7 +240,7 @@ class RLModule(EvaluationSteps):
         if stage == "fit":
             lock_run_of(self.trainer)
         delay_loggers(self.trainer)
-        own = (EndOnSigterm(self.stop_grace), EpochStep(), UnlockRun())
+        own = (EndOnSigterm(self.stop_grace), EpochStep(), LeaveEvaluation(), UnlockRun())
         return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
@@ -397,7 +400,8 @@ class RLModule(EvaluationSteps):
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``batch.rewards``, NaN where a reward function failed."""
         fire(self.trainer, self, "on_reward_start", batch)
-        batch.rewards = fail_too_large(self.compute_rewards(batch))
+        rewards = returned_tensor(self.compute_rewards(batch), batch.num_sequences, "compute_rewards", "completions")
+        batch.rewards = fail_too_large(rewards)
         batch.check_extras()
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
@@ -414,7 +418,8 @@ class RLModule(EvaluationSteps):
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
-        batch.advantages = self.compute_advantages(judged)
+        advantages = self.compute_advantages(judged)
+        batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
         batch.extras = judged.extras
         batch.check_extras()
         return batch
@@ -486,7 +491,7 @@ class RLModule(EvaluationSteps):
         if batch.old_logprobs is None:
             ages = self.weight_version - batch.weight_versions
             batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
-        loss, metrics = self.policy_loss(logprobs, batch)
+        loss, metrics = returned_loss(self.policy_loss(logprobs, batch), batch.num_tokens)
         if self.active_correction is not None:
             weights, corrected = self.active_correction.weigh(
                 batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
@@ -593,7 +598,8 @@ class RLModule(EvaluationSteps):
         """The completions whose reward did not fail, and of these the ones worth keeping."""
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
-        return batch.select(self.keep_sequences(batch).nonzero()[:, 0])
+        kept = returned_tensor(self.keep_sequences(batch), batch.num_sequences, "keep_sequences", "completions")
+        return batch.select(kept.nonzero()[:, 0])
 
     @property
     def _has_own_rewards(self) -> bool:

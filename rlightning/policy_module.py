@@ -69,7 +69,7 @@ class PolicyModule(Ranks, SavedModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         lr: float = 1e-6,
         weight_decay: float = 0.0,

@@ -5,11 +5,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from rlightning.argument_checks import CheckedArguments
 from rlightning.distributed.execution_mode import is_controller
 from rlightning.types import Prompt
 
 
-class PromptBatchModule(LightningModule):
+class PromptBatchModule(CheckedArguments, LightningModule):
     """A module that gets lists of prompts: what it and its callbacks log for an epoch is weighted by their number."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,12 @@
 """The folder that a run leaves behind."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback
 
 from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
@@ -12,6 +16,12 @@ from rlightning.run_lock import lock_run, unlock_run
 
 _locked: set[Path] = set()
 """Folders that no command line has taken, but a fit."""
+
+FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
+"""What rank 0 has chosen, in order, for the ranks that Lightning starts by running the same program again."""
+
+_chosen: list[str] = []
+"""Of this process."""
 
 
 def run_dir(trainer: Any) -> Path:
@@ -58,3 +68,36 @@ class UnlockRun(Callback):
         if folder in _locked:
             _locked.discard(folder)
             unlock_run(folder)
+
+
+def new_run_folder() -> str:
+    """Choose ``runs/<date>-<time>`` below the current folder, one that is not there yet; in other ranks, rank 0's."""
+    launched = [env for env in (TorchElasticEnvironment, SLURMEnvironment) if env.detect() and env().world_size() > 1]
+    if launched:
+        raise ConfigError(
+            "trainer.default_root_dir is not set, and several processes were launched from outside: each would choose "
+            "a folder of its own. Set it, such as --trainer.default_root_dir runs/first."
+        )
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return _folder_of_rank_0()
+    stamped = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    path, number = stamped, 1
+    while path.exists() or str(path) in _chosen:
+        number += 1
+        path = stamped.with_name(f"{stamped.name}_{number}")
+    _chosen.append(str(path))
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(_chosen)
+    return str(path)
+
+
+def _folder_of_rank_0() -> str:
+    """What rank 0 chose for as many Trainers as this process has made, before it started this process."""
+    folders = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+    number = len(_chosen)
+    if number >= len(folders) or not folders[number]:
+        raise ConfigError(
+            "default_root_dir is not set for a Trainer that is made after another one has started further ranks: each "
+            "rank would choose a folder of its own. Set it, such as default_root_dir='runs/first'."
+        )
+    _chosen.append(folders[number])
+    return folders[number]

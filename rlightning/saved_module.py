@@ -38,7 +38,7 @@ class SavedModule(PromptBatchModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep what the class is called with, for checkpoints."""
-        module = super().__new__(cls)
+        module = super().__new__(cls, *args, **kwargs)
         vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
         return module
 

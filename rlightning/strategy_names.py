@@ -6,6 +6,7 @@ classes only. So a name is replaced by its class before either sees it, in files
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,14 @@ def check_strategy(name: object) -> None:
         f"{KEY}={name} is {what}, which does not work here. Use fsdp2 to shard the weights, ddp to have all of them on "
         "every device, or auto for a single one."
     )
+
+
+def find_strategy(strategy: Any) -> Any:
+    """Return a strategy of this package that a short name or a dotted path of :data:`CLASSES` stands for, or as is."""
+    if not isinstance(strategy, str) or strategy not in CLASSES:
+        return strategy
+    module, _, name = CLASSES[strategy].rpartition(".")
+    return getattr(import_module(module), name)()
 
 
 def _spell_out_each(options: list[str]) -> Iterator[str]:

@@ -1,14 +1,16 @@
 """Which of Lightning's Trainer options and callbacks work here: docs/configuration.md has all of them in a table."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing.context import get_spawning_popen
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.strategy_names import check_strategy
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,19 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
             f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
             f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."
         )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of the Trainer's that make no sense here, before it is built.
+
+    Args:
+        options: all of them, as they were given.
+    """
+    check_strategy(options["strategy"])
+    check_precision(options["precision"])
+    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    check_step_options(**{name: options[name] for name in steps})
+    check_unused_options(sync_batchnorm=options["sync_batchnorm"], model_registry=options["model_registry"])
 
 
 def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:

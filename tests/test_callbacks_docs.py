@@ -69,6 +69,13 @@ def test_the_yaml_names_classes_that_exist() -> None:
                 kind(**entry.get("init_args", {}))
 
 
+def test_each_callback_has_a_row_of_what_it_needs() -> None:
+    (table,) = re.findall(r"What each one needs there:\n\n(.*?)\n\n", PAGE, flags=re.DOTALL)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert {row[0].strip("`") for row in rows} == set(rlightning.callbacks.__all__)
+    assert {len(row) for row in rows} == {4}
+
+
 def test_the_tables_name_callbacks_that_exist() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
     assert named and named <= set(rlightning.callbacks.__all__)

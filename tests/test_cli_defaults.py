@@ -10,16 +10,11 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, VLLMRollout
-from rlightning.cli import (
-    add_checkpoint_io,
-    expand_home,
-    new_run_folder,
-    order_callbacks,
-    settle_lengths,
-    summarise,
-)
+from rlightning.cli import expand_home, summarise
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import ConfigError
+from rlightning.run_dir import new_run_folder
+from rlightning.trainer import add_checkpoint_io, order_callbacks, settle_lengths
 
 
 def trainer(**given: Any) -> Namespace:

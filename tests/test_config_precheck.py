@@ -54,7 +54,7 @@ MISTAKES = {
     "--trainr.max_steps=3": "trainr: there is no such key. Did you mean 'trainer'?",
     "--ckpt_pth=last": "ckpt_pth: there is no such key. Did you mean 'ckpt_path'?",
     "--config run.yaml --model.lrr=1": "model.lrr: there is no such key. Did you mean 'lr'?",
-    "--config run.yaml --model.clip_high=0.2": "model.clip_high: there is no such key. Choose from: betas, ",
+    "--config run.yaml --model.clip_high=0.2": "model.clip_high: there is no such key. Choose from: ",
     "--config run.yaml --model GRPO --model.clip_l 1": "model.clip_l: there is no such key. Did you mean 'clip_low'?",
     "--config run.yaml --model.lr": "--model.lr: its value is missing. Write --model.lr VALUE.",
     "run.yaml": "'run.yaml' follows no option",

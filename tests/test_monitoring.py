@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_project import fit_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -278,3 +279,10 @@ def test_sigterm_while_a_line_is_written_is_not_lost(tmp_path: Path, monkeypatch
     finally:
         signal.signal(signal.SIGTERM, before)
     assert steps_in(tmp_path) == {"step=3.ckpt": 3}
+
+
+def test_top_k_without_a_metric_is_one_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.save_top_k", "2")
+    code, said = fit_here(capsys, "--config", "run.yaml", *listed)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "ModelCheckpoint(save_top_k=2, monitor=None) is not a valid configuration." in said

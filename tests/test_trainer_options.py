@@ -258,7 +258,8 @@ def test_callback_is_refused(kind: type[Callback]) -> None:
 )
 def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}] * 4
-    for loader in (DataLoader(rows, batch_size=2), rows):  # type: ignore[arg-type]
+    loaders: list[Any] = [DataLoader(rows, batch_size=2), rows]  # type: ignore[arg-type]
+    for loader in loaders:
         with pytest.raises(ConfigError, match=re.escape(f"{command}(module, datamodule=PromptDataModule({argument}))")):
             getattr(bare_trainer(tmp_path, 1), command)(SFT(model, prompts_per_step=2), loader)
 

@@ -1,4 +1,4 @@
-"""The four cures of colocated training in a transformers ``Trainer``, through one small adapter::
+"""The four cures of colocated training in a transformers ``Trainer``, through ``TransformersAdapter``::
 
     pip install accelerate
     torchrun --nproc-per-node 2 examples/custom_trainers/transformers_trainer.py
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
 from rlightning.hooks import fire
+from rlightning.transformers_adapter import TransformersAdapter
 
 log = logging.getLogger("transformers_trainer")
 
@@ -27,48 +28,13 @@ def cures() -> list[Any]:
     return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout()]
 
 
-class Adapter(TrainerCallback):
-    """Tells rlightning's callbacks what a transformers Trainer does.
-
-    It is the ``trainer`` that they see: ``accelerator`` has the device and the barrier, ``optimizer`` the state. A
-    Trainer that generates fires the hooks of a rollout itself, with ``fire(adapter, model, ...)``.
-    """
-
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
-        self.trainer, self.callbacks = trainer, callbacks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer, name)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The model and the optimizer are on the device."""
-        fire(self, given["model"], "setup", "fit")
-
-    @property
-    def global_step(self) -> int:
-        """Finished optimizer steps."""
-        return self.trainer.state.global_step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """A micro-batch is done, with ``gradient_accumulation_steps`` above 1."""
-        fire(self, given["model"], "on_update_end", None)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The optimizer has stepped."""
-        fire(self, given["model"], "on_update_end", None)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """All is over."""
-        fire(self, given["model"], "teardown", "fit")
-
-
 class OnlineTrainer(Trainer):
     """Trains on what the model itself has just written."""
 
     def __init__(self, callbacks: Sequence[Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rewards: list[float] = []
-        self.adapter = Adapter(self, callbacks)
+        self.adapter = TransformersAdapter(self, callbacks)
         self.add_callback(self.adapter)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

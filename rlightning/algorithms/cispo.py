@@ -1,5 +1,6 @@
 """Clipped importance sampling policy optimization."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class CISPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         max_ratio: float = 5.0,
         min_ratio: float = 0.0,

@@ -1,5 +1,6 @@
 """Decoupled clip and dynamic sampling policy optimization."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class DAPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.28,

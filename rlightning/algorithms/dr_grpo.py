@@ -1,5 +1,6 @@
 """GRPO done right."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class DrGRPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,

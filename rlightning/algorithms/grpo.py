@@ -1,5 +1,6 @@
 """Group relative policy optimization."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class GRPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,

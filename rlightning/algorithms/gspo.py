@@ -1,5 +1,6 @@
 """Group sequence policy optimization."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class GSPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,

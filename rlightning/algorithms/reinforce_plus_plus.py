@@ -1,5 +1,6 @@
 """REINFORCE++, and its variant with a baseline."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ class REINFORCEPlusPlus(RLModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
@@ -110,7 +111,7 @@ class REINFORCEPlusPlusBaseline(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,

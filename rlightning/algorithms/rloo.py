@@ -1,5 +1,6 @@
 """REINFORCE leave-one-out."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class RLOO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         samples_per_prompt: int = 4,
         kl_coef: float = 0.03,

@@ -1,5 +1,6 @@
 """Soft adaptive policy optimization."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class SAPO(GroupModule):
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,

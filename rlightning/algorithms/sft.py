@@ -1,6 +1,7 @@
 """Supervised fine-tuning: a warm start for what follows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ class SFT(RLModule):
 
     generates = False
 
-    def __init__(self, model: str, *, completion_column: str = "completion", lr: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | Path, *, completion_column: str = "completion", lr: float = 1e-5, **kwargs: Any
+    ) -> None:
         super().__init__(model, samples_per_prompt=1, lr=lr, **kwargs)
         self.completion_column = completion_column
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
+from rlightning.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.loaders import ChosenPrompts, PromptBatches, PromptLoader
@@ -26,7 +27,7 @@ from rlightning.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-class PromptDataModule(LightningDataModule):
+class PromptDataModule(CheckedArguments, LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
     Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,

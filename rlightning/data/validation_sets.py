@@ -5,10 +5,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlightning.argument_checks import checked
 from rlightning.data.in_memory import PromptSource, check_source, paths_of
 from rlightning.errors import ConfigError, did_you_mean
 
 
+@checked
 @dataclass(frozen=True)
 class ValidationSet:
     """A prompt set that validation runs on.

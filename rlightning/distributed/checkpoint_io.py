@@ -122,7 +122,7 @@ def read_state(path: Path) -> SavedState | None:
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
     except Exception as error:  # a file that is cut short may raise anything
-        log.warning("%s is skipped: %s.", path, _why_unreadable(path, error))
+        log.warning("%s is no checkpoint that can be read, and is skipped: %s.", path, _why_unreadable(path, error))
         return None
 
 
@@ -134,7 +134,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
         return damage.reason
     except Exception as other:
         error = other
-    return f"it is no checkpoint that can be read ({describe_error(error)})"
+    return describe_error(error)
 
 
 def verify_checkpoint(path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from rlightning.cli import RLCLI, check_trainer
+from rlightning.cli import RLCLI
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import DEVICES, OPTION, read_device_memory, split_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.settings import read_work
+from rlightning.trainer_options import check_options
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
@@ -30,7 +31,7 @@ class PlanCLI(RLCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle what a plan has to know."""
-        check_trainer(self.config[self.subcommand]["trainer"])
+        check_options(self.config[self.subcommand]["trainer"])
 
     def instantiate_classes(self) -> None:
         """Nothing."""

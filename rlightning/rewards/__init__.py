@@ -5,7 +5,7 @@ Nothing here imports torch before :meth:`RewardRunner.score`: the worker process
 
 from typing import TYPE_CHECKING, Any
 
-from rlightning.rewards.config import RewardFunction
+from rlightning.rewards.config import Reward, RewardFunction
 from rlightning.rewards.functions import exact_match, length_penalty, regex_format
 from rlightning.rewards.references import answer_checker
 from rlightning.rewards.runner import RewardRunner
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FailureCount",
+    "Reward",
     "RewardFunction",
     "RewardRunner",
     "RewardScores",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async
 from rlightning.rewards.pickled import pickle_function, pickle_named
@@ -19,6 +20,7 @@ GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 
 
+@checked
 @dataclass(frozen=True)
 class RewardFunction:
     """A reward function and how much it counts.
@@ -38,6 +40,10 @@ class RewardFunction:
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float = 10.0
+
+
+Reward = RewardFunction | str | Callable[..., Any]
+"""A reward function: with settings, by its dotted path, or itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +104,16 @@ class BoundReward:
         return chosen | {name: given[name] for name in self.given} | self.arguments
 
 
-def bind_rewards(rewards: Sequence[RewardFunction | str | Callable[..., Any]]) -> list[BoundReward]:
-    """Find and check the functions that ``rewards`` name."""
-    bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in rewards]
+def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
+    """Find and check the functions that ``rewards`` name; one of them needs no list."""
+    listed = [rewards] if isinstance(rewards, str | RewardFunction) or callable(rewards) else rewards
+    bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in listed]
     names = [reward.name for reward in bound]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"Two reward functions have the name '{name}'. Give each its own: RewardFunction(..., name=...)."
+                f"Two reward functions have the name '{name}'. Give each its own: RewardFunction(f, name='...'), or in "
+                "YAML {function: ..., name: ...}."
             )
         if name in _TAKEN_NAMES:
             raise ConfigError(f"A reward function cannot have the name '{name}': reward/{name} is another metric.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
 from rlightning.rewards.calls import Call, Outcome
-from rlightning.rewards.config import GIVEN, RewardFunction, bind_rewards
+from rlightning.rewards.config import GIVEN, Reward, bind_rewards
 from rlightning.rewards.pools import Pools
 from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.sources import KeptSources
@@ -41,7 +41,7 @@ class RewardRunner:
     lets calls run while the caller has something else to do.
 
     Args:
-        rewards: each a dotted path, a function, or a :class:`RewardFunction`.
+        rewards: each a dotted path, a function, or a :class:`RewardFunction`; one of them needs no list.
         max_failed_share: the run ends when a larger share of the samples of a :meth:`score` has failed, or of those
             that are counted together (:meth:`counting`).
         max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded
@@ -51,7 +51,7 @@ class RewardRunner:
 
     def __init__(
         self,
-        rewards: Sequence[RewardFunction | str | Callable[..., Any]],
+        rewards: Sequence[Reward] | Reward,
         *,
         max_failed_share: float = 0.1,
         max_unrewarded_references: float = 0.02,

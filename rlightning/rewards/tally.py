@@ -64,12 +64,18 @@ class FailureCount:
             lines = error.strip().splitlines()
             gist = cut_line(lines[-1] if lines[0].startswith("Traceback") else lines[0])
             self._first = f"The first failure, of '{name}' on sample {sample}: {gist}", error
-        self.check(self.num_failed, max(self.num_samples, self.num_scored))
+        self.check(self.num_failed, max(self.num_samples, self.num_scored), at_least="at least ")
 
-    def check(self, num_failed: int, num_samples: int) -> None:
-        """Raise a RewardError if that many failures, of all ranks, are too many."""
+    def check(self, num_failed: int, num_samples: int, *, at_least: str = "") -> None:
+        """Raise a RewardError if that many failures, of all ranks, are too many.
+
+        Args:
+            num_failed: samples without a reward.
+            num_samples: of which.
+            at_least: stands before the number where others may have failed too.
+        """
         if num_failed > self.max_share * num_samples:
-            count = f"{num_failed} of {num_samples} samples{self.of} have no reward"
+            count = f"{at_least}{num_failed} of {num_samples} samples{self.of} have no reward"
             first, trace = self._first or ("Other ranks have logged the failures.", "")
             raise RewardError(f"{count}, more than max_failed_share={self.max_share:g} allows. {first}", trace)
 

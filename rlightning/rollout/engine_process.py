@@ -127,7 +127,9 @@ class EngineProcess(EngineLink):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(intervals.ENGINE_EXIT_GRACE if how == "died" else 0)
         end_group(self._process.pid)
-        self._process.poll()  # so that no zombie stays
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
+            self._process.wait(intervals.ENGINE_EXIT_GRACE)
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         code = f" (exit status {status})" if status is not None else ""

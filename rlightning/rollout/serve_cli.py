@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from rlightning.cli import RLCLI, find_callback
+from rlightning.cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.models import describe_length_limit
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_service import EngineService, listen
 from rlightning.rollout.engine_wire import SCHEME, TOKEN, check_token, read_token
+from rlightning.trainer import find_callback
 
 
 class ServeCLI(RLCLI):

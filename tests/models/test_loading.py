@@ -108,6 +108,17 @@ def test_no_model(model: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_near_folders_are_named_not_all(tmp_path: Path) -> None:
+    for name in ("qwen-small", "qwen-large", *(f"data-{number:02}" for number in range(10, 40))):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"Did you mean 'qwen-small'\?$"):
+        load_config(f"{tmp_path}/qwen-smal")
+    with pytest.raises(ConfigError) as caught:
+        load_config(f"{tmp_path}/nope")
+    listed = str(caught.value).partition("Choose from: ")[2]
+    assert listed.endswith(", and 24 more.") and len(listed.split(", ")) == 9
+
+
 def test_no_tokenizer(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(ConfigError, match=f"model='{folder}' has no readable tokenizer: ") as error:

@@ -250,6 +250,10 @@ def test_check_names_the_nearest_column() -> None:
         (["rlightning.rewrds.exact_match"], r"cannot be imported: No module named 'rlightning\.rewrds'"),
         (["os.curdir"], r"The reward 'os\.curdir' is a str, not a function"),
         ([grade, grade], "Two reward functions have the name 'grade'"),
+        (
+            [lambda completion: 0.0, lambda completion: 1.0],
+            r"Two reward functions have the name 'reward'\. Give each its own: RewardFunction\(f, name='\.\.\.'\)",
+        ),
         ([RewardFunction(grade, name="mean")], r"cannot have the name 'mean': reward/mean is another metric"),
         (
             [RewardFunction(grade, arguments={"scal": 1})],

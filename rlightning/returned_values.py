@@ -1,0 +1,53 @@
+"""Checks what overridden methods of a module return, where it would fail, or broadcast, further on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_value
+
+
+def returned_tensor(values: Any, length: int, method: str, unit: str) -> Tensor:
+    """Return what a method returned as a tensor; a list of numbers or an array becomes one, whole numbers floats.
+
+    Args:
+        values: what it returned.
+        length: the number of values that it has to return, in one dimension.
+        method: its name, for the error.
+        unit: what there is a value of, for the error, such as "tokens".
+
+    Raises:
+        ConfigError: they are no numbers, or not as many.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        rule = f"It has to return a tensor of {length} numbers, one for each of the {unit}."
+        raise ConfigError(f"{method} returned {cut_value(values)}, a {type(values).__name__}. {rule}") from None
+    if tuple(tensor.shape) != (length,):
+        raise ConfigError(
+            f"{method} returned a tensor of the shape {list(tensor.shape)}, and there are {length} {unit}. It has to "
+            f"return one number for each: [{length}]."
+        )
+    return tensor if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor.float()
+
+
+def returned_loss(values: Any, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what ``policy_loss`` returned: [T] losses, and [T] values by name for the metrics.
+
+    Args:
+        values: what it returned.
+        num_tokens: T.
+
+    Raises:
+        ConfigError: it is no such pair.
+    """
+    if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], dict)):
+        raise ConfigError(
+            f"policy_loss returned a {type(values).__name__}. It has to return a pair: the losses [T], and a "
+            "dictionary of metrics, such as 'return losses, {}'."
+        )
+    losses, metrics = values
+    return returned_tensor(losses, num_tokens, "policy_loss", "tokens"), metrics

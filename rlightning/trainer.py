@@ -1,0 +1,258 @@
+"""The Trainer of a run: Lightning's, with this package's defaults, in scripts and on the command line alike."""
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
+from rlightning.argument_checks import check_arguments, check_value
+from rlightning.checkpoint_search import FOLDER, settle_checkpoint
+from rlightning.console import quieten
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
+from rlightning.distributed.ddp import replace_lightning_ddp
+from rlightning.distributed.launcher import check_launch
+from rlightning.error_report import INTERRUPTED
+from rlightning.errors import ConfigError
+from rlightning.hooks import check_repeated
+from rlightning.run_dir import new_run_folder
+from rlightning.run_lock import check_writable
+from rlightning.strategy_names import find_strategy
+from rlightning.trainer_options import check_options
+
+DEFAULTS: Mapping[str, Any] = {
+    # The engine validates, and a run validates before its first step: a sanity check would be another validation.
+    "num_sanity_val_steps": 0,
+    # The run's own block at its start names the model and its size.
+    "enable_model_summary": False,
+    # The data module spreads prompts over the ranks itself.
+    "use_distributed_sampler": False,
+    "log_every_n_steps": 1,
+    "check_val_every_n_epoch": None,
+}
+"""What differs from Lightning's defaults, but for what depends on other options (docs/configuration.md has all)."""
+
+OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
+"""The callbacks of a run that lists no others of their classes."""
+
+
+class Trainer(lightning.pytorch.Trainer):
+    """Lightning's Trainer with the defaults of ``rlightning fit``; a plain one works too, with Lightning's.
+
+    It adds the engine, a progress bar or a line a step, ``Throughput``, ``CompletionsTable``, ``RunReport``, metrics
+    of each step as CSV and checkpoints, all in the run's folder. Ctrl-C raises KeyboardInterrupt.
+
+    Args:
+        rollout: the callback that owns the engine; None for none; "auto": a ``VLLMRollout()``, unless ``callbacks`` has
+            one.
+        options: of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default ``runs/<date>-<time>``.
+
+    Raises:
+        ConfigError: for an option that Lightning does not have, of another type, or that does not work here.
+    """
+
+    def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: Any) -> None:
+        check_arguments(lightning.pytorch.Trainer, (), options)
+        check_value("Trainer", "rollout", rollout, Callback | Literal["auto"] | None)
+        quieten()
+        replace_lightning_ddp()
+        settled = settle_options({**_lightning_defaults(), **DEFAULTS, **options})
+        settled["callbacks"] = complete_callbacks(rollout, settled)
+        check_repeated(settled["callbacks"])
+        super().__init__(**settled)
+        check_launch(self.num_devices, self.num_nodes)
+        for callback in settled["callbacks"]:
+            if isinstance(callback, find_callback("ControllerMode")):
+                callback.check(self)
+        self._has_fitted = False
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train as Lightning does, in a folder that holds no other run.
+
+        Args:
+            model: the module.
+            train_dataloaders: the data module, or loaders.
+            val_dataloaders: loaders.
+            datamodule: the data module.
+            ckpt_path: of the checkpoint to go on from; "last" is the run folder's newest that is whole.
+            weights_only: whether to load that without unpickling objects.
+        """
+        path = self._settle_checkpoint("fit", ckpt_path)
+        self._has_fitted = True
+        with raising_interrupts():
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Measure on the validation sets, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
+        path = self._settle_checkpoint("validate", ckpt_path)
+        with raising_interrupts():
+            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Measure on the validation sets under the name "test"; ``ckpt_path`` as of :meth:`fit`."""
+        path = self._settle_checkpoint("test", ckpt_path)
+        with raising_interrupts():
+            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Complete the prompts of ``predict``, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
+        path = self._settle_checkpoint("predict", ckpt_path)
+        with raising_interrupts():
+            return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
+
+    def _settle_checkpoint(self, command: str, ckpt_path: str | Path | None) -> str | None:
+        """The path for Lightning. What this object has saved itself is no other run's, and it knows which is best."""
+        if self._has_fitted and ckpt_path in (None, "best"):
+            return None if ckpt_path is None else "best"
+        listed: list[Callback] = self.callbacks  # type: ignore[attr-defined]
+        given = None if ckpt_path is None else str(ckpt_path)
+        return settle_checkpoint(command, Path(self.default_root_dir), listed, given)
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Within, Ctrl-C ends in KeyboardInterrupt once all is saved and closed: Lightning makes SystemExit of it."""
+    try:
+        yield
+    except SystemExit as stop:
+        was_asked = isinstance(stop, SIGTERMException) and stop.code == INTERRUPTED
+        if was_asked or isinstance(stop.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+
+
+def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's options, all of them, with the defaults that depend on others.
+
+    Raises:
+        ConfigError: for one that does not work here.
+    """
+    settled = dict(options)
+    check_options(settled)
+    settled["strategy"] = find_strategy(settled["strategy"])
+    folder = os.path.expanduser(settled["default_root_dir"] or new_run_folder())
+    if os.path.isfile(folder):
+        raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
+    settled["default_root_dir"] = folder
+    settle_lengths(settled)
+    if settled["barebones"]:
+        settled["log_every_n_steps"] = settled["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+    if settled["logger"] in (None, True):
+        is_needed = not settled["fast_dev_run"] and not settled["barebones"]
+        settled["logger"] = CSVLogger(folder, name="metrics") if is_needed else None
+    settled["plugins"] = add_checkpoint_io(settled["plugins"], settled["strategy"])
+    if hasattr(settled["strategy"], "take_devices"):  # a controller's workers have the devices
+        settled["strategy"].take_devices(settled["accelerator"], settled["devices"], settled["num_nodes"])
+        settled |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+    return settled
+
+
+def settle_lengths(options: Any) -> None:
+    """Set, in place, one epoch where no end is set, and validation after each epoch where no interval is."""
+    if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
+        options["max_epochs"] = 1
+    interval = options["val_check_interval"]
+    if options["check_val_every_n_epoch"] is None and (interval is None or isinstance(interval, float)):
+        options["check_val_every_n_epoch"] = 1
+
+
+def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
+    """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
+    listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
+    has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)
+    return listed if has_one else [*listed, AtomicCheckpointIO()]
+
+
+def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapping[str, Any]) -> list[Callback]:
+    """The rollout callback first, then those listed, then each default whose class is not listed.
+
+    Args:
+        rollout: as of :class:`Trainer`.
+        options: settled, with the callbacks that are listed.
+    """
+    listed = options["callbacks"] or []
+    callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])
+    if rollout == "auto":
+        kind = find_callback("VLLMRollout")
+        rollout = None if any(isinstance(callback, kind) for callback in callbacks) else kind()
+    if isinstance(rollout, Callback):
+        callbacks.insert(0, rollout)
+    if options["barebones"]:
+        return callbacks
+    for name in OBSERVERS:
+        kind = find_callback(name)
+        taken = ProgressBar if issubclass(kind, ProgressBar) else kind
+        is_wanted = options["enable_progress_bar"] is not False or taken is not ProgressBar
+        if is_wanted and not any(isinstance(callback, taken) for callback in callbacks):
+            callbacks.append(kind())
+    folder = Path(options["default_root_dir"]) / FOLDER
+    # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
+    has_checkpoints = options["enable_checkpointing"] is not False
+    if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        # Its names tell checkpoints apart already, and "last" is a link: nothing is written twice.
+        callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
+    for callback in callbacks:
+        # Lightning's default is a folder of the first logger's.
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(folder.resolve())
+        if isinstance(callback, ModelCheckpoint) and "://" not in str(callback.dirpath):
+            check_writable(Path(callback.dirpath), "dirpath of ModelCheckpoint")
+    return callbacks
+
+
+def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
+    """That of the engine in front (:mod:`rlightning.hooks`), the others in their order."""
+    rollout = find_callback("VLLMRollout")
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
+
+
+def find_callback(name: str) -> Any:
+    """One of the package's callbacks, by name: the package imports none of them itself."""
+    return getattr(import_module("rlightning.callbacks"), name)
+
+
+def _lightning_defaults() -> dict[str, Any]:
+    parameters = inspect.signature(lightning.pytorch.Trainer).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters}

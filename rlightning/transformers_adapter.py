@@ -1,0 +1,73 @@
+"""rlightning's callbacks in a transformers ``Trainer``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from rlightning.hooks import fire
+
+
+class TransformersAdapter(TrainerCallback):
+    """Tells rlightning's callbacks what a transformers ``Trainer`` does, and tells them of it what they ask for::
+
+        adapter = TransformersAdapter(trainer, [EmptyCacheAfterUpdate(), OffloadDuringRollout()])
+        trainer.add_callback(adapter)
+
+    It is the ``trainer`` that they get. ``setup`` and ``teardown`` come around ``train()``, and ``on_update_end`` with
+    the batch None after each micro-batch. A Trainer that generates fires the hooks of a rollout in its
+    ``training_step``: ``fire(adapter, model, "on_rollout_start", prompts)``, and so on (docs/callbacks.md has them).
+    What else they ask for is the Trainer's own, such as ``optimizer``, and ``accelerator`` for device and barrier.
+
+    Args:
+        trainer: whose steps they are.
+        callbacks: of :mod:`rlightning.callbacks`, but for those that need Lightning's Trainer.
+    """
+
+    loggers: Sequence[Any] = ()
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
+        self.trainer, self.callbacks = trainer, list(callbacks)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is the Trainer's."""
+        if name == "trainer":  # a copy that is not initialised yet
+            raise AttributeError(name)
+        return getattr(self.trainer, name)
+
+    @property
+    def global_step(self) -> int:
+        """Finished optimizer steps."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def default_root_dir(self) -> str:
+        """The run's folder: ``output_dir``."""
+        return str(self.trainer.args.output_dir)
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return int(self.trainer.args.process_index)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return int(self.trainer.args.world_size)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called when the model and the optimizer are on the device."""
+        fire(self, given["model"], "setup", "fit")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called after a micro-batch but the last of a step, with ``gradient_accumulation_steps`` above 1."""
+        fire(self, given["model"], "on_update_end", None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called when the optimizer has stepped."""
+        fire(self, given["model"], "on_update_end", None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called when all is over."""
+        fire(self, given["model"], "on_train_end")
+        fire(self, given["model"], "teardown", "fit")

@@ -1,0 +1,153 @@
+"""What objects are built with from Python is checked as YAML is: one line, before a model is read."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlightning import Trainer
+from rlightning.algorithms import DAPO, GRPO, SFT
+from rlightning.argument_checks import check_value
+from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
+from rlightning.data import PromptDataModule
+from rlightning.data.module import ValidationSet
+from rlightning.errors import ConfigError
+from rlightning.peer_names import CLASSES, PEER_NAMES
+from rlightning.rewards import RewardFunction, exact_match
+
+MODEL = "no/model"
+"""Checks come before it is looked for."""
+
+
+def build_own(**arguments: Any) -> None:
+    """A user's class, whose ``**kwargs`` go on to the algorithm."""
+
+    class Own(GRPO):
+        def __init__(self, *args: Any, pace: float = 1.0, **kwargs: Any) -> None:
+            kwargs.pop("extra", None)
+            kwargs.setdefault("lr", 1e-3)
+            super().__init__(*args, **kwargs)
+
+    Own(MODEL, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "line"),
+    [
+        (GRPO, {"learning_rate": 1e-6}, "GRPO has no argument 'learning_rate'. Did you mean 'lr'?"),
+        (GRPO, {"num_generations": 8}, "GRPO has no argument 'num_generations'. Did you mean 'samples_per_prompt'?"),
+        (GRPO, {"beta": 0.04}, "GRPO has no argument 'beta'. Did you mean 'kl_coef'?"),
+        (DAPO, {"clip_ratio_high": 0.28}, "DAPO has no argument 'clip_ratio_high'. Did you mean 'clip_high'?"),
+        (
+            GRPO,
+            {"samples_per_prmpt": 8},
+            "GRPO has no argument 'samples_per_prmpt'. Did you mean 'samples_per_prompt'?",
+        ),
+        (
+            GRPO,
+            {"max_completion_length": 512},
+            "GRPO has no argument 'max_completion_length'. That is rollout.max_new_tokens here, an argument of "
+            "VLLMRollout.",
+        ),
+        (SFT, {"samples_per_prompt": 2}, "SFT has no argument 'samples_per_prompt'."),
+        (build_own, {"beta": 0.04}, "Own has no argument 'beta'. Did you mean 'kl_coef'?"),
+        (build_own, {"pace": "fast"}, "Own(pace='fast'): it should be a valid number."),
+        (GRPO, {"lr": "2e-4"}, "GRPO(lr='2e-4'): it should be a valid number. Write 0.0002, without quotes."),
+        (GRPO, {"prompts_per_step": 4.0}, "GRPO(prompts_per_step=4.0): it should be a valid integer. Write 4."),
+        (GRPO, {"prompts_per_step": True}, "GRPO(prompts_per_step=True): it should be a valid integer."),
+        (GRPO, {"kl_coef": None}, "GRPO(kl_coef=None): it should be a valid number."),
+        (
+            GRPO,
+            {"loss_aggregation": "mean"},
+            "GRPO(loss_aggregation='mean'): it should be 'token_mean', 'sequence_mean' or 'constant'. Did you mean "
+            "'token_mean'?",
+        ),
+        (GRPO, {"rewards": {"match": exact_match}}, "Write RewardFunction(...)."),
+        (GRPO, {"rewards": [{"function": "my.f"}]}, "Write RewardFunction(...)."),
+        (
+            GRPO,
+            {"rewards": 5},
+            "GRPO(rewards=5): it should be an instance of Sequence or an instance of RewardFunction",
+        ),
+        (VLLMRollout, {"engines": "tcp://a:1"}, "Write ['tcp://a:1']."),
+        (VLLMRollout, {"max_tokens": 5}, "VLLMRollout has no argument 'max_tokens'. Did you mean 'max_new_tokens'?"),
+        (
+            CompletionsTable,
+            {"every_n_steps": 5.0},
+            "CompletionsTable(every_n_steps=5.0): it should be a valid integer.",
+        ),
+        (RLProgressBar, {"refresh": 5}, "RLProgressBar has no argument 'refresh'. Did you mean 'refresh_rate'?"),
+        (PromptDataModule, {"max_prompt_length": 5}, "Did you mean 'max_prompt_tokens'?"),
+        (ValidationSet, {"path": "rows.jsonl", "limit": "8"}, "Write 8, without quotes."),
+        (RewardFunction, {"function": exact_match, "weigth": 2}, "Did you mean 'weight'?"),
+        (Trainer, {"max_step": 3}, "Trainer has no argument 'max_step'. Did you mean 'max_steps'?"),
+        (Trainer, {"max_steps": 3.0}, "Trainer(max_steps=3.0): it should be a valid integer. Write 3."),
+        (Trainer, {"lr": 3.0}, "Trainer has no argument 'lr'."),
+        (Trainer, {"callbacks": [3]}, "Trainer(callbacks=[3]): it should be an instance of Callback."),
+        (Trainer, {"rollout": "vllm"}, "Trainer(rollout='vllm'): it should be an instance of Callback or 'auto'."),
+    ],
+)
+def test_wrong_argument_is_one_line(build: Callable[..., Any], given: dict[str, Any], line: str) -> None:
+    arguments = (MODEL,) if build in (GRPO, DAPO, SFT) else ()
+    with pytest.raises(ConfigError) as caught:
+        build(*arguments, **given)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_model_object_is_refused_with_the_way_out() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, num_key_value_heads=1, head_dim=8, **sizes))
+    with pytest.raises(ConfigError, match=r"^GRPO\(model=Qwen3For.*Give its name or its folder; save_pretrained"):
+        GRPO(model)  # type: ignore[arg-type]
+
+
+def test_what_python_code_writes_is_accepted(model_folder: str) -> None:
+    module = GRPO(Path(model_folder), rewards=exact_match, lr=np.float32(0.5), prompts_per_step=np.int64(4), clip_low=1)
+    assert (module.model_path, module.reference_path) == (model_folder, model_folder)
+    assert [function.name for function in module.rewarder.functions] == ["exact_match"]
+    module = GRPO(model_folder, rewards="rlightning.rewards.exact_match", betas=[0.9, 0.95])
+    assert [function.name for function in module.rewarder.functions] == ["exact_match"]
+    (own,) = GRPO(model_folder, rewards=RewardFunction(exact_match, weight=2, name="right")).rewarder.functions
+    assert (own.name, own.weight) == ("right", 2)
+
+
+def test_class_without_source_has_its_names(model_folder: str) -> None:
+    scope: dict[str, Any] = {"GRPO": GRPO}  # as in a notebook whose cell is gone
+    exec("class Own(GRPO):\n    def __init__(self, model, **kwargs):\n        super().__init__(model, **kwargs)", scope)
+    assert scope["Own"](model_folder, lr=0.5).lr == 0.5
+    with pytest.raises(ConfigError, match=r"^Own has no argument 'learning_rate'\. Did you mean 'lr'\?$"):
+        scope["Own"](model_folder, learning_rate=0.5)
+
+
+def test_copies_are_not_checked() -> None:
+    assert copy.deepcopy(CompletionsTable(7)).every_n_steps == 7
+    assert pickle.loads(pickle.dumps(RewardFunction(exact_match, weight=2.0))).weight == 2.0
+
+
+def test_missing_argument_is_left_to_python() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"):
+        GRPO(rewards=exact_match)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("hint", [None, "Unknown", torch.Tensor | None, Callable[..., Any], dict[str, Any]])
+def test_unchecked_and_fitting_values_pass(hint: Any) -> None:
+    values = {str(Callable[..., Any]): print, str(dict[str, Any]): {}}
+    check_value("it", values.get(str(hint)), hint)
+
+
+def test_each_peer_name_leads_to_an_argument() -> None:
+    from rlightning.config_keys import parameters_of
+
+    kinds = {"model": GRPO, "data": PromptDataModule, "rollout": VLLMRollout, "trainer": lightning.pytorch.Trainer}
+    assert {name: kind.__name__ for name, kind in kinds.items()} == CLASSES
+    known = {f"{section}.{name}" for section, kind in kinds.items() for name in parameters_of(kind)}
+    assert set(PEER_NAMES.values()) <= known
+    own = {name: f"{here.partition('.')[0]}.{name}" for name, here in PEER_NAMES.items()}
+    assert all(PEER_NAMES[name] == key for name, key in own.items() if key in known)
