@@ -23,7 +23,7 @@ COLUMNS = ("seconds", "tokens", "mfu", "six_n_mfu", "peak", "reserved", "graphs"
 
 
 async def coin(completion: str) -> float:
-    """A reward that needs no process."""
+    """A reward that takes no time."""
     return float(random.random() < 0.5)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlightning.atomic_save import written_aside
 from rlightning.console import is_live_terminal, show_log_lines
+from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.loop_ranks import rank_in
@@ -30,6 +31,7 @@ class CompletionsTable(RunCallback):
     The files are ``<run>/completions/step_000012.parquet``, a row a completion (:func:`completion_rows` has the
     columns). A process of higher rank writes its share beside it, as ``step_000012.rank1.parquet``; reading the
     folder reads them all. Micro-batches of one step are in one file. W&B gets a table, TensorBoard a text, CSV nothing.
+    Where the disk takes no file, the run goes on without, and the tables of those steps are missing.
 
     From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch.
     The loop's object may have ``default_root_dir`` (or give ``path``), ``global_step`` (finished steps; otherwise
@@ -62,6 +64,7 @@ class CompletionsTable(RunCallback):
         self._pending: tuple[int, RolloutBatch] | None = None
         self._written: tuple[int, list[dict[str, Any]]] = (0, [])  # the newest step's, which may get more
         self._is_updating = False
+        self._effort = BestEffort("Completions")
 
     def state_dict(self) -> dict[str, Any]:
         """The count of steps, for loops that do not count them."""
@@ -142,10 +145,13 @@ class CompletionsTable(RunCallback):
         self._written = (step, all_rows)
         rank = rank_in(trainer)
         suffix = f".rank{rank}" if rank else ""
-        write_parquet(all_rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
+        with self._effort.writing():
+            write_parquet(all_rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
         if rank == 0 and rows:
-            self._log(getattr(trainer, "loggers", ()), spread_by_reward(all_rows, self.num_logged), step)
-            self._show(spread_by_reward(rows, self.num_console), step)
+            with self._effort.attempt():
+                self._log(getattr(trainer, "loggers", ()), spread_by_reward(all_rows, self.num_logged), step)
+            with self._effort.attempt():  # standard output may be a file
+                self._show(spread_by_reward(rows, self.num_console), step)
 
     def _folder(self, trainer: Any) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "completions"

@@ -13,6 +13,7 @@ import torch
 from rlightning.atomic_save import written_aside
 from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
 from rlightning.callbacks.throughput import memory_gib
+from rlightning.disk import BestEffort
 from rlightning.distributed.execution_mode import is_controller
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
@@ -38,7 +39,8 @@ class RunReport(PhaseTimer):
     It is written at the end of a run, whatever ends it (an exception and Ctrl-C too), and on the way if asked to. It
     is one file that loads nothing from elsewhere. What it shows is collected from ``trainer.callback_metrics`` at
     each step, whatever the loggers are, and is part of the checkpoint: the report of a resumed run tells the whole
-    story. It measures times and tokens itself, so it does not need ``Throughput`` beside it.
+    story. It measures times and tokens itself, so it does not need ``Throughput`` beside it. Where the disk does not
+    take it, the run goes on without.
 
     From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after
     each step, and :meth:`write` at the end, on each rank if there are several: that of rank 0 is written. The folder
@@ -62,6 +64,7 @@ class RunReport(PhaseTimer):
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.history = History()
+        self._effort = BestEffort("Reports")
         self._samples: dict[Literal["early", "late"], list[dict[str, Any]]] = {}
         self._step = 0
         self._earlier_seconds = 0.0
@@ -189,11 +192,11 @@ class RunReport(PhaseTimer):
         if not self.history.series or rank_in(trainer):
             return
         path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
-        self.write(
-            path, module=module, status=status, config=config.read_text(encoding="utf-8") if config.exists() else None
-        )
-        if status != "running":
-            logger.info("report of the run: %s", path)
+        with self._effort.writing():
+            text = config.read_text(encoding="utf-8") if config.exists() else None
+            self.write(path, module=module, status=status, config=text)
+            if status != "running":
+                logger.info("report of the run: %s", path)
 
     def _file(self, trainer: Any) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "report.html"

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from rlightning.disk import needed
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.loop_ranks import rank_in
@@ -100,7 +101,8 @@ class SaveHF(RunCallback):
         self._save(trainer, module, folder.with_name(f"{folder.name}_step_{step:06d}"))
 
     def _save(self, trainer: Any, module: Any, folder: Path) -> None:
-        module.save_hf(folder)
+        with needed("The model", folder, "Make room there, or name another path. The run's checkpoints are kept."):
+            module.save_hf(folder)
         if rank_in(trainer) == 0:
             logger.info("saved the model to %s", folder)
 

@@ -18,6 +18,7 @@ from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
+from rlightning.remote_code import trusts_remote_code
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import MAX_DISTANCE
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
@@ -194,7 +195,9 @@ class VLLMRollout(RLCallback, Generator):
         sampling = with_run_seed(self.sampling, device)
         module.generator, module.sampling = self, sampling
         files = replace(
-            ModelFiles.read(module.model_path), tokenizer=module.tokenizer, copies=read_copies(module.model_path)
+            ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
+            tokenizer=module.tokenizer,
+            copies=read_copies(module.model_path),
         )
         configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
         configs = [replace(config, files=files) for config in configs]

@@ -65,6 +65,10 @@ class HostError(RunError, OSError):
     """The host lacks something that a run needs, such as room on a disk."""
 
 
+class SaveError(HostError):
+    """What a run is for, such as a checkpoint, cannot be written; the message is a line with the reason."""
+
+
 HOST_LIMITS = {
     errno.EMFILE: "Raise the limit on open files: ulimit -n 65536.",
     errno.ENFILE: "Too many files are open on the whole host: end what holds them, or raise fs.file-max.",

@@ -27,6 +27,7 @@ from rlightning.evaluation import LeaveEvaluation, validate_in_fit
 from rlightning.evaluation_steps import EvaluationSteps
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
+from rlightning.loggers import adapt_loggers
 from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
@@ -133,7 +134,8 @@ class RLModule(EvaluationSteps):
         super().__init__(model, **kwargs)
         self.reference_path = os.path.expanduser(reference_model or model)
         if kl_coef and reference_model is not None:
-            load_config(self.reference_path)  # before anything is loaded or started
+            # before anything is loaded or started
+            load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -232,6 +234,7 @@ class RLModule(EvaluationSteps):
             check_trainer(self.trainer)
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
+        adapt_loggers(self.trainer.loggers)
         if stage == "fit":
             check_monitors(self.trainer, self)
         if stage == "fit":

@@ -8,6 +8,7 @@ holds stays the same object. A metric counts only in the step that logged it.
 import logging
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from rlightning.disk import needed
 from rlightning.distributed.stop_signal import stop_signal
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.metric_names import find_names, is_among
@@ -223,7 +225,9 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         if self._last_global_step_saved != trainer.global_step:
             self._last_checkpoint_saved = ""  # a link would lead to an earlier step
-        super()._save_last_checkpoint(trainer, monitor_candidates)
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        with needed("The link to the newest checkpoint in", folder, "The checkpoints are kept: make room, and go on."):
+            super()._save_last_checkpoint(trainer, monitor_candidates)
 
     def _save_last_state(self, trainer: Trainer) -> None:
         if self._should_skip_saving_checkpoint(trainer) or not self._keeps_last_state(trainer):

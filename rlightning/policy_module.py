@@ -57,6 +57,8 @@ class PolicyModule(Ranks, SavedModule):
         gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
+            trainer and in the engine. A model that needs such code is refused otherwise.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,6 +80,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         compile: bool | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         check_optimizer(
@@ -91,8 +94,9 @@ class PolicyModule(Ranks, SavedModule):
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
         check_export(model)
-        self.model_config = load_config(model)
-        self.tokenizer = load_tokenizer(model)
+        self.trust_remote_code = trust_remote_code
+        self.model_config = load_config(model, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._is_folder = Path(model).is_dir()
         if self._is_folder:
             check_folder(model, self.model_config)
@@ -125,6 +129,7 @@ class PolicyModule(Ranks, SavedModule):
         """
         if model == self.model_path and self._is_folder and not Path(model).is_dir():
             raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
+        load_config(model, trust_remote_code=self.trust_remote_code)
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device

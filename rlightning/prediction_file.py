@@ -10,12 +10,13 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlightning.atomic_save import written_aside
+from rlightning.disk import needed
 from rlightning.errors import ConfigError
 from rlightning.types import Completion, Prompt
 
@@ -119,10 +120,15 @@ class PredictionFile:
         self._file = self._lock
 
     def write(self, prompt: Prompt, completions: list[Completion]) -> None:
-        """Add a prompt and its completions; they are the operating system's when this returns."""
+        """Add a prompt and its completions; they are the operating system's when this returns.
+
+        Raises:
+            SaveError: the disk does not take them; what was written before is kept.
+        """
         assert self._file is not None, "open() comes before write()"
-        self._file.write(f"{to_json(prediction(prompt, completions))}\n".encode())
-        self._file.flush()
+        with needed("The file", self.partial, "What was written before is kept. Make room, and run the command again."):
+            self._file.write(f"{to_json(prediction(prompt, completions))}\n".encode())
+            self._file.flush()
         self.num_prompts += 1
         self.num_completions += len(completions)
 
@@ -151,9 +157,10 @@ class PredictionFile:
     def close(self) -> None:
         """Close the file and leave it partial, or remove it if nothing is in it. May be called twice."""
         if self._lock is not None:
-            if not self.is_begun and not self._lock.tell():
-                self.partial.unlink(missing_ok=True)
-            self._lock.close()
+            with suppress(OSError):  # of a full disk, once more
+                if not self.is_begun and not self._lock.tell():
+                    self.partial.unlink(missing_ok=True)
+                self._lock.close()
         self._lock = self._file = None
 
     def _check_settings(self) -> None:

@@ -1,6 +1,7 @@
 """What all tests share: the fork server, the order of files, and a last line that says what was left out and why."""
 
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import fork_server
 import pytest
+
+from rlightning.scratch import ScratchFolder
 
 if not Path("/dev/nvidiactl").exists():  # a fork could not use CUDA, which imports may have begun to use
     fork_server.install()
@@ -46,11 +49,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 COUNTS = pytest.StashKey[Any]()
 SECONDS = pytest.StashKey[Any]()
+RAY_FOLDER = pytest.StashKey[ScratchFolder]()
+"""Of what Ray writes for all clusters of this run of the tests, which it leaves behind."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to count."""
     config.stash[COUNTS], config.stash[SECONDS] = Counter(), defaultdict(float)
+    if not hasattr(config, "workerinput"):
+        config.stash[RAY_FOLDER] = ScratchFolder("tests")
+        os.environ["RAY_TMPDIR"] = str(config.stash[RAY_FOLDER].path)
 
 
 def file_of(nodeid: str) -> str:
@@ -87,7 +95,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Write what was not run, and why, as the last line."""
+    """Remove what Ray has left; write what was not run, and why, as the last line."""
+    if RAY_FOLDER in config.stash:
+        config.stash[RAY_FOLDER].remove()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(config, "workeroutput") or config.option.collectonly:
         return

@@ -1,12 +1,13 @@
 """``max_failed_share`` is a share of a step's samples, refills and all ranks included, and of a validation set's."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
 from rank_processes import finish, start_calls
-from tiny import make_data, make_trainer, save_model
+from tiny import in_this_process, make_data, make_trainer, save_model
 
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.data import ValidationSet
@@ -21,6 +22,11 @@ async def fail_last(prompt: str, completion: str) -> float:
     if prompt == "3+3=":
         raise ValueError("no answer")
     return float(len(completion) % 2)
+
+
+@in_this_process
+async def fail_last_here(prompt: str, completion: str) -> float:
+    return await fail_last(prompt, completion)
 
 
 def make_dapo(model: str, **arguments: Any) -> DAPO:
@@ -52,9 +58,11 @@ def test_failures_in_a_refill_are_a_share_of_the_step(model: str, tmp_path: Path
         make_trainer(tmp_path, 1).fit(make_dapo(model, max_failed_share=0.12), make_data(tmp_path))
 
 
-def validate(model: str, folder: Path, share: float, **arguments: Any) -> None:
+def validate(
+    model: str, folder: Path, share: float, reward: Callable[..., Any] = fail_last_here, **arguments: Any
+) -> None:
     """Sixteen prompts in batches of 5, 5, 5 and 1; the one of the last batch fails."""
-    module = GRPO(model, rewards=[RewardFunction(fail_last)], max_failed_share=share)
+    module = GRPO(model, rewards=[RewardFunction(reward, timeout=500)], max_failed_share=share)
     data = make_data(folder, validation={"sums": ValidationSet(str(folder / "sums.jsonl"))}, validation_batch_size=5)
     make_trainer(folder, 1, **arguments).validate(module, data, verbose=False)
 
@@ -93,13 +101,13 @@ def test_each_step_counts_anew(model: str, tmp_path: Path) -> None:
             self.failed.append(trainer.callback_metrics["reward/failed"].item())
 
     counts = Counts()
-    module = GRPO(model, rewards=[fail_last], prompts_per_step=4, samples_per_prompt=2, max_failed_share=0.25)
+    module = GRPO(model, rewards=[fail_last_here], prompts_per_step=4, samples_per_prompt=2, max_failed_share=0.25)
     make_trainer(tmp_path, 8, counts).fit(module, make_data(tmp_path))  # the last prompt comes in each fourth step
     assert counts.failed == [0, 0, 0, 0.25] * 2
 
 
 def validate_rank(folder: Path, model: str) -> None:
-    validate(model, folder, 0.0625, devices=2, strategy=DDP())
+    validate(model, folder, 0.0625, fail_last, devices=2, strategy=DDP())
 
 
 @pytest.mark.processes

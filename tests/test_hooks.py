@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tiny import ActorGenerator, UseGenerator, make_data, make_trainer
+from tiny import ActorGenerator, UseGenerator, in_this_process, make_data, make_trainer
 from torch import Tensor
 
 from rlightning import callbacks
@@ -20,6 +20,7 @@ UPDATE = ["on_update_start", "on_update_end"]
 COLOCATED_ENGINE = ["on_engine_start", "on_engine_ready", "on_engine_wake", "on_engine_sleep"]
 
 
+@in_this_process
 async def length(completion: str) -> float:
     """A reward that differs between completions."""
     return float(len(completion))

@@ -98,8 +98,18 @@ def make_completion(token_ids: Sequence[int], logprobs: Sequence[float] | None =
     )
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_this_process(function: Function) -> Function:
+    """Keep a reward function from being pickled, so that it needs no process of its own."""
+    function.__qualname__ = f"<locals>.{function.__name__}"
+    return function
+
+
+@in_this_process
 async def share_of_ones(completion: str) -> float:
-    """A reward that a random model gets some of; async, so that it needs no process."""
+    """A reward that a random model gets some of."""
     return completion.count("1") / max(len(completion), 1)
 
 

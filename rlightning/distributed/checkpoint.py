@@ -26,7 +26,7 @@ from rlightning.distributed.checkpoint_folder import (
     write_meta,
     write_tensors,
 )
-from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO, verify_checkpoint
+from rlightning.distributed.checkpoint_io import SUFFIX, AtomicCheckpointIO, saving_checkpoint, verify_checkpoint
 from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 from rlightning.models.shards import local_tensor
@@ -70,21 +70,25 @@ class ShardedCheckpoints(ParallelStrategy):
             checkpoint: Lightning's.
             filepath: rank 0's counts.
             storage_options: refused.
+
+        Raises:
+            SaveError: the disk does not take it; an earlier folder of the name stays.
         """
         if storage_options is not None or "://" in str(filepath):
             raise ConfigError(f"A sharded checkpoint is a folder on a disk that all ranks see, not {filepath}.")
         path = Path(self.broadcast(str(filepath)))
-        if self.is_global_zero:
-            remove_leftovers(path.parent, SUFFIX)
-            prepare_partial(path).mkdir()
-        self.barrier("there is a folder for the checkpoint")
-        partial = partial_of(path)
-        files = write_tensors(partial, checkpoint)
-        if self.is_global_zero:
-            assert self.lightning_module is not None
-            write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
-            swap_in(partial, path)
-        self.barrier("the checkpoint has its name")
+        with saving_checkpoint(path):
+            if self.is_global_zero:
+                remove_leftovers(path.parent, SUFFIX)
+                prepare_partial(path).mkdir()
+            self.barrier("there is a folder for the checkpoint")
+            partial = partial_of(path)
+            files = write_tensors(partial, checkpoint)
+            if self.is_global_zero:
+                assert self.lightning_module is not None
+                write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
+                swap_in(partial, path)
+            self.barrier("the checkpoint has its name")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's shards of the model and, when training goes on, of the optimizers' state.

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
 from rlightning.checksums import DamagedError, seal_file, verify_file
+from rlightning.disk import needed
 from rlightning.distributed.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
 from rlightning.distributed.collectives import global_rank
 from rlightning.foreign_text import describe_error
@@ -31,13 +33,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a single file; called on rank 0 only."""
+        """Write a single file; called on rank 0 only.
+
+        Raises:
+            SaveError: the disk does not take it; an earlier file of the name stays.
+        """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        remove_leftovers(path.parent, SUFFIX)
-        with written_aside(path) as partial:
+        with saving_checkpoint(path), written_aside(path) as partial:
+            remove_leftovers(path.parent, SUFFIX)
             torch.save(checkpoint, partial)
             seal_file(partial)
 
@@ -67,6 +73,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 relink(link, newest)
         remove(path)
         remove(Path(f"{path}{PREVIOUS}"))
+
+
+@contextmanager
+def saving_checkpoint(path: Path) -> Iterator[None]:
+    """Within, an error of the disk becomes a line that names the last good checkpoint; parts of this one are removed.
+
+    Raises:
+        SaveError: for errors of the disk.
+    """
+    last = newest_checkpoint(path.parent)
+    kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
+    with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                remove(partial_of(path))
+            raise
 
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:

@@ -1,5 +1,6 @@
 """A Ray cluster as a run needs it: joined or started, and with room for what is to run on it."""
 
+import atexit
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from rlightning import intervals
 from rlightning.distributed.orders import ClusterLostError
 from rlightning.distributed.ray_reaper import OwnNode, watch_own_node
 from rlightning.errors import ConfigError, check_rules
+from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,11 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
     # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     handler = signal.getsignal(signal.SIGTERM)
+    settings: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False, **options}
+    if where == "local" and "_temp_dir" not in options and "RAY_TMPDIR" not in os.environ:
+        settings["_temp_dir"] = _make_session_folder()
     try:
-        ray.init(address=where, **{"logging_level": logging.WARNING, "include_dashboard": False, **options})
+        ray.init(address=where, **settings)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         tried = re.search(r"cluster at (\S+:\d+)", str(error))  # which "auto" has found
         if tried:
@@ -98,6 +103,18 @@ def check_own_node() -> None:
             f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran "
             "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
         )
+
+
+def _make_session_folder() -> str:
+    """A folder for the sockets and logs of a cluster of this process, which Ray itself would leave behind."""
+    folder = ScratchFolder("ray")
+
+    def end() -> None:
+        import_ray().shutdown()
+        folder.remove()
+
+    atexit.register(end)
+    return str(folder.path)
 
 
 def release_sigterm(handler: Any) -> None:

@@ -107,11 +107,11 @@ class EndOnSigterm(Callback):
 
     def _tell_how_to_go_on(self, trainer: Trainer) -> None:
         assert self._stop is not None
-        saved = [c for c in trainer.checkpoint_callbacks if getattr(c, "_last_checkpoint_saved", "")]
+        saved: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "_last_checkpoint_saved", "")]
         if not saved:
             log.warning("No checkpoint was saved: no step was over, or no ModelCheckpoint may save one.")
             return
-        newest: Any = max(saved, key=lambda callback: callback._last_global_step_saved)
+        newest = max(saved, key=lambda callback: callback._last_global_step_saved)
         path = newest._last_checkpoint_saved
         command = self._stop.command or f"trainer.fit(..., ckpt_path={path!r})"
         log.info("The state after step %d is saved. Go on with:\n  %s", newest._last_global_step_saved, command)

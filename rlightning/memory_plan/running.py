@@ -110,7 +110,9 @@ def work_of(trainer: Any, module: Any) -> Work:
     )
     return Work(
         config=module.model_config,
-        reference=load_config(module.reference_path) if module.kl_coef else None,
+        reference=(
+            load_config(module.reference_path, trust_remote_code=module.trust_remote_code) if module.kl_coef else None
+        ),
         batch=batch,
         longest=longest,
         precision=precision,

@@ -44,7 +44,8 @@ def read_work(config: Any) -> Work:
         ConfigError: as ``fit`` would, where it shows without building anything.
     """
     trainer, model, data = config["trainer"], arguments(config["model"]), arguments(config["data"])
-    model_config = load_config(model["model"])
+    trust = bool(model.get("trust_remote_code"))
+    model_config = load_config(model["model"], trust_remote_code=trust)
     parallelism = read_parallelism(trainer)
     check_tensor_parallel(model["model"], model_config, parallelism.tensor_parallel_size)
     batch = BatchPlan(
@@ -68,7 +69,7 @@ def read_work(config: Any) -> Work:
     offload = find_callback(trainer, "OffloadDuringRollout")
     return Work(
         config=model_config,
-        reference=load_config(reference) if model.get("kl_coef") else None,
+        reference=load_config(reference, trust_remote_code=trust) if model.get("kl_coef") else None,
         batch=batch,
         longest=longest,
         precision=read_precision(trainer),

@@ -8,9 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -21,16 +19,18 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
+from rlightning.remote_code import read_config, read_tokenizer
 
 
-def load_config(model: str) -> PreTrainedConfig:
+def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read a model's configuration, which is cheap, so that what is wrong with it shows before anything is loaded.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
+        trust_remote_code: whether code that the model brings may run. What is trusted once is known from then on.
 
     Raises:
-        ConfigError: if there is none, or its architecture cannot be trained.
+        ConfigError: if there is none, if it needs code that is not trusted, or its architecture cannot be trained.
     """
     path = Path(model)
     if not path.is_dir() and (
@@ -43,21 +43,25 @@ def load_config(model: str) -> PreTrainedConfig:
         hint = f" {did_you_mean(path.name, siblings)}" if siblings else ""
         raise ConfigError(f"model='{model}' is not a folder, nor can it be a hub name.{hint}")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+        config = read_config(model, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
     except (OSError, StrictDataclassError, *BUILD_ERRORS) as error:
         raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}") from error
     check_config(model, config)
     return config
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """Read a model's tokenizer.
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Read a model's tokenizer; ``trust_remote_code`` is that of :func:`load_config`.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is none, or it needs code that is not trusted.
     """
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer: Tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:

@@ -23,6 +23,11 @@ class Call(NamedTuple):
     sample: int
     arguments: dict[str, Any]
 
+    @property
+    def key(self) -> int:
+        """A number that no other call of the runner has; it fits into 64 bits."""
+        return self.sample << 16 | self.function
+
 
 class Outcome(NamedTuple):
     """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""

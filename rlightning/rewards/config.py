@@ -9,7 +9,7 @@ from typing import Any
 from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async
-from rlightning.rewards.pickled import pickle_function
+from rlightning.rewards.pickled import pickle_function, pickle_named
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
@@ -140,16 +140,19 @@ def _bind(reward: RewardFunction) -> BoundReward:
     hide_secrets(mask_secrets(arguments)[1])
     pickled = pickle_function(function)
     modules = {*pickled.modules, *pickle_function(arguments).modules}
+    data = pickled.data
     if isinstance(reward.function, str):
-        modules.add(import_longest(reward.function)[0].__name__)
-    runs_here = is_async(function)
+        module = import_longest(reward.function)[0].__name__
+        modules.add(module)
+        if data is None and module != "__main__":
+            data = pickle_named(reward.function)
     return BoundReward(
         name=name,
         function=function,
         weight=reward.weight,
         timeout=reward.timeout,
-        is_async=runs_here,
-        pickled=None if runs_here else pickled.data,
+        is_async=is_async(function),
+        pickled=data,
         modules=frozenset(modules),
         arguments=arguments,
         columns=columns,
@@ -157,7 +160,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         takes_all=takes_all,
         given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
         answer_check=answer_check if answer_check is not None and answer_check.parameter in columns else None,
-        state=None if runs_here or pickled.data is None else find_state(function),
+        state=None if is_async(function) or data is None else find_state(function),
     )
 
 

@@ -1,4 +1,8 @@
-"""Reward functions that run in this process: async ones on its event loop, the others each in a thread."""
+"""Reward functions on this process's event loop: async ones on it, the others each in a thread.
+
+It is that of a process for them alone (:mod:`~rlightning.rewards.loop_worker`), or the trainer's, for functions that
+cannot be sent to another.
+"""
 
 import asyncio
 import inspect
@@ -110,11 +114,16 @@ class _Block(NamedTuple):
     is_lasting: bool
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     """A call, as the owner of the tasks that it creates."""
 
     calls: "_LoopCalls"
     number: int
+
+    @property
+    def call(self) -> Call | None:
+        """The call, unless it has ended."""
+        return self.calls.pending.get(self.number)
 
 
 class _LoopCalls:
@@ -161,12 +170,11 @@ class _LoopCalls:
         blocked_seconds = time.monotonic() - self.thread.last_beat
         if blocked_seconds < intervals.REWARD_BLOCKED_GRACE or not self.pending:
             return None
-        task = asyncio.current_task(self.thread.loop)
-        owner = None if task is None else self.thread.owners.get(task)
+        owner = self.thread.current
         if owner is None:
             causes = [index for index in list(self._running) if index in self.pending]
         else:
-            causes = [owner.number] if isinstance(owner, _Owner) and owner.calls is self else []
+            causes = [owner.number] if isinstance(owner, Owner) and owner.calls is self else []
         pending = self.pending.copy()  # the loop may be free again at any moment
         timed = [pending[index] for index in causes if index in pending] or pending.values()
         timeout = max((self._function(call).timeout for call in timed), default=blocked_seconds)
@@ -204,7 +212,7 @@ class _LoopCalls:
     async def _run_call(self, index: int, call: Call) -> None:
         function = self._function(call)
         async with self._slots[function.is_async]:
-            OWNER.set(_Owner(self, index))
+            OWNER.set(Owner(self, index))
             self._running[index] = future = self._begin(function, call.arguments)
             try:
                 await self._wait(future, function.timeout)
@@ -234,7 +242,7 @@ class _LoopCalls:
 
     def _begin(self, function: LoopFunction, arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
         if _is_coroutine_function(function.function):
-            return asyncio.ensure_future(_await(partial(function.function, **arguments)))
+            return asyncio.ensure_future(await_result(partial(function.function, **arguments)))
         # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
         return asyncio.ensure_future(self._call_in_thread(function.function, arguments))
 
@@ -254,7 +262,7 @@ class _LoopCalls:
 
         threading.Thread(target=run, name="reward", daemon=True).start()
         result = await future
-        return result if isinstance(result, Outcome) else await _await(lambda: result)
+        return result if isinstance(result, Outcome) else await await_result(lambda: result)
 
     def _function(self, call: Call) -> LoopFunction:
         function = self.functions[call.function]
@@ -275,9 +283,11 @@ def _settle(future: "asyncio.Future[Any]", result: Outcome | Awaitable[Any]) -> 
         result.close()
 
 
-async def _await(call: Callable[[], Any]) -> Outcome:
+async def await_result(call: Callable[[], Any]) -> Outcome:
+    """Await what a call returns; whatever that raises, SystemExit included, becomes an outcome."""
     try:
-        return Outcome(to_number(await call()))
+        result = await call()
+        return result if isinstance(result, Outcome) else Outcome(to_number(result))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit too, which would end the loop

@@ -9,11 +9,10 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from rlightning import intervals
 
@@ -31,13 +30,15 @@ class LoopThread:
         last_beat: when it was last free, as time.monotonic() counts.
         lost_seconds: in which the loop did not run, in all.
         is_blocked: set for a loop that calls are no longer given to; the loop resets it when it is free again.
-        owners: by task, what :data:`OWNER` was where the task was created.
+        current: what :data:`OWNER` was where the task that runs at the moment was created; None between two tasks.
+        watch: called in the thread with each beat, and where a task goes on and stops.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._make_task)
-        self.owners: WeakKeyDictionary[asyncio.Task[Any], object] = WeakKeyDictionary()
+        self.current: object = None
+        self.watch: Callable[[LoopThread], None] = _ignore
         self.last_beat = time.monotonic()
         self.lost_seconds = 0.0
         self.is_blocked = False
@@ -79,16 +80,54 @@ class LoopThread:
         self.loop.close()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
-        self.owners[task] = OWNER.get()
-        return task
+        return asyncio.Task(_Steps(work, self, OWNER.get()), loop=loop, **options)
 
     def _beat(self) -> None:
         now = time.monotonic()
         self.lost_seconds += max(now - self.last_beat - BEAT, 0.0)
         self.last_beat = now
         self.is_blocked = False
+        self.watch(self)
         self.loop.call_later(BEAT, self._beat)
+
+
+class _Steps(Coroutine[Any, Any, Any]):
+    """A task's coroutine, which tells its loop's thread whose it is for as long as each of its steps takes."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], thread: LoopThread, owner: object) -> None:
+        self._work = work
+        self._thread = thread
+        self._owner = owner
+
+    def send(self, value: Any) -> Any:
+        return self._run_step(self._work.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run_step(self._work.throw, *error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """What libraries ask of a coroutine, such as ``cr_frame``."""
+        return getattr(self._work, name)
+
+    def _run_step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        thread = self._thread
+        thread.current = self._owner
+        thread.watch(thread)
+        try:
+            return step(*arguments)
+        finally:
+            thread.current = None
+            thread.watch(thread)
+
+
+def _ignore(thread: LoopThread) -> None:
+    """Nobody watches."""
 
 
 _loops: list[LoopThread] = []

@@ -4,6 +4,8 @@ import io
 import pickle
 from typing import Any, NamedTuple
 
+from rlightning.rewards.lookup import import_function
+
 
 class Pickled(NamedTuple):
     """A pickled function.
@@ -15,6 +17,21 @@ class Pickled(NamedTuple):
 
     data: bytes | None
     modules: frozenset[str]
+
+
+class _Named:
+    """Stands for what a dotted path names; unpickling imports that."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return import_function, (self.path,)
+
+
+def pickle_named(path: str) -> bytes:
+    """Pickle what a dotted path names, whatever it is: an object with a lock or a client too."""
+    return pickle.dumps(_Named(path))
 
 
 def pickle_function(function: Any) -> Pickled:

@@ -2,22 +2,18 @@
 
 import logging
 import os
-import queue
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
-from rlightning.rewards.calls import Answered, Call, Outcome
-from rlightning.rewards.config import GIVEN, BoundReward, Reward, bind_rewards
-from rlightning.rewards.event_loop import EventLoopPool, LoopFunction
-from rlightning.rewards.loop_thread import BEAT
-from rlightning.rewards.pool import WorkerPool
+from rlightning.rewards.calls import Call, Outcome
+from rlightning.rewards.config import GIVEN, Reward, bind_rewards
+from rlightning.rewards.pools import Pools
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.sources import KeptSources, install
+from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
-from rlightning.rewards.worker import WorkerFunction
 
 if TYPE_CHECKING:
     from rlightning.types import Completion, Prompt
@@ -37,44 +33,12 @@ class _Begun(NamedTuple):
     number: int
 
 
-class _Pools:
-    """What calls run in, and where their answers come in."""
-
-    def __init__(self, functions: Sequence[BoundReward], sources: KeptSources, num_workers: int) -> None:
-        self.answers: queue.SimpleQueue[Answered | BaseException] = queue.SimpleQueue()
-        self.processes = WorkerPool(
-            [WorkerFunction(f.pickled, f.timeout) if f.pickled else None for f in functions],
-            sources,
-            num_workers,
-            self.answers.put,
-        )
-        self.loop = EventLoopPool(
-            [None if f.pickled else LoopFunction(f.function, f.is_async, f.timeout) for f in functions],
-            num_workers,
-            self.answers.put,
-        )
-        self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
-
-    def withdraw(self, samples: Collection[int]) -> None:
-        """End the calls on some samples, and those that have not begun."""
-        if samples:
-            self.processes.withdraw(samples)
-            self.loop.withdraw(samples)
-
-    def close(self) -> None:
-        """End the processes and the calls on the loop."""
-        self.processes.close()
-        self.loop.close()
-        if self._finder is not None:
-            self._finder.remove()
-
-
 class RewardRunner:
-    """Runs reward functions: sync ones in worker processes, async ones on an event loop, all with a timeout.
+    """Runs reward functions: sync ones in worker processes, async ones on the event loop of one, all with a timeout.
 
-    Sync functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads instead: a hang
-    there leaves its thread behind. Processes start with the first calls. :meth:`begin` lets calls run while the caller
-    has something else to do.
+    Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in this process instead, in threads
+    and on a loop: nothing protects it from them, which is logged. Processes start with the first calls. :meth:`begin`
+    lets calls run while the caller has something else to do.
 
     Args:
         rewards: each a dotted path, a function, or a :class:`RewardFunction`; one of them needs no list.
@@ -104,6 +68,13 @@ class RewardRunner:
         self.max_unrewarded_references = max_unrewarded_references
         self.functions = bind_rewards(rewards)
         for function in self.functions:
+            if function.pickled is None:
+                logger.warning(
+                    "Reward '%s' runs in this process, unprotected, as it cannot be sent to another: a lambda, a "
+                    "closure, or of the script itself. If it never returns or ends the process, so may the run. Put it "
+                    "into a module for a process of its own.",
+                    function.name,
+                )
             if function.state is not None:
                 logger.warning(
                     "Reward '%s' changes %s. Each worker process has a copy of its own, which the others do not know "
@@ -114,7 +85,7 @@ class RewardRunner:
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: _Pools | None = None  # when there are calls
+        self._opened: Pools | None = None  # when there are calls
         self._begun: dict[int, _Begun] = {}  # by the completion's id()
         self._num_samples = 0
         self._reported: set[str] = set()
@@ -199,7 +170,7 @@ class RewardRunner:
             self._begun[id(completion)] = _Begun(prompt, completion, self._num_samples)
             calls += self._calls(elsewhere, prompt, completion, self._num_samples)
             self._num_samples += 1
-        self._submit(calls)
+        self._pools.submit(calls)
 
     def score(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> RewardScores:
         """Call every function on every sample, unless that was begun already.
@@ -232,7 +203,7 @@ class RewardRunner:
         failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
         tally = Tally(self.functions, len(prompts), failures, self._reported)
         try:
-            self._submit(calls)
+            self._pools.submit(calls)
             self._collect(samples, tally)
             return tally.total()
         except BaseException:
@@ -247,34 +218,25 @@ class RewardRunner:
         self._begun.clear()
 
     @property
-    def _pools(self) -> _Pools:
+    def _pools(self) -> Pools:
         if self._opened is None:
-            self._opened = _Pools(self.functions, self.sources, self.num_workers)
+            self._opened = Pools(self.functions, self.sources, self.num_workers)
         return self._opened
 
     def _calls(self, functions: Sequence[int], prompt: "Prompt", completion: "Completion", number: int) -> list[Call]:
         given = _given(prompt, completion)
         return [Call(f, number, self.functions[f].select(given, prompt.columns)) for f in functions]
 
-    def _submit(self, calls: Sequence[Call]) -> None:
-        self._pools.loop.submit([call for call in calls if self.functions[call.function].pickled is None])
-        self._pools.processes.submit([call for call in calls if self.functions[call.function].pickled is not None])
-
     def _run_for(self, calls: Sequence[Call], seconds: float) -> dict[int, Outcome]:
         """The outcomes, by the calls' samples, that come within some seconds after the first."""
         outcomes: dict[int, Outcome] = {}
         deadline: float | None = None
-        self._submit(calls)
+        self._pools.submit(calls)
         while len(outcomes) < len(calls) and (deadline is None or time.monotonic() < deadline):
-            try:
-                answer = self._pools.answers.get(timeout=BEAT)
-            except queue.Empty:
-                self._pools.loop.replace_if_blocked()
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            deadline = deadline or time.monotonic() + seconds
-            outcomes[answer.call.sample] = answer.outcome
+            answer = self._pools.get()
+            if answer is not None:
+                deadline = deadline or time.monotonic() + seconds
+                outcomes[answer.call.sample] = answer.outcome
         return outcomes
 
     def _collect(self, samples: "dict[int, int]", tally: Tally) -> None:
@@ -286,13 +248,9 @@ class RewardRunner:
         """
         missing = {(f, number) for f in range(len(self.functions)) for number in samples}
         while missing:
-            try:
-                answer = self._pools.answers.get(timeout=BEAT)
-            except queue.Empty:
-                self._pools.loop.replace_if_blocked()
+            answer = self._pools.get()
+            if answer is None:
                 continue
-            if isinstance(answer, BaseException):
-                raise answer
             call, outcome = answer
             if (call.function, call.sample) in missing:  # else of a sample that has been withdrawn
                 missing.remove((call.function, call.sample))

@@ -27,9 +27,20 @@ class WorkerFunction(NamedTuple):
     timeout: float
 
 
-def serve(connection_fd: int, log_fd: int) -> None:
-    """Run calls until the parent closes the connection, or dies."""
-    connection: Connection[Any, Any] = Connection(connection_fd)
+class Loaded(NamedTuple):
+    """A function, or the outcome that each of its calls has where it cannot be imported; its timeout in seconds."""
+
+    function: Any
+    timeout: float
+
+
+def load_functions(connection: "Connection[Any, Any]", log_fd: int) -> list[Loaded]:
+    """Make this process one that runs reward functions, and load those that the parent sends first.
+
+    Args:
+        connection: to the parent.
+        log_fd: of a file that gets the stacks of all threads if the process crashes.
+    """
     os.dup2(2, 1)  # what functions print must not get into the trainer's standard output
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(log_fd)
@@ -37,14 +48,20 @@ def serve(connection_fd: int, log_fd: int) -> None:
     functions, modules, secrets = connection.recv()
     hide(secrets)
     install(modules)
-    loaded = [_load(function) for function in functions]
+    return [Loaded(_load(function), function.timeout) for function in functions]
+
+
+def serve(connection_fd: int, log_fd: int) -> None:
+    """Run calls until the parent closes the connection, or dies."""
+    connection: Connection[Any, Any] = Connection(connection_fd)
+    functions = load_functions(connection, log_fd)
     chunks: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()
     connection.send("ready")
     while True:
         for call in chunks.get():
             faulthandler.dump_traceback_later(functions[call.function].timeout, exit=True, file=log_fd)
-            outcome = run_call(loaded[call.function], call)
+            outcome = run_call(functions[call.function].function, call)
             faulthandler.cancel_dump_traceback_later()
             connection.send(outcome)
 

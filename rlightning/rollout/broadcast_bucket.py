@@ -23,7 +23,8 @@ class BroadcastBucket:
         device: where the bucket lies: a CUDA device if the engines are on others, or the CPU if they are on CPUs.
         bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`. Each worker has a bucket of this size, too.
         host: this machine's address as the engines reach it. The port where they meet is open on that address alone,
-            but to everybody there: use that of a private network.
+            and to those who know the secret that goes to the engines with the order. What is sent is not encrypted: use
+            the address of a private network.
         timeout: seconds that connecting may take, and that sending a chunk may take.
         destination: this rank, if weights are sharded and the other ranks, which have no bucket, give their shards by
             :class:`~rlightning.rollout.weights.ShardGiver`.

@@ -13,6 +13,7 @@ OF_THE_RUN: dict[str, tuple[str, ...]] = {
         "model", "model_weights", "model_class_overrides", "hf_config_path", "hf_overrides", "config_format",
         "revision", "code_revision", "runner", "convert", "pooler_config",
     ),
+    "use model.trust_remote_code, which holds for the actor and its tokenizer too": ("trust_remote_code",),
     "completions are decoded by the tokenizer of model.model": (
         "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "tokens_only",
     ),

@@ -3,13 +3,12 @@
 import atexit
 import contextlib
 import logging
-import os
 import pickle
 import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -300,6 +299,11 @@ def hang_up(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def borrowed_socket(connection: Connection) -> socket.socket:
-    """What the connection runs over, as a socket that may be closed without closing the connection."""
-    return socket.socket(fileno=os.dup(connection.fileno()))
+@contextlib.contextmanager
+def borrowed_socket(connection: Connection) -> Iterator[socket.socket]:
+    """Give what the connection runs over as a socket, without a file descriptor more."""
+    end = socket.socket(fileno=connection.fileno())
+    try:
+        yield end
+    finally:
+        end.detach()

@@ -15,6 +15,7 @@ import torch
 from rlightning.distributed.collectives import global_rank, world_size
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
+from rlightning.remote_code import trusts_remote_code
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.devices import free_devices
 from rlightning.rollout.engine import Sampling
@@ -214,6 +215,7 @@ class EngineOptions:
             "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
             "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
+            "trust_remote_code": trusts_remote_code(module),
         }
         model_config = getattr(module, "model_config", None)
         check_engine_model(model_config, is_cuda=is_cuda)

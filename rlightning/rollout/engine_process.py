@@ -5,12 +5,12 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,7 @@ from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.host_check import check_host, describe_host
 from rlightning.rollout.process_group import end_group
+from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +56,13 @@ class EngineProcess(EngineLink):
 
     def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
         super().__init__(config, on_alive)
-        config.log_file.parent.mkdir(parents=True, exist_ok=True)
         self._ours, theirs = Pipe()
         limit_waiting(self._ours, config.hang_timeout)
         check_host(config.engine_args)
-        self._scratch = _make_scratch()
-        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno()), self._scratch]
+        self._scratch = ScratchFolder("engine")
+        self.config = config = self._with_log(config)
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno())]
+        command.append(str(self._scratch.path))
         with config.log_file.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -69,7 +71,7 @@ class EngineProcess(EngineLink):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C stays with the trainer, and one signal to the group ends all of it
-                env=engine_environment(config, self._scratch),
+                env=engine_environment(config, str(self._scratch.path)),
             )
         theirs.close()
         self._send((0, "start", self._find_model(config.engine_args)))
@@ -86,7 +88,7 @@ class EngineProcess(EngineLink):
         if files is None or not files.copies or (model / "config.json").is_file():
             return engine_args
         log.warning("The model's folder '%s' is gone. The engine starts from what the run has read of it.", model)
-        copy = files.write_copies(Path(self._scratch) / "model")
+        copy = files.write_copies(self._scratch.path / "model")
         return engine_args | {"model": str(copy)}
 
     def log_tail(self) -> str:
@@ -103,7 +105,23 @@ class EngineProcess(EngineLink):
     def _open(self) -> Connection:
         return self._ours
 
+    def _with_log(self, config: VLLMConfig) -> VLLMConfig:
+        """The configuration with a log file that can be written: one in the scratch folder where its own cannot."""
+        try:
+            config.log_file.parent.mkdir(parents=True, exist_ok=True)
+            config.log_file.open("ab").close()
+        except OSError as error:
+            log.warning("The engine's log %s cannot be written (%s). It is not kept.", config.log_file, error.strerror)
+            return replace(config, log_file=self._scratch.path / "engine.log")
+        return config
+
     def _end(self, how: str) -> EngineError:
+        try:
+            return self._end_process(how)
+        finally:
+            self._scratch.remove()
+
+    def _end_process(self, how: str) -> EngineError:
         status = None
         if not self._is_closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,7 +130,6 @@ class EngineProcess(EngineLink):
         with contextlib.suppress(subprocess.TimeoutExpired):
             # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
             self._process.wait(intervals.ENGINE_EXIT_GRACE)
-        shutil.rmtree(self._scratch, ignore_errors=True)
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         code = f" (exit status {status})" if status is not None else ""
@@ -174,9 +191,3 @@ def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
         # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment | config.environment
-
-
-def _make_scratch() -> str:
-    """A folder for an engine's sockets; a socket's whole path has 108 bytes, its name here up to 45."""
-    folder = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="rlightning-engine-", dir=folder if len(folder) < 36 else "/tmp")

@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from multiprocessing import AuthenticationError
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from rlightning import intervals
 from rlightning.errors import ConfigError
+from rlightning.rollout.acceptor import Acceptor
 from rlightning.rollout.engine_link import (
     EngineDiedError,
     RequestCancelledError,
@@ -32,7 +33,7 @@ from rlightning.rollout.engine_link import (
     limit_waiting,
 )
 from rlightning.rollout.engine_process import EngineProcess
-from rlightning.rollout.engine_wire import BUSY, WELCOME, let_in, make_connection
+from rlightning.rollout.engine_wire import BUSY, WELCOME, let_in
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class EngineService:
         self._listener, self._token = listener, token
         self._engine: EngineProcess | None = None
         self._visit: Visit | None = None
+        self._acceptor: Acceptor | None = None
         self._is_taken = threading.Lock()
         """Held by the thread of the trainer that is served."""
 
@@ -143,7 +145,7 @@ class EngineService:
         """
         try:
             self._start()
-            threading.Thread(target=self._accept, name="trainers", daemon=True).start()
+            self._acceptor = Acceptor(self._listener, partial(let_in, token=self._token), self._meet)
             self._live_once()
             on_ready()
             while True:
@@ -153,6 +155,8 @@ class EngineService:
                 self._start()
                 self._live_once()
         finally:
+            if self._acceptor is not None:
+                self._acceptor.close()
             self._listener.close()
             if self._engine is not None:
                 self._engine.close()
@@ -170,32 +174,16 @@ class EngineService:
         if visit is not None:
             visit.say_alive()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener has been closed
-            while True:
-                end, address = self._listener.accept()
-                # Who says nothing keeps nobody else waiting.
-                threading.Thread(
-                    target=self._meet, args=(end, f"{address[0]}:{address[1]}"), name="trainer", daemon=True
-                ).start()
-
-    def _meet(self, end: socket.socket, peer: str) -> None:
-        """Serve one connection, from the first to the last of it."""
-        connection = make_connection(end)
+    def _meet(self, connection: Connection, peer: str) -> None:
+        """Serve a trainer that has been let in, unless another is there."""
+        if not self._is_taken.acquire(blocking=False):
+            connection.send_bytes(BUSY)
+            return
         try:
-            let_in(connection, self._token)
-            if not self._is_taken.acquire(blocking=False):
-                connection.send_bytes(BUSY)
-                return
-            try:
-                connection.send_bytes(WELCOME)
-                self._attend(connection, peer)
-            finally:
-                self._is_taken.release()
-        except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("The connection from %s was not let in: %s.", peer, error or "it was closed")
+            connection.send_bytes(WELCOME)
+            self._attend(connection, peer)
         finally:
-            connection.close()
+            self._is_taken.release()
 
     def _attend(self, connection: Connection, peer: str) -> None:
         limit_waiting(connection, self.config.hang_timeout)

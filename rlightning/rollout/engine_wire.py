@@ -7,6 +7,7 @@ address without one, that the other end belongs to the same user::
     engine                      trainer
     greeting            ->                          whether it asks for a token
     challenge           <->     challenge           only with a token
+                        <-      answer              only without one: who says nothing is no trainer
     welcome, or not     ->                          what follows is pickled
 """
 
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout.engine_link import limit_waiting
+from rlightning.rollout.engine_link import borrowed_socket, limit_waiting
 
 TOKEN = "RLIGHTNING_ENGINE_TOKEN"
 """The environment variable."""
@@ -34,7 +35,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER
 MAX_BYTES = 256
 """Of a message before the other end is known."""
 
-WITH_TOKEN, WITHOUT_TOKEN = b"rlightning engine with a token", b"rlightning engine without a token"
+WITH_TOKEN, WITHOUT_TOKEN = b"rlightning engine with a token", b"rlightning engine without a token, which listens"
+TRAINER = b"rlightning trainer"
 WELCOME, BUSY, STRANGER = b"welcome", b"busy", b"stranger"
 
 
@@ -132,6 +134,8 @@ def enter(connection: Connection, url: str, token: bytes | None) -> None:
             raise EngineError(f"{url} was started with another token than {TOKEN} has here.") from None
     elif not is_of_this_user(connection):
         raise EngineError(f"{url} belongs to another user, or is not on this host. Both sides need {TOKEN}.")
+    else:
+        connection.send_bytes(TRAINER)
     reply = connection.recv_bytes(MAX_BYTES)
     if reply == STRANGER:
         raise EngineError(f"{url} belongs to another user, and has no token. Both sides need {TOKEN}.")
@@ -150,19 +154,22 @@ def let_in(connection: Connection, token: bytes | None) -> None:
     if token is not None:
         deliver_challenge(connection, token)
         answer_challenge(connection, token)
-    elif not is_of_this_user(connection):
+        return
+    if connection.recv_bytes(MAX_BYTES) != TRAINER:
+        raise AuthenticationError("it is no trainer")
+    if not is_of_this_user(connection):
         connection.send_bytes(STRANGER)
         raise AuthenticationError("without a token, only processes of the same user on this host are served")
 
 
 def is_of_this_user(connection: Connection) -> bool:
     """Whether the other end of a TCP connection is a socket of this user's, on this host."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+    with borrowed_socket(connection) as end:
         if not ipaddress.ip_address(end.getpeername()[0]).is_loopback:
             return False
         wanted = [_proc_name(end.family, end.getpeername()), _proc_name(end.family, end.getsockname())]
         table = Path("/proc/net/tcp6" if end.family == socket.AF_INET6 else "/proc/net/tcp")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
             if fields[1:3] == wanted:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from rlightning.remote_code import read_config, read_tokenizer
 from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
@@ -35,16 +36,19 @@ class ModelFiles:
     copies: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, model: str) -> "ModelFiles":
+    def read(cls, model: str, *, trust_remote_code: bool = False) -> "ModelFiles":
         """Read a model's files, by transformers alone: an engine's process does not import the actor's code.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
+            trust_remote_code: whether code that the model brings may run.
 
         Raises:
+            ConfigError: if it needs code that is not trusted.
             OSError, ValueError: if the configuration or the tokenizer cannot be read.
         """
-        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        config = read_config(model, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
         generation = load_generation_config(model, config)
         ends = generation.eos_token_id if generation.eos_token_id is not None else []
         end_token_ids = {ends} if isinstance(ends, int) else set(ends)

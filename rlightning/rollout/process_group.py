@@ -8,13 +8,13 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from rlightning import intervals
+from rlightning.scratch import SHARED_MEMORY, remove_scratch
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ def end_group(group: int) -> None:
         group: its id, that of the process that began it.
     """
     started = time.monotonic()
+    killed: set[int] = {group}
     while members := _others(group):
+        killed.update(members)
         waited = time.monotonic() - started
         _send(signal.SIGKILL, (pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid)))
         _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
@@ -41,20 +43,32 @@ def end_group(group: int) -> None:
             log.warning("Processes %s of the engine do not end, though killed.", members)
             return
         time.sleep(intervals.SHORT_POLL_INTERVAL)
+    _remove_torch_memory(killed)
 
 
 def end_own_group(scratch: Path) -> None:
     """Kill the group of this process, this process included, and remove its folder ``scratch``."""
     deadline = time.monotonic() + intervals.TRACKER_GRACE
+    killed = {os.getpid()}
     while time.monotonic() < deadline:
         # Trackers stay: they see this process go, and clean up behind it.
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:
             break
+        killed.update(members)
         _send(signal.SIGKILL, members)
         time.sleep(intervals.SHORT_POLL_INTERVAL)
-    shutil.rmtree(scratch, ignore_errors=True)
+    _remove_torch_memory(killed)
+    remove_scratch(scratch)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _remove_torch_memory(processes: Iterable[int]) -> None:
+    """Remove shared memory that killed processes had made by torch, which no resource tracker knows."""
+    for process in processes:
+        for segment in SHARED_MEMORY.glob(f"torch_{process}_*"):
+            with contextlib.suppress(OSError):
+                segment.unlink()
 
 
 def _others(group: int) -> list[int]:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+
+from rlightning.remote_code import read_config
 
 
 class StoredForm:
@@ -18,11 +20,13 @@ class StoredForm:
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
+        trust_remote_code: whether code that the model brings may run.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
+        config = read_config(model, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            policy: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
 
     def convert(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 ::
 
-    sender, rank 0            the store (TCP)          receiver, ranks 1 to n
+    sender, rank 0            the rendezvous (TCP)     receiver, ranks 1 to n
     TransferSender()          listens on `host`
                               joined/1 .. joined/n <-  TransferReceiver()
     connect(): all are there
@@ -17,23 +17,22 @@ It is made without torch's default group, which a process may have or not, and l
 import contextlib
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlightning import intervals
-from rlightning.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from rlightning.rollout.rendezvous import SECRET_BYTES, RendezvousServer, RendezvousStore, join_rendezvous
 
 SENDER = 0
 """The rank."""
@@ -48,13 +47,22 @@ class GivenUpError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A receiver's place in the group, and where to meet."""
+    """A receiver's place in the group, and where to meet.
+
+    Attributes:
+        host, port: of the rendezvous.
+        rank: the receiver's.
+        size: of the group.
+        timeout: seconds that connecting may take, and that a broadcast may take.
+        secret: that the rendezvous asks for. Only who may join has it.
+    """
 
     host: str
     port: int
     rank: int
     size: int
     timeout: float
+    secret: bytes = field(repr=False)
 
 
 class TransferSender:
@@ -63,8 +71,8 @@ class TransferSender:
     Args:
         num_receivers: who will join.
         device: what is sent lies here.
-        host: this machine's address as the receivers reach it. The meeting point listens on that address alone, and
-            asks nobody who he is.
+        host: this machine's address as the receivers reach it. The rendezvous listens on that address alone, and asks
+            whoever connects for the secret of this group.
         timeout: seconds that connecting may take, and that a broadcast may take.
 
     Attributes:
@@ -73,9 +81,12 @@ class TransferSender:
 
     def __init__(self, num_receivers: int, device: torch.device, *, host: str, timeout: float) -> None:
         self._device = device
-        self._store, port = _listen(host, timeout)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        server = RendezvousServer(host, secret, timeout)
+        weakref.finalize(self, server.close)
+        self._store = server.store
         self._place, *self.places = (
-            Place(host, port, rank, num_receivers + 1, timeout) for rank in range(num_receivers + 1)
+            Place(host, server.port, rank, num_receivers + 1, timeout, secret) for rank in range(num_receivers + 1)
         )
         self._group = _Group()
         self._interruption: str | None = None
@@ -140,8 +151,7 @@ class TransferReceiver:
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:
-        timeout = timedelta(seconds=place.timeout)
-        self._store: Store = _c10d.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+        self._store = join_rendezvous(place.host, place.port, place.secret, place.timeout)
         self._timeout = place.timeout
         self._group = _Group()
         self._store.set(f"joined/{place.rank}", "")
@@ -176,40 +186,20 @@ class TransferReceiver:
             raise GivenUpError(reason)
 
 
-def _listen(host: str, timeout: float) -> tuple["Store", int]:
-    """A store at a free port of ``host``, and of no other address of this machine."""
-    try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        end = socket.create_server((host, 0), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"The trainer cannot listen on {host} ({error}). Give the address of one of this machine's own interfaces."
-        ) from error
-    port = int(end.getsockname()[1])
-    store = _c10d.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=end.detach(),
-    )
-    return store, port
-
-
 class _Group:
     """torch's process group, which nobody but this object holds: its destructor waits for what it is doing."""
 
     def __init__(self) -> None:
         self._torch_group: Any = None
+        self._store: RendezvousStore | None = None  # torch holds what is C++'s of it, not what is Python's
         self._is_over = False
 
-    def connect(self, store: "Store", place: Place, device: torch.device, check: Callable[[], None]) -> None:
+    def connect(self, store: RendezvousStore, place: Place, device: torch.device, check: Callable[[], None]) -> None:
         """Make it. All ranks do so at the same time."""
+        self._store = store
 
         def connect() -> None:
-            # A connection of its own: a store that waits for a key answers nothing else.
-            names = _c10d.PrefixStore("transfer", store.clone())  # type: ignore[attr-defined]
+            names = _c10d.PrefixStore("transfer", store)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
             made = (_make_nccl_group if device.type == "cuda" else _make_gloo_group)(names, place)

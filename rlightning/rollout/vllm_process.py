@@ -107,7 +107,7 @@ class Calls:
 async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
     """Start the engine that the first message describes, then answer requests until it fails."""
     _, _, engine_args = await inbox.get()
-    facts = ModelFiles.read(engine_args["model"]).facts
+    facts = ModelFiles.read(engine_args["model"], trust_remote_code=engine_args.get("trust_remote_code", False)).facts
     server = VLLMServer(start_engine(engine_args))
     config = server.engine.vllm_config
     hello = make_hello(

@@ -45,7 +45,10 @@ class WeightReceiver:
         self._rl_end = open_end(handles[self.rank], torch.device(self.device))
         if self._rl_stored_form is None:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
-                self._rl_stored_form = StoredForm(self.vllm_config.model_config.model)
+                self._rl_stored_form = StoredForm(
+                    self.vllm_config.model_config.model,
+                    trust_remote_code=self.vllm_config.model_config.trust_remote_code,
+                )
 
     def rl_load_chunk(self, index: int) -> tuple[list[str], list[str]]:
         """Wait for a chunk, and load it.

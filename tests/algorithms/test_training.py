@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import copy_weights, make_algorithm, make_data, make_trainer, share_of_ones
+from tiny import copy_weights, in_this_process, make_algorithm, make_data, make_trainer, share_of_ones
 
 from rlightning.algorithms import (
     CISPO,
@@ -25,6 +25,7 @@ from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch
 
 
+@in_this_process
 async def is_three(prompt: str) -> float:
     """Says nothing within a group, but for the prompts that start with a 3."""
     is_three.calls += 1  # type: ignore[attr-defined]

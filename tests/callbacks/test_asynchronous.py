@@ -18,7 +18,7 @@ from engine_run import (
     versions,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny import share_of_ones
+from tiny import in_this_process, share_of_ones
 
 from rlightning.algorithms import DAPO
 from rlightning.callbacks import VLLMRollout
@@ -37,8 +37,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@in_this_process
 async def ones_beyond_zero(prompt: str, completion: str) -> float:
-    """Says nothing about completions of a prompt that begins with a 0; async, so that it needs no process."""
+    """Says nothing about completions of a prompt that begins with a 0."""
     return 1.0 if prompt.startswith("0") else await share_of_ones(completion)
 
 

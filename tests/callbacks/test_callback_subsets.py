@@ -11,7 +11,7 @@ from cli_project import fit, make_project
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from observed_run import ObservedModule, loader, make_trainer
-from tiny import make_data, save_model
+from tiny import in_this_process, make_data, save_model
 from tiny import make_trainer as make_tiny_trainer
 
 from rlightning.algorithms import GRPO
@@ -86,6 +86,7 @@ def test_a_controller_with_all_but_one_touches_no_device(
     assert not torch.cuda.is_initialized()
 
 
+@in_this_process
 async def length(completion: str) -> float:
     """A reward that differs between completions."""
     return float(len(completion))

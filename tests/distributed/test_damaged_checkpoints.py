@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def save_shards(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for step in (1, 2):
         weight = distribute_tensor(torch.full((40,), float(step)), mesh, [Shard(0)])
-        checkpoint = {"state_dict": {"weight": weight}, "global_step": step, "optimizer_states": []}
+        checkpoint: dict[str, Any] = {"state_dict": {"weight": weight}, "global_step": step, "optimizer_states": []}
         make_strategy(dist.get_rank()).save_checkpoint(checkpoint, folder / f"step={step}.ckpt")
 
 

@@ -267,3 +267,30 @@ def test_fast_dev_run_has_a_schedule_that_goes_on(schedule: str, tmp_path: Path)
     options = ["--trainer.fast_dev_run", "true", "--model.warmup_steps", "3", "--model.lr_schedule", schedule]
     done = rlightning(tmp_path, *FIT, *options, "--trainer.default_root_dir", "run")
     assert done.returncode == 0, done.stderr
+
+
+RAY_RUN = """
+import os, signal, sys
+from rlightning.distributed.ray_cluster import join_cluster
+import ray
+assert join_cluster(None, {"num_cpus": 1, "object_store_memory": 100 << 20})
+print(ray._private.worker.global_worker.node.get_session_dir_path(), flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_next_run_removes_what_ray_left_of_a_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR")
+    environment = os.environ | {"TMPDIR": "/tmp"}
+
+    def run(how: str) -> Path:
+        done = subprocess.run(
+            [sys.executable, "-c", RAY_RUN, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+        return Path(done.stdout.strip()).parent
+
+    killed = run("killed")
+    assert killed.name.startswith("rlightning.ray.") and killed.is_dir()
+    assert not run("to its end").exists() and not killed.exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from disks import Disk, made_disk
 from sft_run import SIZES, CountSteps, pose_as_launched, train, write_rows
 from sharded_net import run_ranks
 from tiny import full_weights, save_model
@@ -12,7 +13,7 @@ from tiny import full_weights, save_model
 from rlightning import intervals
 from rlightning.distributed.checkpoint_folder import is_checkpoint_folder, stored_tensors
 from rlightning.distributed.fsdp import FSDP
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, SaveError
 
 pytestmark = pytest.mark.processes
 
@@ -78,3 +79,26 @@ def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(ours["state"][number][key], state[key], atol=1e-5, rtol=1e-3)
     assert trainer.datamodule.stream.state_dict() == reference.datamodule.stream.state_dict()
+
+
+def full_disk_on_two_ranks(folder: Path, disk: Disk) -> None:
+    pose_as_launched(dist.get_rank(), 2, 0)
+    _, trainer = train(folder, 1, devices=2, strategy=FSDP())
+    path = disk.folder / "last.ckpt"
+    trainer.save_checkpoint(path)
+    if dist.get_rank() == 0:
+        disk.break_down()
+    dist.barrier()
+    with pytest.raises(
+        SaveError, match=rf"The checkpoint '{path}' cannot be written: .* The last good one is '{path}'"
+    ):
+        trainer.save_checkpoint(path)
+    dist.barrier()
+    assert is_checkpoint_folder(path) and sorted(entry.name for entry in disk.folder.iterdir()) == ["full", "last.ckpt"]
+
+
+def test_full_disk_keeps_the_last_good_folder(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", **SIZES)
+    write_rows(tmp_path)
+    with made_disk(tmp_path, "full") as disk:
+        run_ranks(full_disk_on_two_ranks, 2, tmp_path, disk)

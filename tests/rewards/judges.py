@@ -2,6 +2,9 @@
 
 import asyncio
 import functools
+import os
+import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -37,6 +40,57 @@ async def judge(completion: str) -> float:
     return await client.ask()
 
 
+async def count_loops(completion: str) -> float:
+    """How many loops the client has served, this one included."""
+    await client.ask()
+    return len(client.loops)
+
+
+async def process_id(completion: str) -> float:
+    return os.getpid()
+
+
+def backtrack() -> None:
+    """Hold the interpreter's lock for longer than a test."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+async def misbehave(completion: str, folder: str) -> float:
+    """Does what the completion says, so that no other call of the process gets on; notes each call in the folder."""
+    (Path(folder) / f"{completion}.{time.monotonic_ns()}").touch()
+    await client.ask()
+    if completion == "slow":
+        await asyncio.sleep(1.0)
+    if completion == "block":
+        time.sleep(3600)
+    if completion == "backtrack":
+        backtrack()
+    if completion == "backtrack in a thread":
+        threading.Timer(0.2, backtrack).start()
+        await asyncio.sleep(3600)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "exit in a thread":
+        threading.Timer(0.2, os._exit, (4,)).start()
+        await asyncio.sleep(3600)
+    if completion == "crash":
+        os.abort()
+    if completion == "stop":
+        os.kill(os.getpid(), 19)
+        await asyncio.sleep(3600)
+    return 1.0
+
+
+def unsendable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A closure, which no other process can load."""
+
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs)
+
+    return call
+
+
 def retry(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that is no async def itself, and gives the coroutine on."""
 
@@ -66,10 +120,14 @@ async def retried(completion: str) -> float:
     return await client.ask()
 
 
-@run
-async def run_to_its_end(completion: str) -> float:
+async def wait_briefly(completion: str) -> float:
     await asyncio.sleep(0)
     return 1.0
+
+
+@run
+async def run_to_its_end(completion: str) -> float:
+    return await wait_briefly(completion)
 
 
 def forget_to_await(completion: str) -> Any:
@@ -140,3 +198,21 @@ async def leave_behind(folder: str) -> float:
     values = stream()
     kept.extend([asyncio.create_task(watch()), values])
     return float(await anext(values))
+
+
+class Locked:
+    """Has a lock, which cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def score(self, completion: str) -> float:
+        with self.lock:
+            return 1.0
+
+    async def score_async(self, completion: str) -> float:
+        with self.lock:
+            return 2.0
+
+
+locked = Locked()

@@ -229,7 +229,7 @@ def test_names_and_kinds() -> None:
     names = ["exact_match", "mine", "Judge", "reward", "judge", "cached", "partial", "nested"]
     assert [reward.name for reward in rewards] == names
     assert [reward.is_async for reward in rewards] == [False, False, True, False, True, True, True, True]
-    assert [reward.pickled is None for reward in rewards] == [False, False, True, True, True, True, True, True]
+    assert [reward.pickled is None for reward in rewards] == [False, False, False, True, False, True, False, True]
 
 
 def test_check_names_the_nearest_column() -> None:

@@ -1,4 +1,4 @@
-"""Async reward functions over a whole run: one event loop, whatever happens on it, and its end."""
+"""Async reward functions that cannot be sent to a process of their own: one event loop of this one, and its end."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import judges
 import pytest
 import sample_rewards
 import tiny
+from judges import unsendable
 from test_runner import MakeRunner, make_runner, make_samples, score, values, wait_for  # noqa: F401 (a fixture)
 
 from rlightning.algorithms import GRPO
@@ -22,7 +23,8 @@ def new_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_module_level_client_serves_batches_and_runners(make_runner: MakeRunner) -> None:  # noqa: F811
-    first, second = make_runner(judges.judge, max_failed_share=0.0), make_runner(judges.judge, max_failed_share=0.0)
+    judge = unsendable(judges.judge)
+    first, second = make_runner(judge, max_failed_share=0.0), make_runner(judge, max_failed_share=0.0)
     for _ in range(3):
         assert score(first, ["a"] * 8).failed == 0
     first.close()
@@ -36,7 +38,7 @@ def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None
     model = tiny.save_model(tmp_path / "model")
     validation = {"sums": ValidationSet(tiny.write_sums(tmp_path))}
     for _ in range(2):  # the answers are checked before each
-        module = GRPO(model, rewards=[judges.judge_answer], prompts_per_step=2, samples_per_prompt=2)
+        module = GRPO(model, rewards=[unsendable(judges.judge_answer)], prompts_per_step=2, samples_per_prompt=2)
         data = tiny.make_data(tmp_path, validation=validation, validation_batch_size=5)
         tiny.make_trainer(tmp_path, 3).fit(module, data)
         assert module.trainer.callback_metrics["reward/failed"] == 0
@@ -46,11 +48,14 @@ def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None
 
 
 def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) -> None:  # noqa: F811
-    runner = make_runner(RewardFunction("judges.retried", timeout=0.5), judges.run_to_its_end)
+    runner = make_runner(
+        RewardFunction(judges.retry(unsendable(judges.retried)), timeout=0.5),
+        judges.run(unsendable(judges.wait_briefly)),
+    )
     for _ in range(2):
         scores = score(runner, ["a", "raise", "sleep", "b"])
         assert values(scores.components["retried"]) == [1.0, None, None, 1.0]
-        assert values(scores.components["run_to_its_end"]) == [1.0] * 4
+        assert values(scores.components["wait_briefly"]) == [1.0] * 4
     assert len(judges.client.loops) == 1
 
 
@@ -63,7 +68,7 @@ def test_coroutine_for_a_reward_is_explained(make_runner: MakeRunner) -> None:  
 
 
 def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunner) -> None:  # noqa: F811
-    runner = make_runner(RewardFunction(judges.end_oddly, timeout=60.0), judges.judge)
+    runner = make_runner(RewardFunction(unsendable(judges.end_oddly), timeout=60.0), unsendable(judges.judge))
     for _ in range(2):
         scores = score(runner, ["fine", "exit", "cancel", "fine"])
         assert values(scores.rewards) == [2.0, None, None, 2.0]
@@ -72,7 +77,7 @@ def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunn
 
 @pytest.mark.long
 def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:  # noqa: F811
-    runner = make_runner(RewardFunction(judges.block_in_task, timeout=2.0))
+    runner = make_runner(RewardFunction(unsendable(judges.block_in_task), timeout=2.0))
     for _ in range(2):
         assert values(score(runner, ["a", "b", "block", "c", "d"]).rewards) == [1.0, 1.0, None, 1.0, 1.0]
     assert len(judges.client.loops) == 1
@@ -80,11 +85,11 @@ def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:
 
 @pytest.mark.long
 def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> None:  # noqa: F811
-    judge = make_runner(judges.judge)
+    judge = make_runner(unsendable(judges.judge))
     assert score(judge, ["a", "b"]).failed == 0
     sample_rewards.released.clear()
     try:
-        runner = make_runner(RewardFunction(sample_rewards.misbehave_async, timeout=0.5))
+        runner = make_runner(RewardFunction(unsendable(sample_rewards.misbehave_async), timeout=0.5))
         assert values(score(runner, ["block", "fine"]).rewards) == [None, 1.0]
     finally:
         sample_rewards.released.set()
@@ -94,7 +99,7 @@ def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> N
 
 
 def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
-    runner = make_runner(RewardFunction(judges.hold_on, timeout=3600.0))
+    runner = make_runner(RewardFunction(unsendable(judges.hold_on), timeout=3600.0))
     runner.begin(*make_samples([""], folder=[str(tmp_path)]))
     wait_for(lambda: (tmp_path / "begun").exists())
     runner.close()
@@ -102,7 +107,7 @@ def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp
 
 
 def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
-    runner = make_runner(RewardFunction(judges.hold_unless, timeout=3600.0))
+    runner = make_runner(RewardFunction(unsendable(judges.hold_unless), timeout=3600.0))
     prompts, completions = make_samples(["wait", "go"], folder=[str(tmp_path)] * 2)
     runner.begin(prompts, completions)
     wait_for(lambda: (tmp_path / "begun").exists())
@@ -115,11 +120,12 @@ def test_process_end_closes_the_loop_in_order(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_runner import score\n"
+        "from judges import leave_behind, unsendable\n"
         "from rlightning.rewards import RewardRunner\n"
-        "runner = RewardRunner(['judges.leave_behind'])\n"
+        "runner = RewardRunner([unsendable(leave_behind)])\n"
         f"assert score(runner, [''], folder=[{str(tmp_path)!r}]).failed == 0\n"
         "runner.close()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["generator ended", "task ended"]
-    assert done.stderr == ""
+    assert "unprotected" in done.stderr and len(done.stderr.splitlines()) == 1

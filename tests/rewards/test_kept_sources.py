@@ -117,13 +117,19 @@ def test_workers_keep_every_module_that_an_object_is_made_of(
         assert values(score(runner, ["", "die", "", ""]).rewards) == [2.0, None, 2.0, 2.0]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("is_sent", [True, False])
 def test_async_reward_imports_the_source_of_the_runs_beginning(
     folder: Path,
     make_runner: MakeRunner,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
+    is_sent: bool,
 ) -> None:
     others = [finder for finder in sys.meta_path if isinstance(finder, KeptFinder)]  # of runners that are not closed
-    runner = make_runner("edited_async.grade")
+    grade = importlib.import_module("edited_async").grade
+    runner = make_runner("edited_async.grade" if is_sent else tiny.in_this_process(grade))
+    assert runner.functions[0].pickled is None or is_sent
+    caplog.clear()
     (folder / "edited_named.py").write_text("VALUE = 100.0\n")
     (folder / "edited_folder" / "nested" / "table.py").write_text("VALUE = 100.0\n")
     with caplog.at_level(logging.WARNING):

@@ -102,6 +102,16 @@ def test_a_group_ends_itself(tmp_path: Path) -> None:
     assert wait_until_gone(memory) and not is_running(child) and not scratch.exists()
 
 
+def test_torch_memory_of_a_group_is_removed(tmp_path: Path) -> None:
+    process, _, child = start(tmp_path, STUBBORN)
+    segments = [Path(f"/dev/shm/torch_{pid}_123_0") for pid in (process.pid, child, os.getpid())]
+    for segment in segments:
+        segment.touch()
+    end_group(process.pid)
+    assert [segment.exists() for segment in segments] == [False, False, True]
+    segments[2].unlink()
+
+
 def test_other_groups_are_left_alone(tmp_path: Path) -> None:
     process, _, child = start(tmp_path, STUBBORN)
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from itertools import chain, repeat
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_wire import TOKEN, NotNowError, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.engine_wire import TOKEN, TRAINER, NotNowError, let_in, make_connection, own_address, parse_url
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.rollout.vllm_engine import vllm_sampling
@@ -218,12 +220,15 @@ def test_without_token_only_same_user_is_authenticated(user: int) -> None:
         with end:
             end.connect(listener.getsockname())
             connection = make_connection(listener.accept()[0])
+            trainer = Connection(os.dup(end.fileno()))
+            trainer.send_bytes(TRAINER)
             if user == 0:
                 let_in(connection, None)
             else:
                 with pytest.raises(AuthenticationError, match="of the same user"):
                     let_in(connection, None)
             connection.close()
+            trainer.close()
 
 
 @pytest.mark.long
@@ -326,6 +331,21 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
         versions = batch.weight_versions[batch.completion_mask].unique().tolist()
         assert versions and set(versions) <= {step - 1, step}
     assert folder is None or list(folder.iterdir()) == []
+
+
+def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Server) -> None:
+    descriptors = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (descriptors + 20, before[1]))
+    try:
+        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        with connected(make_config(project, server.url)) as link:
+            assert link.ready.result(PATIENCE_SECONDS)["max_model_len"] == 80
+            assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= descriptors + 20
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 
 def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Server) -> None:

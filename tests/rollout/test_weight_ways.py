@@ -25,6 +25,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout import Sampling, broadcast_bucket
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
 from rlightning.rollout.folder_bucket import FolderBucket
+from rlightning.rollout.rendezvous import join_rendezvous
 from rlightning.rollout.transfer_group import Place, TransferSender
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import group_by_device
@@ -144,8 +145,7 @@ def connect(end: SendingEnd, workers: list[Worker], groups: list[int] | None = N
 
 def wait_until_joined(place: Place) -> None:
     """Until the worker in this place has come to where the sender waits for it."""
-    c10d: Any = dist
-    store = c10d.TCPStore(place.host, place.port, is_master=False)
+    store = join_rendezvous(place.host, place.port, place.secret, PATIENCE_SECONDS)
     store.wait([f"joined/{place.rank}"], timedelta(seconds=PATIENCE_SECONDS))
 
 

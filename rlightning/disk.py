@@ -1,0 +1,109 @@
+"""Files that cannot be written: what a run needs ends it in one line, what only observes it is left out meanwhile."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlightning.errors import SaveError
+from rlightning.foreign_text import cut_line
+
+log = logging.getLogger(__name__)
+
+TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "cannot be opened", "Parent directory")
+"""In the messages of the errors that ``torch.save`` raises where a file cannot be written."""
+
+
+class BestEffort:
+    """Writes what only observes a run: what fails is said once, for as long as it goes on, and the run goes on.
+
+    Args:
+        what: what is written, in the plural, as a log line begins with it.
+
+    Attributes:
+        has_failed: whether an attempt has, since the last :meth:`settle`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.has_failed = False
+        self._is_failing = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within, an error of the disk ends the block alone."""
+        try:
+            yield
+        except Exception as error:
+            cause = error if isinstance(error, OSError) else error.__cause__  # some loggers have errors of their own
+            if not isinstance(cause, OSError):
+                raise
+            self.has_failed = True
+            if not self._is_failing:
+                self._is_failing = True
+                log.warning(
+                    "%s cannot be written (%s). The run goes on without, and writes them again as soon as it can.",
+                    self.what,
+                    describe(cause),
+                )
+
+    def settle(self) -> None:
+        """Say that all is written again, if nothing has failed since the last call and something had before."""
+        if self._is_failing and not self.has_failed:
+            self._is_failing = False
+            log.info("%s are written again.", self.what)
+        self.has_failed = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, all is written that there is to write: :meth:`attempt`, and then :meth:`settle`."""
+        with self.attempt():
+            yield
+        self.settle()
+
+
+@contextmanager
+def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
+    """Within, an error of the disk becomes a line that ends the run.
+
+    Args:
+        what: what is written.
+        path: where to.
+        way_out: a sentence about what is left, and what to do.
+
+    Raises:
+        SaveError: for errors of the disk; all others are passed on.
+    """
+    try:
+        yield
+    except BaseException as error:  # torch.distributed.checkpoint's is no Exception
+        reason = find_disk_error(error)
+        if reason is None:
+            raise
+        raise SaveError(f"{what} '{path}' cannot be written: {reason}. {way_out}") from error
+
+
+def find_disk_error(error: BaseException) -> str | None:
+    """Why something could not be written, if that is what an error is about: of Python, torch or safetensors.
+
+    Errors without a number of the operating system's are of other things, such as a barrier that timed out.
+    """
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return describe(error)
+    for failure in getattr(error, "failures", {}).values():  # torch.distributed.checkpoint's, by rank
+        inner = failure[0] if isinstance(failure, tuple) else failure
+        if isinstance(inner, Exception) and (reason := find_disk_error(inner)) is not None:
+            return reason
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in TORCH_FAILURES):
+        context = error.__context__
+        return describe(context) if isinstance(context, OSError) else "the disk did not take all of it"
+    if type(error).__name__ == "SafetensorError" and "I/O error" in text:
+        return cut_line(text)
+    return None
+
+
+def describe(error: OSError) -> str:
+    """An error of the operating system's as a part of a line."""
+    place = f": '{error.filename}'" if error.filename is not None else ""
+    return cut_line(f"{error.strerror}{place}" if error.strerror else str(error))

@@ -1,0 +1,192 @@
+"""Lightning's loggers, for runs that outlive a full disk.
+
+:func:`adapt_loggers` gives loggers the classes here, in place: what a user holds stays the same object. What they
+cannot write is left out with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
+"""
+
+import csv
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities import rank_zero_only
+
+from rlightning.atomic_save import written_aside
+from rlightning.disk import BestEffort
+
+ROOM_BYTES = 1 << 18
+"""That a folder must have room for before TensorBoard writes to it: more than the metrics of a step."""
+
+
+def adapt_loggers(loggers: Iterable[Logger]) -> None:
+    """Give each logger a class that raises no error of the disk; what a user overrode stays."""
+    for logger in loggers:
+        if isinstance(logger, _Tolerant):
+            continue
+        kind = type(logger)
+        own = next((own for base, own in _OWN.items() if isinstance(logger, base)), _Tolerant)
+        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        adapted: Any = type(kind.__name__, (own, kind), names)
+        logger.__class__ = adapted
+
+
+class _Tolerant(Logger):
+    """A logger whose errors of the disk are said once; mixed in before its class."""
+
+    _effort: BestEffort | None = None
+
+    @property
+    def effort(self) -> BestEffort:
+        """What counts the failures."""
+        if self._effort is None:
+            self._effort = BestEffort(f"Metrics of {type(self).__name__}")
+        return self._effort
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """See Logger."""
+        self._attempt(super().log_metrics, metrics, step)  # type: ignore[safe-super]  # of the class it is mixed into
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """See Logger."""
+        self._attempt(super().log_hyperparams, *args, **kwargs)  # type: ignore[safe-super]
+
+    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+        """See Logger."""
+        self._attempt(super().log_graph, *args, **kwargs)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """See Logger."""
+        self._attempt(super().after_save_checkpoint, checkpoint_callback)
+
+    def save(self) -> None:
+        """See Logger; called after each step's metrics."""
+        self._attempt(super().save)
+        self.effort.settle()
+
+    def finalize(self, status: str) -> None:
+        """See Logger."""
+        self._attempt(super().finalize, status)
+
+    def _attempt(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with self.effort.attempt():
+            write(*args, **kwargs)
+
+
+class _TolerantCSV(_Tolerant, CSVLogger):
+    """A ``CSVLogger`` whose file is whole at any time."""
+
+    @property
+    def experiment(self) -> Any:
+        """Its writer."""
+        writer = super().experiment
+        if type(writer) is ExperimentWriter and "://" not in writer.log_dir:
+            writer.__class__ = MetricsFile
+        return writer
+
+
+class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
+    """A ``TensorBoardLogger`` that asks first whether there is room: a writer that has failed once writes no more."""
+
+    _has_room = False
+
+    @property
+    def experiment(self) -> Any:
+        """Its SummaryWriter or, where the folder takes no file, something that ignores all calls."""
+        if self._has_room or getattr(rank_zero_only, "rank", 0) != 0 or "://" in self.log_dir:
+            return super().experiment
+        with self.effort.attempt():
+            self._make_room()
+            self._has_room = True
+            return super().experiment
+        self._drop_files()
+        return _Nothing()
+
+    def save(self) -> None:
+        """See Logger; the next step asks again."""
+        super().save()
+        self._has_room = False
+
+    def _make_room(self) -> None:
+        """Raise an OSError where the folder does not take a file; make it where it is gone, for another file."""
+        if not os.path.isdir(self.log_dir):
+            self._drop_files()  # a file without a name takes everything
+            os.makedirs(self.log_dir)
+        with tempfile.TemporaryFile(dir=self.log_dir) as file:
+            file.write(bytes(ROOM_BYTES))
+
+    def _drop_files(self) -> None:
+        """Have SummaryWriter open another file."""
+        if self._experiment is not None:
+            self._experiment.file_writer = self._experiment.all_writers = None
+
+
+class _Nothing:
+    """Has every method, and each does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+_OWN: dict[type[Logger], type[_Tolerant]] = {CSVLogger: _TolerantCSV, TensorBoardLogger: _TolerantTensorBoard}
+
+
+class MetricsFile(ExperimentWriter):
+    """The ``metrics.csv`` of a ``CSVLogger``, of which a full disk costs nothing.
+
+    A write that fails leaves the file as it was, and its metrics for the next one.
+    """
+
+    def save(self) -> None:
+        """Write the metrics since the last time; a new column writes the file anew."""
+        if not self.metrics:
+            return
+        path = Path(self.metrics_file_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = _read_header(path)
+        self.metrics_keys = sorted({*self.metrics_keys, *header}.union(*self.metrics))
+        if header == self.metrics_keys:
+            _append(path, self._to_csv(self.metrics))
+        else:
+            names = dict(zip(self.metrics_keys, self.metrics_keys, strict=True))
+            with written_aside(path) as aside:
+                text = self._to_csv([names, *_read_rows(path), *self.metrics])
+                aside.write_text(text, encoding="utf-8", newline="")
+        self.metrics = []
+
+    def _to_csv(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self.metrics_keys).writerows(rows)
+        return text.getvalue()
+
+
+def _read_header(path: Path) -> list[str]:
+    """The columns of a file that may not be there."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _append(path: Path, text: str) -> None:
+    """Write all of the text to the end of a file, or nothing."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise

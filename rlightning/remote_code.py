@@ -1,0 +1,58 @@
+"""Models that bring Python code of their own (``auto_map`` in config.json), which runs only where it is trusted.
+
+transformers would ask at the terminal in the middle of a run.
+"""
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from rlightning.errors import ConfigError
+
+TRUST = "trust_remote_code"
+"""The argument of transformers, whose errors name it, and the key of ours."""
+
+
+def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """Read a model's configuration. Its own code, once trusted, is what all later loads of this process find.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        trust_remote_code: whether code of the model's may run.
+
+    Raises:
+        ConfigError: it needs code of its own, which is not trusted.
+        OSError, ValueError: transformers cannot read it.
+    """
+    config: PreTrainedConfig = _load(AutoConfig, model, "config.json", trust_remote_code)
+    own_classes = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and "AutoConfig" in own_classes:
+        AutoConfig.register(config.model_type, type(config), exist_ok=True)
+    if trust_remote_code and "AutoModelForCausalLM" in own_classes:
+        policy_class: Any = get_class_from_dynamic_module(own_classes["AutoModelForCausalLM"], model)
+        policy_class.config_class = type(config)
+        AutoModelForCausalLM.register(type(config), policy_class, exist_ok=True)
+    return config
+
+
+def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
+    """Read a model's tokenizer; see :func:`read_config`."""
+    return _load(AutoTokenizer, model, "tokenizer_config.json", trust_remote_code)
+
+
+def trusts_remote_code(module: Any) -> bool:
+    """Whether the policy may run code of its model's; one that says nothing of it may not."""
+    return bool(getattr(module, TRUST, False))
+
+
+def _load(kind: Any, model: str, file: str, trust_remote_code: bool) -> Any:
+    try:
+        return kind.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if TRUST not in str(error):
+            raise
+        raise ConfigError(
+            f"model='{model}' brings Python code of its own (auto_map in its {file}), which would run here. Set "
+            f"model.{TRUST}: true if you trust it, or choose a model that transformers knows."
+        ) from error

@@ -1,0 +1,77 @@
+"""Temporary folders that no killed process leaves for ever: whichever starts next on the host removes them.
+
+A folder belongs to the process that holds its lock, which the kernel releases however that process ends.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "rlightning."
+LONGEST_PARENT = 18
+"""Characters of the temporary folder's name, or /tmp is used: Ray's sockets add 88 to it, and a socket has 107."""
+SHARED_MEMORY = Path("/dev/shm")
+VLLM_NAME = "vllm_dist_*"
+"""A file of vLLM's in an engine's folder; the shared memory of its workers on a CPU has the same name, and a suffix."""
+
+
+class ScratchFolder:
+    """A folder of this process; what dead processes have left of the same kind is removed when it is made.
+
+    Args:
+        kind: what it is for; in its name.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, kind: str) -> None:
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
+        for left in Path(parent).glob(f"{PREFIX}{kind}.*"):
+            if (lock := _lock(left)) is not None:
+                remove_scratch(left)
+                os.close(lock)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}.", dir=parent))
+            descriptor = _lock(self.path)
+            if descriptor is not None and self.path.exists():  # else another process has just removed it
+                break
+        self._descriptor: int | None = descriptor
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def remove(self) -> None:
+        """Remove it, and the shared memory that belongs to it. May be called twice."""
+        remove_scratch(self.path)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove a scratch folder whose users are gone, with the shared memory that vLLM has named after a file in it."""
+    names = [path.name for path in folder.glob(VLLM_NAME)]
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in names:
+        for segment in SHARED_MEMORY.glob(f"{name}-*"):
+            with contextlib.suppress(OSError):
+                segment.unlink()
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder; returns the descriptor that holds the lock, or None where another process does."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it is gone, or another user's
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,138 @@
+"""Async reward functions in their process: one event loop, and calls that block it, end it or leave it behind."""
+
+import logging
+import os
+from pathlib import Path
+
+import judges
+import pytest
+from test_runner import (  # noqa: F401 (a fixture)
+    MakeRunner,
+    is_running,
+    make_runner,
+    make_samples,
+    score,
+    values,
+    wait_for,
+)
+
+from rlightning.rewards import RewardFunction
+
+pytestmark = pytest.mark.processes
+
+
+def test_client_of_a_module_serves_all_batches_on_one_loop(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner("judges.count_loops", judges.process_id, max_failed_share=0.0)
+    scores = [score(runner, ["a"] * 8) for _ in range(3)]
+    assert [values(s.components["count_loops"]) for s in scores] == [[1.0] * 8] * 3
+    (process,) = {pid for s in scores for pid in s.components["process_id"].tolist()}
+    assert process != os.getpid() and not judges.client.loops
+    runner.close()
+    assert not is_running(int(process))
+    again = score(runner, ["a"] * 8)
+    assert values(again.components["count_loops"]) == [1.0] * 8, "of another process, whose module is another"
+
+
+@pytest.mark.parametrize(
+    ("deed", "message", "frame", "num_calls"),
+    [
+        # The slow call begins again in the process that replaces the first; what a thread ended does so too, alone.
+        ("block", "blocked its event loop for more than its timeout=3 s", "in misbehave", 1),
+        ("backtrack", "blocked its event loop for more than its timeout=3 s", "in backtrack", 1),
+        ("backtrack in a thread", "blocked its event loop for more than its timeout=3 s", None, 2),
+        ("stop", "blocked its event loop for more than its timeout=3 s", None, 1),
+        ("exit", "ProcessDied: the reward function ended its process (exit code 3)", None, 1),
+        ("exit in a thread", "ProcessDied: the reward function ended its process (exit code 4)", None, 2),
+        ("crash", "ProcessDied: the reward function ended its process (SIGABRT)", "in misbehave", 1),
+    ],
+)
+def test_call_that_ends_or_blocks_the_process_costs_its_sample(
+    make_runner: MakeRunner,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    deed: str,
+    message: str,
+    frame: str | None,
+    num_calls: int,
+) -> None:
+    timeout = 3.0 if "timeout=3 s" in message else 60.0
+    runner = make_runner(RewardFunction("judges.misbehave", timeout=timeout), judges.judge)
+    completions = ["a", "slow", deed, "c", "d"]
+    with caplog.at_level(logging.WARNING):
+        scores = score(runner, completions, folder=[str(tmp_path)] * 5)
+    assert values(scores.components["misbehave"]) == [1.0, 1.0, None, 1.0, 1.0]
+    assert values(scores.components["judge"]) == [1.0] * 5
+    assert scores.failed == 1
+    assert message in caplog.text and (frame is None or frame in caplog.text)
+    assert len(list(tmp_path.glob(f"{deed}.*"))) == num_calls and len(list(tmp_path.glob("slow.*"))) == 2
+    assert score(runner, ["a"] * 3, folder=[str(tmp_path)] * 3).failed == 0
+
+
+def test_exit_of_an_idle_process_costs_nothing(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner(judges.process_id, max_failed_share=0.0)
+    process = int(score(runner, [""]).rewards.item())
+    os.kill(process, 9)
+    wait_for(lambda: os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+    assert int(score(runner, [""]).rewards.item()) != process
+
+
+def test_functions_behind_decorators_run_on_the_one_loop(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner(
+        RewardFunction("judges.retried", timeout=2.0), judges.run_to_its_end, judges.end_oddly, judges.count_loops
+    )
+    for _ in range(2):
+        scores = score(runner, ["a", "raise", "sleep", "exit", "cancel"])
+        assert values(scores.components["retried"]) == [1.0, None, None, 1.0, 1.0]
+        assert values(scores.components["run_to_its_end"]) == [1.0] * 5
+        assert values(scores.components["end_oddly"]) == [1.0, 1.0, 1.0, None, None]
+        assert values(scores.components["count_loops"]) == [1.0] * 5
+
+
+def test_object_that_cannot_be_pickled_is_sent_by_its_path(make_runner: MakeRunner) -> None:  # noqa: F811
+    runner = make_runner("judges.locked.score", "judges.locked.score_async", max_failed_share=0.0)
+    assert all(function.pickled for function in runner.functions)
+    assert values(score(runner, ["a", "b"]).rewards) == [3.0, 3.0]
+
+
+def test_close_and_withdrawal_cancel_calls_and_let_them_clean_up(
+    make_runner: MakeRunner,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    runner = make_runner(RewardFunction(judges.hold_unless, timeout=3600.0))
+    prompts, completions = make_samples(["wait", "go"], folder=[str(tmp_path)] * 2)
+    runner.begin(prompts, completions)
+    wait_for(lambda: (tmp_path / "begun").exists())
+    assert runner.score(prompts[1:], completions[1:]).failed == 0
+    wait_for(lambda: (tmp_path / "cleaned up").exists())
+    (tmp_path / "begun").unlink()
+    (tmp_path / "cleaned up").unlink()
+    runner.begin(prompts, completions)
+    wait_for(lambda: (tmp_path / "begun").exists())
+    runner.close()
+    assert (tmp_path / "cleaned up").exists(), "closing waits for it"
+
+
+def test_end_closes_tasks_and_generators_in_order(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+    runner = make_runner(judges.leave_behind)
+    assert score(runner, [""], folder=[str(tmp_path)]).failed == 0
+    runner.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generator ended", "task ended"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_function_that_cannot_be_sent_is_named_once(
+    make_runner: MakeRunner,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    is_async: bool,
+) -> None:
+    async def judge(completion: str) -> float:
+        return os.getpid()
+
+    with caplog.at_level(logging.WARNING):
+        runner = make_runner(judge if is_async else (lambda completion: os.getpid()), judges.process_id)
+        components = [score(runner, [""]).components for _ in range(2)]
+    name = "judge" if is_async else "reward"
+    said = [record.getMessage() for record in caplog.records if "unprotected" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(f"Reward '{name}' runs in this process, unprotected")
+    assert [c[name].item() == os.getpid() for c in components] == [True, True]
+    assert [c["process_id"].item() == os.getpid() for c in components] == [False, False]
