@@ -139,7 +139,7 @@ def test_missing_argument_is_left_to_python() -> None:
 @pytest.mark.parametrize("hint", [None, "Unknown", torch.Tensor | None, Callable[..., Any], dict[str, Any]])
 def test_unchecked_and_fitting_values_pass(hint: Any) -> None:
     values = {str(Callable[..., Any]): print, str(dict[str, Any]): {}}
-    check_value("it", values.get(str(hint)), hint)
+    check_value("It", "value", values.get(str(hint)), hint)
 
 
 def test_each_peer_name_leads_to_an_argument() -> None:
