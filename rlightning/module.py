@@ -133,8 +133,9 @@ class RLModule(EvaluationSteps):
     ) -> None:
         super().__init__(model, **kwargs)
         self.reference_path = os.path.expanduser(reference_model or model)
-        if kl_coef and reference_model is not None:
+        if kl_coef and self.reference_path != self.model_path:
             # before anything is loaded or started
+            check_export(self.reference_path)
             load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
@@ -155,8 +156,6 @@ class RLModule(EvaluationSteps):
         self.rollout_correction = rollout_correction
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
-        if kl_coef and self.reference_path != self.model_path:
-            check_export(self.reference_path)
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
         self.validate_first, self.stop_grace = validate_first, stop_grace

@@ -1,5 +1,6 @@
 """``rlightning serve``: an engine for trainers on other hosts; what of it can be said at once."""
 
+from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError
 
 DEFAULTS = {"--host": "127.0.0.1", "--port": "8100"}
@@ -32,17 +33,18 @@ def serve(options: list[str]) -> None:
         ConfigError: for a mistake of the user's.
         EngineError: the engine cannot start.
     """
-    own, rest = split_options(options)
-    host, port = own["--host"], own["--port"]
-    if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--port {port} must be a number from 0 to 65535. Use {DEFAULTS['--port']}.")
     from rlightning.rollout.serve_cli import serve_at
 
-    serve_at(host, int(port), rest)
+    own, rest = split_options(options)
+    serve_at(own["--host"], int(own["--port"]), rest)
 
 
 def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of this command alone, and those that are left."""
+    """Return the options of this command alone, and those that are left.
+
+    Raises:
+        ConfigError: for a value of the former.
+    """
     own, rest = dict(DEFAULTS), []
     words = iter(options)
     for word in words:
@@ -54,4 +56,8 @@ def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
         if not given:
             raise ConfigError(f"{name}: its value is missing. Write {name} {DEFAULTS[name]}.")
         own[name] = given
+    port = own["--port"]
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--port {port} must be a number from 0 to 65535. Use {DEFAULTS['--port']}.")
+    check_token(own["--host"], "--host")
     return own, rest

@@ -26,6 +26,7 @@ from trainer_witness import Witness, fit, make_module, make_rows
 from rlightning.algorithms import SFT
 from rlightning.data.loaders import PromptBatches
 from rlightning.distributed import DDP
+from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
 from rlightning.types import Prompt
@@ -158,7 +159,11 @@ REFUSED_OPTIONS = {
 
 CALLBACKS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Any, Path], bool]]] = {
     "Callback": (lambda f: Callback(), lambda t, c, f: c in t.callbacks and t.global_step == 6),
-    "Checkpoint": (lambda f: callbacks.Checkpoint(), lambda t, c, f: t.callbacks[-1] is c and t.global_step == 6),
+    "Checkpoint": (
+        lambda f: callbacks.Checkpoint(),
+        # After all others, but for the one that acts upon what has been saved.
+        lambda t, c, f: t.callbacks[-2] is c and type(t.callbacks[-1]) is EndOnSigterm and t.global_step == 6,
+    ),
     "DeviceStatsMonitor": (
         lambda f: callbacks.DeviceStatsMonitor(cpu_stats=True),
         lambda t, c, f: any("DeviceStatsMonitor.on_train_batch_end/cpu_percent" in row for row in lines_of(f)),

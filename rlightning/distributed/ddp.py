@@ -1,8 +1,11 @@
 """DDP: the whole actor on every device, as a Lightning strategy."""
 
+from typing import Any
+
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
+from rlightning.distributed.barrier import barrier
 from rlightning.distributed.parallel_strategy import ConnectedRanks
 
 
@@ -15,6 +18,11 @@ class DDP(ConnectedRanks, DDPStrategy):
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Meet the other ranks before the module's step: nothing could interrupt DDP's own collectives ahead of it."""
+        barrier("training step")
+        return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
         """Have DDP let go of the process group, though a traceback may hold DDP itself until Python ends.

@@ -221,6 +221,14 @@ class FailureWatch:
         self._is_fatal = True
         return self.report(error)
 
+    def tell_end(self, code: int) -> None:
+        """Tell the others that this process ends hard after a signal, so that they end with the same exit code.
+
+        Args:
+            code: its.
+        """
+        self._send({"failed": asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True))})
+
     def is_first(self, failure: Failure) -> bool:
         """Whether this rank is the one to show what happened; it counts as shown from now on."""
         self._is_shown = True

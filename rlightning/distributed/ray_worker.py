@@ -36,10 +36,10 @@ from rlightning.distributed.tensor_store import set_store
 from rlightning.distributed.worker_feed import OrderFeed, WorkerData
 from rlightning.distributed.worker_hooks import HookRelay
 from rlightning.distributed.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
+from rlightning.engine_token import TOKEN
 from rlightning.errors import find_run_error
 from rlightning.evaluation import validate_in_fit
 from rlightning.foreign_text import cut
-from rlightning.rollout.engine_wire import TOKEN
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 """Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""

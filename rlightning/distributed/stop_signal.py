@@ -183,6 +183,9 @@ class StopSignal:
         """End this process and the ranks that it has started, whatever they are doing."""
         with contextlib.suppress(OSError):
             os.write(2, f"{reason}\n".encode())
+        watch = active_watch()
+        if watch is not None:
+            watch.tell_end(self.exit_code)
         launcher = self._trainer.strategy.launcher
         for child in getattr(launcher, "procs", ()):
             child.kill()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from rlightning.distributed.collectives import global_rank, world_size
+from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
 from rlightning.remote_code import trusts_remote_code
@@ -23,7 +24,7 @@ from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, 
 from rlightning.rollout.engine_cache import check_cache
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
-from rlightning.rollout.engine_wire import check_token, parse_url
+from rlightning.rollout.engine_wire import parse_url
 from rlightning.seeds import mix_seed
 
 Placement = Literal["colocated", "standalone"]

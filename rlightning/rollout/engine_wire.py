@@ -23,11 +23,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlightning import intervals
+from rlightning.engine_token import TOKEN
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.engine_link import borrowed_socket, limit_waiting
 
-TOKEN = "RLIGHTNING_ENGINE_TOKEN"
-"""The environment variable."""
 SCHEME = "tcp"
 MIN_SECONDS = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
@@ -44,11 +43,6 @@ class NotNowError(OSError):
     """The engine is there, and may be free later."""
 
 
-def read_token() -> bytes | None:
-    """The token of this environment, if there is one."""
-    return os.environ.get(TOKEN, "").encode() or None
-
-
 def parse_url(url: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``."""
     with contextlib.suppress(ValueError):  # of a port that is no number
@@ -56,24 +50,6 @@ def parse_url(url: str) -> tuple[str, int]:
         if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
             return parts.hostname, parts.port
     raise ConfigError(f"rollout.engines: '{url}' is no address of an engine. Write {SCHEME}://host:8100.")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody on other hosts reaches ``host``, as far as names can be resolved."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
-
-
-def check_token(host: str, key: str) -> None:
-    """Refuse to talk to other hosts without a token; ``key`` is what names ``host``."""
-    if read_token() is None and not is_loopback(host):
-        raise ConfigError(
-            f"{key}={host} is no loopback address, and whoever reaches it could run code there. Set the environment "
-            f"variable {TOKEN} to the same secret for `rlightning serve` and for the trainer."
-        )
 
 
 def own_address(urls: Sequence[str]) -> str:

@@ -11,10 +11,11 @@ import torch
 from rlightning.cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
+from rlightning.engine_token import TOKEN, read_token
 from rlightning.models import describe_length_limit
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_service import EngineService, listen
-from rlightning.rollout.engine_wire import SCHEME, TOKEN, check_token, read_token
+from rlightning.rollout.engine_wire import SCHEME
 from rlightning.trainer import find_callback
 
 
@@ -74,7 +75,6 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
         port: where to listen; 0 is any that is free.
         options: those of ``rlightning fit``.
     """
-    check_token(host, "--host")
     cli = ServeCLI(args=["fit", *options])
     listener = listen(host, port)
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host

@@ -7,9 +7,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlightning import intervals
+from rlightning.engine_token import read_token
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, hang_up, limit_waiting
-from rlightning.rollout.engine_wire import NotNowError, enter, parse_url, reach, read_token
+from rlightning.rollout.engine_wire import NotNowError, enter, parse_url, reach
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,13 @@ from cli_project import environment, rlightning
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 
 from rlightning.__main__ import main
+from rlightning.engine_token import TOKEN
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_wire import TOKEN, TRAINER, NotNowError, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.engine_wire import TRAINER, NotNowError, let_in, make_connection, own_address, parse_url
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.rollout.vllm_engine import vllm_sampling
