@@ -111,6 +111,11 @@ class Place:
     sizes: tuple[int, ...] = (1, 2)
 
 
+def count_words(completion: str) -> float:
+    """A reward that other processes can import."""
+    return float(len(completion.split()))
+
+
 def test_objects_are_left_out() -> None:
     @dataclass
     class Local:
@@ -119,10 +124,10 @@ def test_objects_are_left_out() -> None:
     given = {"a": Place(Path("x")), "b": nn.Linear(1, 1), "c": Local(), "d": {"e": [None, True]}, "f": torch.ones(1)}
     place = {"class_path": "test_hyperparameters.Place", "init_args": {"folder": "x", "sizes": (1, 2)}}
     assert to_plain(given) == {"a": place, "d": {"e": [None, True]}}
-    path = "tiny.share_of_ones"
+    path = "test_hyperparameters.count_words"
     for reward, expected in (
-        (share_of_ones, path),
-        ([share_of_ones, "a.b"], [path, "a.b"]),
+        (count_words, path),
+        ([count_words, "a.b"], [path, "a.b"]),
         ([lambda completion: 1.0], None),
         ([RewardFunction(lambda completion: 1.0, name="x")], None),
     ):

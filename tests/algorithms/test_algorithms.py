@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from tiny import make_completion, make_trainer
+from tiny import make_completion, make_data, make_trainer
 from torch import Tensor
 
 from rlightning.algorithms import (
@@ -234,4 +234,5 @@ def test_groups_of_one_are_refused_for_training_only(
     with pytest.raises(ConfigError, match=f"samples_per_prompt=1: {algorithm.__name__} compares"):
         module.configure_callbacks()
     trainer.state.fn = TrainerFn.PREDICTING
+    trainer.datamodule = make_data(tmp_path)
     module.configure_callbacks()
