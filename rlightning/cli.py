@@ -108,7 +108,7 @@ class SaveRunConfig(SaveConfigCallback):
         (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
         self._unlogged = load_yaml(text)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
         """Tell the loggers, which make their runs now."""
         unlogged, self._unlogged = self._unlogged, None
         for logger in trainer.loggers if unlogged is not None else ():

@@ -235,10 +235,12 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapp
         callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
     for callback in callbacks:
         # Lightning's default is a folder of the first logger's.
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(folder.resolve())
-        if isinstance(callback, ModelCheckpoint) and "://" not in str(callback.dirpath):
-            check_writable(Path(callback.dirpath), "dirpath of ModelCheckpoint")
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        chosen = str(callback.dirpath or folder.resolve())
+        callback.dirpath = chosen
+        if "://" not in chosen:
+            check_writable(Path(chosen), "dirpath of ModelCheckpoint")
     return callbacks
 
 

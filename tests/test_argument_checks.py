@@ -17,7 +17,7 @@ from rlightning.algorithms import DAPO, GRPO, SFT
 from rlightning.argument_checks import check_value
 from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
 from rlightning.data import PromptDataModule
-from rlightning.data.module import ValidationSet
+from rlightning.data.validation_sets import ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.peer_names import CLASSES, PEER_NAMES
 from rlightning.rewards import RewardFunction, exact_match

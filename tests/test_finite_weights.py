@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sharded_net import make_net, run_ranks, shard_net
 from tiny import make_data, make_grpo, make_trainer
+from torch.distributed.tensor import DTensor
 
 from rlightning.checksums import verify_manifest
 from rlightning.distributed.checkpoint_io import last_checkpoint, read_state
@@ -84,7 +85,8 @@ def spoil_one_shard(folder: Path) -> None:
     check_finite(net.named_parameters(), "Nothing is saved")
     if dist.get_rank() == 1:
         with torch.no_grad():
-            net.up.weight.to_local()[0, 0] = float("nan")  # type: ignore[operator]
+            assert isinstance(net.up.weight, DTensor)
+            net.up.weight.to_local()[0, 0] = float("nan")
     with pytest.raises(WeightError, match=r"^Nothing is saved: the weight 'up\.weight' is NaN or infinite"):
         check_finite(net.named_parameters(), "Nothing is saved")
 
