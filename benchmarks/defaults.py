@@ -6,8 +6,8 @@
 The YAML is read from README.md. Changed are the model (a made shape, or a folder), where its prompts and outputs are,
 how many steps there are, that no checkpoint is written, and the reward: an untrained model has no answer right, and a
 run without any signal ends. The lengths of completions are spread as a sampler spreads them that ends with 3 chances in
-`max_new_tokens` after each token: so many of a random model's tokens, which are all about equally likely, are made
-tokens that end. With --devices 2 and more the file gets `devices` and `strategy: fsdp2`, and each device a full step's
+`max_new_tokens` after each token: so many of a random model's tokens, which are all about equally likely, are
+`stop_token_ids`. With --devices 2 and more the file gets `devices` and `strategy: fsdp2`, and each device a full step's
 prompts.
 
 The first table has a row a model: the median seconds of the steps after the first, in which graphs are made, the wait
@@ -81,7 +81,8 @@ def make_job(arguments: argparse.Namespace, name: str) -> Job:
         config["rollout"]["max_new_tokens"] = arguments.max_new_tokens
     if arguments.devices > 1:
         trainer |= {"devices": arguments.devices, "strategy": "fsdp2"}
-    spread_lengths(Path(arguments.model), config["rollout"]["max_new_tokens"])
+    ends = rare_tokens(arguments.model, config["rollout"]["max_new_tokens"] // CHANCES_TO_END)
+    config["rollout"] |= {"stop_token_ids": ends}
     return Job(f"{name}-{arguments.devices}", config, arguments.devices)
 
 
@@ -93,14 +94,6 @@ def write_questions(path: Path, count: int = 4096) -> str:
             question = "".join(letters.choices("abcdefgh ", k=PROMPT_TOKENS))
             file.write(json.dumps({"question": question, "answer": f"#### {number}"}) + "\n")
     return str(path)
-
-
-def spread_lengths(model: Path, max_new_tokens: int) -> None:
-    """Have so many tokens end a completion that a model which finds all equally likely spreads their lengths."""
-    ends = rare_tokens(str(model), max_new_tokens // CHANCES_TO_END)
-    path = model / "generation_config.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(settings | {"eos_token_id": ends}))
 
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:

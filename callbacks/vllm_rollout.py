@@ -486,7 +486,6 @@ class VLLMRollout(RLCallback, Generator):
                 self.verification.verify(module, engine)
             except EngineDiedError as error:
                 self._restart(engines, error)
-        self.verification.num_syncs += 1
         if engines.can_sleep:
             self._room.on_weight_sync_end(self._trainer, module, version)
         fire(self._trainer, module, "on_weight_sync_end", version)

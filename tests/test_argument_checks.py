@@ -118,6 +118,7 @@ def test_what_python_code_writes_is_accepted(model_folder: str) -> None:
     assert (own.name, own.weight) == ("right", 2)
 
 
+@pytest.mark.processes  # jsonargparse asks an interpreter for its path
 def test_class_without_source_has_its_names(model_folder: str) -> None:
     scope: dict[str, Any] = {"GRPO": GRPO}  # as in a notebook whose cell is gone
     exec("class Own(GRPO):\n    def __init__(self, model, **kwargs):\n        super().__init__(model, **kwargs)", scope)

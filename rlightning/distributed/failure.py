@@ -312,8 +312,9 @@ class FailureWatch:
         end = time.monotonic() + self.grace
         assert self._hang_watch is not None
         self._hang_watch.kill_silent([first.rank])
-        if not self._begins_to_end(intervals.ABORT_DELAY):
-            abort_device_groups(max(0.0, end - time.monotonic()))
+        if self._begins_to_end(intervals.ABORT_DELAY):
+            time.sleep(intervals.ABORT_DELAY)  # it may yet wait for work that the device has queued behind a collective
+        abort_device_groups(max(0.0, end - time.monotonic()))
         time.sleep(max(0.0, end - time.monotonic()))
         self._hang_watch.kill_silent(self._ranks)
         if self._error is not None and first.rank == self.rank and not self._is_shown:

@@ -1,5 +1,6 @@
 """Loading a Hugging Face causal language model as a policy."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
     except ConfigError:
         raise
     except (OSError, StrictDataclassError, *BUILD_ERRORS) as error:
-        raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}") from error
+        near = get_close_matches(model, [folder.name for folder in Path().iterdir() if folder.is_dir()], n=1)
+        hint = f" Did you mean the folder '{near[0]}'?" if near and not path.is_dir() else ""
+        raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}{hint}") from error
     check_config(model, config)
     return config
 

@@ -54,7 +54,8 @@ class Verification:
             return False
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
-        if any_rank(is_due or (self.num_syncs + 1) % self.every == 0, name="canary"):
+        self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
+        if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
             self._canary.evaluate(module.score, module.weight_version)
         return is_due
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,23 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
         module.weight_version = number
         if verification.evaluate(module, []):
             found.append(number)
-        verification.num_syncs += 1
     assert found == due
     assert calls == [number for number in scored for _ in range(NUM_FORWARDS)]
+
+
+def test_an_engine_that_was_started_again_is_verified_at_once(tmp_path: Path) -> None:
+    folder = save_byte_model(tmp_path)
+    model = load_policy(folder)
+    module = SimpleNamespace(
+        tokenizer=load_tokenizer(folder),
+        score=lambda batch, dtype: packed_logprobs(model, batch)[0],
+        weight_version=0,
+    )
+    verification = Verification(100, 1.2)
+    verification.begin_run(module, engine_config(folder, tmp_path / "engine.log"))
+    engine: Any = SimpleNamespace(is_alive=True, is_verified=True)
+    found = []
+    for is_verified in (True, True, False, True):
+        engine.is_verified = is_verified
+        found.append(verification.evaluate(module, [engine]))
+    assert found == [True, False, True, False]
