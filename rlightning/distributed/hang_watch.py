@@ -202,14 +202,16 @@ class HangWatch(threading.Thread):
             for rank, one in seen.items()
         }
         waiting, missing = find_missing(outside, seconds)
-        return (missing[0], f"hangs: {describe_wait(waiting, missing, seen)}") if missing else None
+        if not is_known(waiting, missing, seen):
+            return None
+        return missing[0], f"hangs: {describe_wait(waiting, missing, seen)}"
 
 
 def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], list[int]]:
     """Return the ranks that have not moved for so long because they wait for others, and those others.
 
-    A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move does if
-    another one has not run for as long, or if no rank moves and they are at different places.
+    A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move may if
+    another one has not run for as long, or if no rank moves and they are at different places (:func:`is_known`).
 
     Args:
         seen: what is known of each rank.
@@ -229,6 +231,25 @@ def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], l
     return (waiting, missing) if missing else ([], [])
 
 
+def is_known(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> bool:
+    """Return whether the run may end for what :func:`find_missing` has found.
+
+    Ranks that run, and of which none is seen to wait for another, may each wait for something of their own, such as an
+    engine or a reward.
+
+    Args:
+        waiting: as of :func:`find_missing`.
+        missing: as of :func:`find_missing`.
+        seen: what is known of each rank.
+    """
+    return any(not seen[rank].runs for rank in missing) or (bool(missing) and _shows_wait(waiting, seen))
+
+
+def _shows_wait(waiting: Sequence[int], seen: Mapping[int, Seen]) -> bool:
+    sightings = [seen[rank].sighting for rank in waiting]
+    return any(sighting is not None and sighting.waits_in for sighting in sightings)
+
+
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> str:
     """Return a sentence on who waits where, for whom, and where those are.
 
@@ -241,8 +262,9 @@ def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[
     assert first is not None
     seconds = min(_stuck_seconds(seen[rank]) for rank in waiting)
     places = "; ".join(f"rank {rank} {seen[rank].describe()}" for rank in missing)
-    waited = f"{'have' if len(waiting) > 1 else 'has'} waited {seconds:.0f} s"
-    return f"{name_ranks(waiting)} {waited} {first.where} for {name_ranks(missing)}: {places}."
+    verb = f"{'have' if len(waiting) > 1 else 'has'} {'waited' if _shows_wait(waiting, seen) else 'been'}"
+    link = "" if _shows_wait(waiting, seen) else ", perhaps waiting"
+    return f"{name_ranks(waiting)} {verb} {seconds:.0f} s {first.where}{link} for {name_ranks(missing)}: {places}."
 
 
 def _stuck_seconds(seen: Seen) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rank_processes import end_ranks, start_ranks
 
-from rlightning.distributed.hang_watch import Seen, Sighting, describe_wait, find_missing
+from rlightning.distributed.hang_watch import Seen, Sighting, describe_wait, find_missing, is_known
 from rlightning.distributed.last_seen import find_position
 from rlightning.distributed.process_identity import find_children, identify_process, kill_process
 
@@ -46,13 +46,21 @@ def hang_here():
     while not (folder / "go").exists():
         time.sleep(0.05)
 
+def await_engine():
+    time.sleep(10)
+
+def await_rewards():
+    time.sleep(10)
+
 dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 with FailureWatch(grace=60, folder=folder):
     barrier("start")  # the ranks' own start takes its time
     intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.HANG_GRACE = 0.1, 2, 1
     intervals.WAIT_REPORT_DELAY, intervals.MIN_STORE_TIMEOUT = 2, 2
-    set_barrier_timeout(7 if how != "wait" else 600)
+    set_barrier_timeout({"wait": 600, "work": 5}.get(how, 7))
     try:
+        if how == "work":
+            await_engine() if rank == 0 else await_rewards()
         if rank == hanging:
             hang_here()
         (folder / f"at-work-{rank}").touch()
@@ -135,6 +143,17 @@ def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: s
 
 
 @pytest.mark.processes
+def test_ranks_that_work_each_on_their_own_are_not_ended(tmp_path: Path) -> None:
+    """For 10 s, where a hang ends a run after 6 s."""
+    codes, errors = finish(start_program(tmp_path, -1, "work", "barrier"))
+    assert codes == [0, 0, 0], errors
+    all_lines = "".join(errors)
+    assert "Waiting: rank 0 has been 2 s in await_engine (" in all_lines
+    assert ", perhaps waiting for ranks 1 and 2: rank 1 is in await_rewards (" in all_lines
+    assert "hangs" not in all_lines and sections(tmp_path) == []
+
+
+@pytest.mark.processes
 def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
     codes, errors = finish(start_program(tmp_path, 0, "stop", "raise"))
     assert codes == [-signal.SIGKILL, 1, 1], errors
@@ -172,36 +191,45 @@ def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("seen", "waiting", "missing"),
+    ("seen", "waiting", "missing", "known"),
     [
         # One does not run, whatever the other waits in.
-        ({0: at(COLLECTIVE, "collective", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1]),
-        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1]),
+        ({0: at(COLLECTIVE, "collective", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1], True),
+        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1], True),
         # Not heard of for a moment, while the other works at one place for long: not a wait for it.
-        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 0, 20)}, [], []),
+        (
+            {0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 0, 20)},
+            [],
+            [],
+            False,
+        ),
         # It runs, and moves, but not to where it is waited for.
-        ({0: at(BARRIER, "barrier", 70), 1: at("in save (my.py, line 9)", "", 0)}, [0], [1]),
+        ({0: at(BARRIER, "barrier", 70), 1: at("in save (my.py, line 9)", "", 0)}, [0], [1], True),
         # Both wait for an engine each, at the same place.
-        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 70)}, [], []),
-        # Neither moves, at different places: as with a device that waits for a collective.
-        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 70)}, [0], [1]),
+        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 70)}, [], [], False),
+        # Neither moves, at different places: a device may wait for a collective, or each for something of its own.
+        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 70)}, [0], [1], False),
         # One works at one place for long, the other moves: nobody waits.
-        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 0)}, [], []),
+        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 0)}, [], [], False),
         # Not yet for long enough.
-        ({0: at(BARRIER, "barrier", 50), 1: at("in save (my.py, line 9)", "", 0)}, [], []),
+        ({0: at(BARRIER, "barrier", 50), 1: at("in save (my.py, line 9)", "", 0)}, [], [], False),
         # All at the same barrier, which is about to open; and at two that never will.
-        ({0: at(BARRIER, "barrier", 70), 1: at(BARRIER, "barrier", 0)}, [], []),
-        ({0: at(BARRIER, "barrier", 70), 1: at("at barrier 'other'", "barrier", 70)}, [0, 1], [1]),
+        ({0: at(BARRIER, "barrier", 70), 1: at(BARRIER, "barrier", 0)}, [], [], False),
+        ({0: at(BARRIER, "barrier", 70), 1: at("at barrier 'other'", "barrier", 70)}, [0, 1], [1], True),
         # Two wait for the third.
         (
             {0: at(BARRIER, "barrier", 65), 1: at("in save (my.py, line 9)", "", 0), 2: at(BARRIER, "barrier", 70)},
             [0, 2],
             [1],
+            True,
         ),
     ],
 )
-def test_find_missing_tells_who_waits_for_whom(seen: dict[int, Seen], waiting: list[int], missing: list[int]) -> None:
+def test_find_missing_tells_who_waits_for_whom(
+    seen: dict[int, Seen], waiting: list[int], missing: list[int], known: bool
+) -> None:
     assert find_missing(seen, 60) == (waiting, missing)
+    assert is_known(waiting, missing, seen) == known
 
 
 def test_wait_is_described_by_places_of_all() -> None:
