@@ -69,12 +69,33 @@ class EndOnSigterm(Callback):
         self._keep_step()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called when the step is over; a validation may follow."""
+        """Called when the step is over and saved."""
+        self._go_on()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Called before anything of a validation has happened."""
         self._allow_cut()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Called before a checkpoint of what was validated is saved."""
+        self._keep_step()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Called when what was validated has been saved."""
-        self._allow_cut()
+        self._go_on()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Called before ``ModelCheckpoint`` saves; what follows is the next step, or the end."""
+        self._keep_step()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Called before any other checkpoint is written."""
+        self._keep_step()
+
+    def _go_on(self) -> None:
+        """After a signal the run ends here, or after a validation, and saves its state."""
+        if self._stop is not None and not self._stop.signum:
+            self._allow_cut()
 
     def _allow_cut(self) -> None:
         # A controller's workers would go on with a step that it has left.

@@ -86,7 +86,9 @@ class StopSignal:
         """Before a batch: stop if any rank was asked to."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
-            self.signum = self.signum or asked
+            if not self.signum:  # another rank was
+                self.asked_at, self.signum = time.monotonic(), asked
+            self.keep_step()  # what follows is the saving
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
 
@@ -135,18 +137,25 @@ class StopSignal:
     def _try_to_cut(self) -> None:
         """Interrupt the main thread where it samples, if all ranks sample."""
         with self._lock:
+            if self._must_cut:  # the signal before has not been delivered yet
+                return
             self._is_frozen = can_cut = self.can_be_cut
             self._is_decided.clear()
+        must_cut = False
         try:
-            can_cut = self._agree_to_cut(can_cut)
+            must_cut = self._agree_to_cut(can_cut)
         finally:
-            self._must_cut = can_cut
-            self._is_frozen = False
-            if can_cut:
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, self.signum)
-            self._is_decided.set()
+            if not must_cut:
+                self._unfreeze()
+        if must_cut:  # the main thread stays frozen until the signal has reached it
+            self._must_cut = True
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, self.signum)
+
+    def _unfreeze(self) -> None:
+        self._is_frozen = False
+        self._is_decided.set()
 
     def _agree_to_cut(self, can_cut: bool) -> bool:
         """Whether all ranks can leave their step: one in its update would wait for those that left."""
@@ -167,6 +176,7 @@ class StopSignal:
 
     def _cut(self) -> None:
         """In the main thread: leave the step, and whatever collective it waits in."""
+        self._unfreeze()
         if not self.can_be_cut:
             return
         self.can_be_cut = False

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from cli_project import environment, make_project
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from programs import logged_steps
 from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer
@@ -104,6 +105,40 @@ def test_step_that_ends_in_time_is_finished_and_saved(hook: str, model_folder: s
     assert saved_step(tmp_path / "ck") == 3
 
 
+class KeepWhileCut(Hang):
+    """As :class:`Hang`, until the step is to be left; the update begins just before the signal for that comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("on_rollout_start", signal.SIGTERM)
+        self.is_sending, self.has_begun = threading.Event(), False
+        self._send = signal.pthread_kill
+        monkeypatch.setattr(signal, "pthread_kill", self.send_late)
+
+    def send_late(self, thread: int, number: int) -> None:
+        self.is_sending.set()
+        time.sleep(0.5)
+        self._send(thread, number)
+
+    def hang(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), self.number)
+            stop = stop_signal(trainer)
+            stop.asked_at -= stop.grace_period * self.waited
+            assert self.is_sending.wait(60)
+            stop.keep_step()
+            self.has_begun = True
+
+
+@pytest.mark.long
+def test_update_does_not_begin_once_the_step_is_to_be_left(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = KeepWhileCut(monkeypatch)
+    fit_until_stopped(tmp_path, model_folder, hang)
+    assert not hang.has_begun
+    assert saved_step(tmp_path / "ck") == 2
+
+
 @pytest.mark.long
 def test_hung_validation_is_left(model_folder: str, tmp_path: Path) -> None:
     hang = Hang("on_validation_batch_start", signal.SIGTERM)
@@ -116,6 +151,32 @@ def test_hung_validation_is_left(model_folder: str, tmp_path: Path) -> None:
     with pytest.raises(SIGTERMException):
         trainer.fit(make_grpo(model_folder, stop_grace=GRACE), data)
     assert saved_step(tmp_path / "ck") == 2
+
+
+class SlowSave(Hang, Checkpoint):
+    """As :class:`Hang`, in a hook in which checkpoints are saved, for a second."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(hook, signal.SIGTERM, 1.0)
+        self.is_whole = False
+
+    def hang(self, trainer: Any, *_: Any, **__: Any) -> None:
+        super().hang(trainer)
+        self.is_whole |= trainer.global_step == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str, tmp_path: Path) -> None:
+    save = SlowSave(hook)
+    data = make_data(tmp_path)
+    data = type(data)(data.train, validation=data.train, max_prompt_tokens=16, shuffle=False)
+    trainer = make_trainer(
+        tmp_path, 5, save, enable_checkpointing=True, limit_train_batches=2, limit_val_batches=1, max_epochs=3
+    )
+    with pytest.raises(SIGTERMException):
+        trainer.fit(make_grpo(model_folder, stop_grace=GRACE), data)
+    assert save.is_whole
 
 
 def test_interrupt_at_a_prompt_is_an_exception_and_saves(
