@@ -22,6 +22,7 @@ from rlightning.console import quieten
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.launcher import check_launch
+from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
@@ -70,6 +71,7 @@ class Trainer(lightning.pytorch.Trainer):
         settled["callbacks"] = complete_callbacks(rollout, settled)
         check_repeated(settled["callbacks"])
         super().__init__(**settled)
+        start_recorder(run_folder(self.default_root_dir), f"rank {self.global_rank}")
         check_launch(self.num_devices, self.num_nodes)
         for callback in settled["callbacks"]:
             if isinstance(callback, find_callback("ControllerMode")):

@@ -38,9 +38,18 @@ class StackRecorder(threading.Thread):
         self._lock = threading.Lock()
 
     def take_signal(self) -> None:
-        """Record on SIGUSR1 from now on, unless the program has a handler of its own."""
-        if signal.getsignal(SIGNAL) is signal.SIG_DFL:
-            faulthandler.register(SIGNAL, file=self._raw, all_threads=True)
+        """Record on SIGUSR1 from now on, unless the program has a handler of its own.
+
+        Once a run has ended, which sets the handlers from before, the signal is ignored: its default ends the process.
+        """
+        if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
+            return
+        faulthandler.unregister(SIGNAL)
+        # Lightning's requeueing under SLURM takes the signal only where it is not ignored.
+        if threading.current_thread() is threading.main_thread() and "SLURM_NTASKS" not in os.environ:
+            signal.signal(SIGNAL, signal.SIG_IGN)
+        faulthandler.register(SIGNAL, file=self._raw, all_threads=True)
+        if not self.is_alive():
             self.start()
 
     def run(self) -> None:
@@ -104,10 +113,11 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
         name: what the file calls this process, such as "rank 1".
     """
     global _recorder
-    if _recorder is None:
+    is_left = _recorder is not None and _recorder.ident is not None and not _recorder.is_alive()
+    if _recorder is None or is_left:  # by the process that this one was forked from
         _recorder = StackRecorder(folder / FILE_NAME, name)
-        _recorder.take_signal()
     _recorder.path, _recorder.process_name = folder / FILE_NAME, name
+    _recorder.take_signal()
     return _recorder
 
 

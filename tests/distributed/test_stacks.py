@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +33,39 @@ def test_sigusr1_records_stacks_in_run_folder(tmp_path: Path, monkeypatch: pytes
     assert stacks.start_recorder(tmp_path / "next", "rank 1") is recorder
     recorder.record("again")
     assert (tmp_path / "next" / "stacks.txt").read_text().startswith("=== rank 1, ")
+
+
+PROGRAM = """\
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch.demos.boring_classes import BoringModel
+import rlightning
+from rlightning.distributed.stacks import start_recorder
+
+folder = Path(sys.argv[1])
+
+def await_sections(number):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    path = folder / "stacks.txt"
+    while not path.exists() or path.read_text().count("=== rank 0, ") < number:
+        time.sleep(0.05)
+
+trainer = rlightning.Trainer(rollout=None, barebones=True, accelerator="cpu", max_steps=1, default_root_dir=folder)
+await_sections(1)
+trainer.fit(BoringModel())
+os.kill(os.getpid(), signal.SIGUSR1)
+start_recorder(folder, "rank 0")  # as the next run does
+await_sections(2)
+"""
+
+
+@pytest.mark.processes
+def test_sigusr1_is_recorded_before_a_run_and_ends_no_process_after_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "run")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/stacks.txt").read_text().count("=== rank 0, ") == 2
 
 
 def test_stacks_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
