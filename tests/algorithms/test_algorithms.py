@@ -234,5 +234,5 @@ def test_groups_of_one_are_refused_for_training_only(
     with pytest.raises(ConfigError, match=f"samples_per_prompt=1: {algorithm.__name__} compares"):
         module.configure_callbacks()
     trainer.state.fn = TrainerFn.PREDICTING
-    trainer.datamodule = make_data(tmp_path)
+    trainer.datamodule = make_data(tmp_path)  # type: ignore[attr-defined]
     module.configure_callbacks()
