@@ -89,6 +89,19 @@ def test_disk_without_locks_is_used_with_a_warning(
     unlock_run(tmp_path)
 
 
+def test_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        with pytest.raises(ConfigError, match=r"nothing can be written there, since No space left on device\."):
+            lock_run(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    assert lock_run(tmp_path)
+    unlock_run(tmp_path)
+
+
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
