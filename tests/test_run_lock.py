@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,12 @@ def test_second_run_is_refused_and_a_resume_goes_on(tmp_path: Path) -> None:
             (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
             assert line.startswith("error: trainer.default_root_dir=run: another run is at work there (process ")
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+        saved = tmp_path / "run/checkpoints/last.ckpt"
+        saved.parent.mkdir()
+        saved.touch()
+        refused = fit(tmp_path, *folder, exit_code=2)
+        assert "error: trainer.default_root_dir=run: another run is at work there (process " in refused.stderr
+        shutil.rmtree(saved.parent)
         fit(tmp_path)  # a run without a folder has one of its own
     finally:
         end(holder)
