@@ -136,9 +136,13 @@ def test_acceptor_sheds_the_oldest_idle_connections(monkeypatch: pytest.MonkeyPa
 def test_acceptor_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
-    acceptor = Acceptor(
-        listener, partial(let_in, token=b"secret"), lambda connection, peer: connection.send_bytes(b"hi")
-    )
+    served: list[str] = []
+
+    def serve(connection: Connection, peer: str) -> None:
+        served.append(peer)
+        connection.send_bytes(b"welcome")
+
+    acceptor = Acceptor(listener, partial(let_in, token=b"secret"), serve)
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
