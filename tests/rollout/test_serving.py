@@ -532,7 +532,7 @@ def test_run_continues_after_one_server_is_killed(
 def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    killed = []
+    killed: list[int] = []
 
     def kill(engine: Any) -> None:
         model.rename(moved)
