@@ -197,10 +197,10 @@ class VLLMRollout(RLCallback, Generator):
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
             tokenizer=module.tokenizer,
-            copies=read_copies(module.model_path),
         )
+        copies = read_copies(module.model_path)
         configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
-        configs = [replace(config, files=files) for config in configs]
+        configs = [replace(config, files=files, copies=copies) for config in configs]
         if self.options.placement == "standalone":
             self._engines = StandaloneEngines(
                 configs, self.in_flight, engines_key=self.engines_key, keeps_cache=self.keeps_cache

@@ -20,11 +20,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.atomic_save import written_aside
 from rlightning.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
 from rlightning.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
+from rlightning.disk import needed
 from rlightning.distributed.ddp import replace_lightning_ddp
 from rlightning.distributed.stop_signal import stop_signal
 from rlightning.error_report import set_run_folder, yield_to_rank_0
@@ -103,9 +105,13 @@ class SaveRunConfig(SaveConfigCallback):
         self.already_saved = True
         text = self.parser.dump(self.config, skip_none=False)
         folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         earlier = len(list(folder.glob("config*.yaml")))
-        (folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")).write_text(text, encoding="utf-8")
+        path = folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")
+        with (
+            needed("The configuration", path, "Make room there, or name another folder."),
+            written_aside(path) as partial,
+        ):
+            partial.write_text(text, encoding="utf-8")
         self._unlogged = load_yaml(text)
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
@@ -203,6 +209,8 @@ class RLCLI(LightningCLI):
         folder = run_dir(trainer)
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
+        if is_rank_0():
+            self.take_run_folder(folder)
         config["ckpt_path"] = settle_checkpoint(
             str(self.subcommand), folder, trainer["callbacks"], config.get("ckpt_path")
         )
@@ -210,8 +218,6 @@ class RLCLI(LightningCLI):
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
-        if is_rank_0():
-            self.take_run_folder(folder)
 
     def take_run_folder(self, folder: Path) -> None:
         """Refuse a folder that another run is at work in, or that nothing can be written to."""

@@ -12,8 +12,15 @@ PACKAGES = {
     *("transformers", "triton", "vllm", "wandb", "yaml", "zmq"),
 }
 """What the package, Lightning and vLLM import."""
-NEVER_IMPORTED = {"antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turtle", "turtledemo"}
-"""Modules of Python's own that a user may well name a file after."""
+NEVER_IMPORTED = {
+    *("aifc", "antigravity", "asynchat", "asyncore", "audioop", "cgitb", "chunk", "crypt"),
+    *("ensurepip", "fileinput", "idlelib", "imaplib", "imghdr", "lib2to3", "mailbox", "mailcap"),
+    *("modulefinder", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "poplib", "pydoc_data"),
+    *("rlcompleter", "sched", "shelve", "smtpd", "smtplib", "sndhdr", "spwd", "sunau", "symtable"),
+    *("tabnanny", "telnetlib", "test", "this", "tkinter", "trace", "turtle", "turtledemo", "uu"),
+    *("venv", "wave", "xdrlib", "xmlrpc", "zipapp"),
+}
+"""Modules of Python's own that nothing of a run imports, so that a file may have such a name."""
 
 
 def check_folder(folder: Path) -> None:

@@ -23,6 +23,8 @@ SILENT_AFTER = 10.0
 
 CONNECT_TIMEOUT = 5.0
 """Of connecting to another process, and of each message until the two know each other."""
+HELLO_TIMEOUT = 30.0
+"""Of a connection to the failure watch, to say whose it is."""
 STORE_TIMEOUT = 30.0
 """Of an answer of torch's store, which usually takes 0.1 ms, and seconds on a host with more work than cores."""
 MIN_STORE_TIMEOUT = 10.0

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
@@ -16,6 +17,9 @@ from rlightning.run_lock import lock_run, unlock_run
 
 _locked: set[Path] = set()
 """Folders that no command line has taken, but a fit."""
+
+SAVED = "*.ckpt"
+"""What ``ModelCheckpoint`` writes in its folder."""
 
 FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
 """What rank 0 has chosen, in order, for the ranks that Lightning starts by running the same program again."""
@@ -51,6 +55,9 @@ def lock_run_of(trainer: Any) -> None:
         return
     folder = run_dir(trainer).absolute()
     outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
+    if not trainer.fast_dev_run:  # which saves nothing
+        saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        outputs += [Path(c.dirpath or folder).expanduser() / SAVED for c in saving if c.save_top_k != 0 or c.save_last]
     if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
         _locked.add(folder)
 

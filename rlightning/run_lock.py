@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
 """In the run's folder, while a run is at work there. The system unlocks it when the process ends, however it ends."""
-_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """What file systems say that have no locks, such as NFS or Lustre mounted without them."""
 
 _held: dict[Path, tuple[int, bool]] = {}
@@ -107,15 +107,26 @@ def _open_locked(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in WITHOUT_LOCKS:
                 os.close(descriptor)
                 raise
             log.warning("%s: this disk has no file locks. See to it that no other run uses the folder.", path.parent)
         if _is_same(path, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            _write_holder(path, descriptor)
             return descriptor
         os.close(descriptor)  # its holder has just removed it
+
+
+def _write_holder(path: Path, descriptor: int) -> None:
+    """Write down who has a lock; where the disk does not take that, the lock is given back."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+        raise
 
 
 def _is_same(path: Path, descriptor: int) -> bool:

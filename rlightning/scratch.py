@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rlightning.run_lock import WITHOUT_LOCKS
+
 PREFIX = "rlightning."
 LONGEST_PARENT = 18
 """Characters of the temporary folder's name, or /tmp is used: Ray's sockets add 88 to it, and a socket has 107."""
@@ -32,15 +34,24 @@ class ScratchFolder:
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
         for left in Path(parent).glob(f"{PREFIX}{kind}.*"):
-            if (lock := _lock(left)) is not None:
+            with contextlib.suppress(OSError):  # it is gone, another user's, at work, or on a disk without locks
+                lock = _lock(left)
                 remove_scratch(left)
                 os.close(lock)
+        self._descriptor: int | None = None
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}.", dir=parent))
-            descriptor = _lock(self.path)
-            if descriptor is not None and self.path.exists():  # else another process has just removed it
-                break
-        self._descriptor: int | None = descriptor
+            try:
+                self._descriptor = _lock(self.path)
+            except (BlockingIOError, FileNotFoundError):  # another process removes it, or has
+                continue
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+                return  # no other process can lock it either, which removing it would take
+            if self.path.exists():
+                return
+            os.close(self._descriptor)  # another process has just removed it
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -63,15 +74,16 @@ def remove_scratch(folder: Path) -> None:
                 segment.unlink()
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder; returns the descriptor that holds the lock, or None where another process does."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # it is gone, or another user's
-        return None
+def _lock(folder: Path) -> int:
+    """Lock a folder; returns the descriptor that holds the lock.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor

@@ -6,13 +6,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from disks import Disk, Kind, made_disk
+from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,6 +23,7 @@ from tiny import make_completion, make_data, make_grpo, make_trainer, save_model
 from torch.distributed.checkpoint import state_dict_saver
 
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF
+from rlightning.cli import SaveRunConfig
 from rlightning.disk import BestEffort, find_disk_error
 from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import SaveError
@@ -204,3 +208,15 @@ def test_predictions_go_on_after_a_full_disk(full_disk: Disk) -> None:
             again.write(prompt, completions)
     again.finish()
     assert len(path.read_text().splitlines()) == 3 and os.listdir(full_disk.folder) == ["predictions.jsonl"]
+
+
+def test_configuration_on_a_full_disk_is_one_line_and_no_half_of_a_file(full_disk: Disk) -> None:
+    parser = LightningArgumentParser()
+    parser.add_argument("--text", type=str)
+    full_disk.break_down()
+    trainer: Any = SimpleNamespace(is_global_zero=True, default_root_dir=full_disk.folder)
+    saver = SaveRunConfig(parser, Namespace(text="a" * 100_000))
+    path = full_disk.folder / "config.yaml"
+    with pytest.raises(SaveError, match=rf"^The configuration '{path}' cannot be written: No space left on device"):
+        saver.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    assert [file.name for file in full_disk.folder.iterdir()] == ["full"]

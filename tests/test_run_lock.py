@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,19 @@ def test_disk_without_locks_is_used_with_a_warning(
     unlock_run(tmp_path)
 
 
+def test_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        with pytest.raises(ConfigError, match=r"nothing can be written there, since No space left on device\."):
+            lock_run(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    assert lock_run(tmp_path)
+    unlock_run(tmp_path)
+
+
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
@@ -133,6 +147,12 @@ def test_second_run_is_refused_and_a_resume_goes_on(tmp_path: Path) -> None:
             (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
             assert line.startswith("error: trainer.default_root_dir=run: another run is at work there (process ")
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+        saved = tmp_path / "run/checkpoints/last.ckpt"
+        saved.parent.mkdir()
+        saved.touch()
+        refused = fit(tmp_path, *folder, exit_code=2)
+        assert "error: trainer.default_root_dir=run: another run is at work there (process " in refused.stderr
+        shutil.rmtree(saved.parent)
         fit(tmp_path)  # a run without a folder has one of its own
     finally:
         end(holder)
@@ -170,10 +190,8 @@ class Look(Callback):
 @pytest.mark.processes
 def test_fit_of_a_script_has_its_folder_while_it_runs(model_folder: str, tmp_path: Path) -> None:
     look = Look()
-    for max_steps in (1, 2):
-        trainer = make_trainer(
-            tmp_path, max_steps, look, RunReport(), ModelCheckpoint(tmp_path), enable_checkpointing=True
-        )
+    for max_steps, others in ((1, [RunReport()]), (2, [])):  # a checkpoint alone is enough
+        trainer = make_trainer(tmp_path, max_steps, look, *others, ModelCheckpoint(tmp_path), enable_checkpointing=True)
         trainer.fit(make_grpo(model_folder), make_data(tmp_path), ckpt_path=last_checkpoint(tmp_path))
         assert look.answers is not None
         assert look.answers[0] == 1 and f"another run is at work there (process {os.getpid()} on" in look.answers[1]

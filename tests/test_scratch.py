@@ -1,9 +1,12 @@
 """Scratch folders of processes that end in any way."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,11 @@ time.sleep(600)
 
 
 @pytest.fixture
-def parent(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough to be used
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 @pytest.mark.processes
@@ -58,3 +61,27 @@ def test_folder_of_a_long_parent_is_in_tmp(tmp_path: Path, monkeypatch: pytest.M
     folder = ScratchFolder("test")
     assert folder.path.parent == Path("/tmp") and os.fspath(folder) == str(folder.path)
     folder.remove()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_disk_without_locks_keeps_the_folders_of_others(
+    number: int, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first, second = ScratchFolder("test"), ScratchFolder("test")
+    assert sorted(parent.iterdir()) == sorted([first.path, second.path])
+    for folder in (first, second):
+        folder.remove()
+    assert not list(parent.iterdir())
+
+
+def test_other_errors_of_a_lock_are_raised(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        ScratchFolder("test")

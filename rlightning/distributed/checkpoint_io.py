@@ -16,6 +16,7 @@ from rlightning.checksums import DamagedError, seal_file, verify_file
 from rlightning.disk import needed
 from rlightning.distributed.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
 from rlightning.distributed.collectives import global_rank
+from rlightning.distributed.plain_pickle import read_plain
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
@@ -114,12 +115,13 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Read a checkpoint's step without its tensors; None, and a log line, where that cannot be read."""
+    """Read a checkpoint's step without its tensors, and without making any object of what it holds.
+
+    Returns:
+        None, and a log line, where it cannot be read.
+    """
     try:
-        if path.is_dir():
-            checkpoint: Any = torch.load(path / META, map_location="cpu", weights_only=False)
-        else:
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
     except Exception as error:  # a file that is cut short may raise anything
         log.warning("%s is no checkpoint that can be read, and is skipped: %s.", path, _why_unreadable(path, error))

@@ -16,6 +16,7 @@ Messages are lines of JSON. A connection that closes without a farewell is a fai
 
 import contextlib
 import json
+import logging
 import secrets
 import selectors
 import socket
@@ -27,8 +28,13 @@ from typing import Any
 
 from rlightning import intervals
 
+log = logging.getLogger(__name__)
+
 GONE = "is gone: it was killed, or ended without a word"
 MESSAGE_BYTES = 4096
+"""Read at once, and the most that a connection may send before it has said whose it is."""
+MAX_UNKNOWN = 32
+"""Connections that have not said so, at once, beside those of all ranks."""
 RELAYED = {"stacks", "kill"}
 """Messages from a rank to all others."""
 
@@ -98,11 +104,15 @@ class FailureHub(threading.Thread):
         """Serve."""
         while self._num_farewells < self._world_size:
             waiting = self._reported is not None and self._first is None
-            for key, _ in self._selector.select(intervals.VERDICT_DELAY if waiting else None):
+            unknown = [link for link in self._links.values() if link.rank is None]
+            timeout = intervals.HELLO_TIMEOUT if unknown else None
+            events = self._selector.select(intervals.VERDICT_DELAY if waiting else timeout)
+            for key, _ in sorted(events, key=lambda event: event[0].fileobj is self._server):  # who is here goes first
                 if key.fileobj is self._server:
                     self._accept()
-                else:
-                    self._read(self._links[key.fileobj])  # type: ignore[index]
+                elif (link := self._links.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                    self._read(link)
+            self._shed(unknown)
             if self._reported is not None and time.monotonic() >= self._decide_at:
                 self._decide(self._reported)
         self.close()
@@ -114,9 +124,29 @@ class FailureHub(threading.Thread):
         self._server.close()
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        self._links[connection] = Link(connection)
+        try:
+            connection, _ = self._server.accept()
+        except OSError as error:  # this process has no file descriptor left, or the other end is gone
+            log.debug("A connection to the failure watch could not be accepted: %s", error)
+            oldest = next((link for link in self._links.values() if link.rank is None), None)
+            if oldest is not None:
+                self._drop(oldest)
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
+            return
+        try:
+            self._links[connection] = Link(connection)
+        except OSError:
+            connection.close()
+            return
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _shed(self, unknown: list["Link"]) -> None:
+        """Close connections, the oldest first, that have not said whose they are in time, or are too many."""
+        latest = time.monotonic() - intervals.HELLO_TIMEOUT
+        excess = len(unknown) - self._world_size - MAX_UNKNOWN
+        for number, link in enumerate(unknown):
+            if link.rank is None and link.socket in self._links and (number < excess or link.began < latest):
+                self._drop(link)
 
     def _read(self, link: "Link") -> None:
         messages = link.receive()
@@ -133,6 +163,8 @@ class FailureHub(threading.Thread):
                     link.send({"first": asdict(self._first)})
             else:
                 self._take(link, link.rank, message)
+        if link.rank is None and len(link.rest) > MESSAGE_BYTES:
+            self._drop(link)
 
     def _take(self, link: "Link", rank: int, message: dict[str, Any]) -> None:
         """Act upon a rank's message."""
@@ -186,15 +218,18 @@ class Link:
 
     Attributes:
         rank: whose it is, once that is known.
+        began: when it was made, as time.monotonic() counts.
         is_done: whether the farewell was said.
+        rest: of what has come, the beginning of a message.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.began = time.monotonic()
         self._lock = threading.Lock()
         self.rank: int | None = None
         self.is_done = False
-        self._rest = b""
+        self.rest = b""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that loses its power closes nothing: found within a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -208,19 +243,19 @@ class Link:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for something and return the messages that are complete; None when the connection is closed."""
+        """Wait for something and return the messages that are complete; None when it is closed, or a stranger's."""
         try:
             data = self.socket.recv(MESSAGE_BYTES)
         except OSError:
             return None
         if not data:
             return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self.rest = (self.rest + data).split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return messages if all(isinstance(message, dict) for message in messages) else None  # a stranger's, else
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
     def hang_up(self) -> None:
         """End the connection, and whatever waits for it."""

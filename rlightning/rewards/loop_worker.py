@@ -7,12 +7,14 @@ the interpreter's lock or has ended the process. It ends a process whose loop a 
 import faulthandler
 import mmap
 import os
+import select
 import signal
 import tempfile
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlightning import intervals
 from rlightning.rewards.calls import Answered, Outcome
 from rlightning.rewards.event_loop import EventLoopPool, LoopFunction, Owner
 from rlightning.rewards.loop_thread import LoopThread, free_loop
@@ -82,6 +84,7 @@ def serve(connection_fd: int, log_fd: int, state_fd: int) -> None:
     A list of calls starts these; a frozenset of samples cancels the calls on them. Each answer is a call's key and its
     outcome.
     """
+    _end_with_parent(connection_fd)
     connection: Connection[Any, Any] = Connection(connection_fd)
     functions = load_functions(connection, log_fd)
     faulthandler.register(STACK_SIGNAL, file=log_fd, all_threads=True)
@@ -105,6 +108,26 @@ def serve(connection_fd: int, log_fd: int, state_fd: int) -> None:
     pool.close()
     thread.close()
     os.killpg(0, signal.SIGKILL)  # and what the functions have started
+
+
+def _end_with_parent(connection_fd: int) -> None:
+    """Fork a process that kills this one's group when the parent has died and a call keeps this one from ending itself.
+
+    The kernel's own signal (``PR_SET_PDEATHSIG``) would come with the end of the parent's thread, which is there for as
+    long as calls are.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    parent, this = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
+    if os.fork() != 0:
+        os.close(parent)
+        os.close(this)
+        return
+    os.close(connection_fd)
+    ended, _, _ = select.select([parent, this], [], [])
+    if this not in ended and not select.select([this], [], [], 3 * intervals.CANCEL_GRACE)[0]:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _show(state: LoopState, thread: LoopThread) -> None:

@@ -23,7 +23,7 @@ class Acceptor:
     """Accepts connections in a thread, and handles each in a thread of its own.
 
     Of more than :data:`MAX_UNKNOWN` connections that have not authenticated the oldest is closed, and so is the oldest
-    where this process has no file descriptor for a new one.
+    where this process has no file descriptor, or no thread, for a new one.
 
     Args:
         listener: a listening socket.
@@ -72,9 +72,16 @@ class Acceptor:
             for other in excess:
                 self._shed(other)
             peer = f"{address[0]}:{address[1]}"
-            threading.Thread(target=self._handle, args=(connection, peer), name="connection", daemon=True).start()
+            thread = threading.Thread(target=self._handle, args=(connection, peer), name="connection", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # this process may have no more threads
+                with self._lock:
+                    self._unknown.remove(connection)
+                    connection.close()
+                self._make_room(error)
 
-    def _make_room(self, error: OSError) -> None:
+    def _make_room(self, error: Exception) -> None:
         """Close the oldest connection that has not authenticated; say once that connections fail."""
         if not self._is_short:
             self._is_short = True

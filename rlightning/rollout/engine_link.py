@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -73,6 +73,8 @@ class VLLMConfig:
             only samples, and has before, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
         environment: further variables of its process.
         files: of the model, as the trainer has read them; None for who only starts an engine for others.
+        copies: the contents of the model folder's files but the weights, by name: what an engine needs to start again
+            where the folder is gone.
     """
 
     engine_args: dict[str, Any]
@@ -88,6 +90,7 @@ class VLLMConfig:
     hang_timeout: float = 120.0
     environment: dict[str, str] = field(default_factory=dict)
     files: "ModelFiles | None" = None
+    copies: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
 
 class EngineLink(ABC):

@@ -25,6 +25,7 @@ from rlightning.rollout.engine_cache import check_cache
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import parse_url
+from rlightning.rollout.model_files import read_copies
 from rlightning.seeds import mix_seed
 
 Placement = Literal["colocated", "standalone"]
@@ -187,7 +188,7 @@ class EngineOptions:
         if sampling.seed is None:
             # The other engines of the run must draw other numbers, and none knows which number it has.
             config.engine_args["seed"] = secrets.randbits(31)
-        return replace(config, log_file=log_file)
+        return replace(config, log_file=log_file, copies=read_copies(module.model_path))
 
     def _configure(
         self,

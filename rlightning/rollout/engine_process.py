@@ -83,12 +83,15 @@ class EngineProcess(EngineLink):
         return self._process.pid
 
     def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
-        """The engine's arguments; where the model's folder is gone, with a copy of what the trainer has read of it."""
-        files, model = self.config.files, Path(engine_args["model"])
-        if files is None or not files.copies or (model / "config.json").is_file():
+        """The engine's arguments; where the model's folder is gone, with a copy of what was read of it before."""
+        model = Path(engine_args["model"])
+        if not self.config.copies or (model / "config.json").is_file():
             return engine_args
-        log.warning("The model's folder '%s' is gone. The engine starts from what the run has read of it.", model)
-        copy = files.write_copies(self._scratch.path / "model")
+        log.warning("The model's folder '%s' is gone. The engine starts from what was read of it before.", model)
+        copy = self._scratch.path / "model"
+        copy.mkdir()
+        for name, content in self.config.copies.items():
+            (copy / name).write_bytes(content)
         return engine_args | {"model": str(copy)}
 
     def log_tail(self) -> str:

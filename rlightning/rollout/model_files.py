@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,11 @@ class ModelFiles:
         tokenizer: decodes completions.
         end_token_ids: each ends a completion: the tokenizer's end of sequence and the generation configuration's.
         facts: what an engine must have read, too: plain values by name.
-        copies: the contents of a local folder's files but the weights, by name: what an engine needs to start.
     """
 
     tokenizer: Tokenizer
     end_token_ids: tuple[int, ...]
     facts: Mapping[str, Any]
-    copies: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def read(cls, model: str, *, trust_remote_code: bool = False) -> "ModelFiles":
@@ -63,13 +61,6 @@ class ModelFiles:
             "tokenizer": digest_tokenizer(tokenizer),
         }
         return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
-
-    def write_copies(self, folder: Path) -> Path:
-        """Write :attr:`copies` to a new folder, and return it."""
-        folder.mkdir()
-        for name, content in self.copies.items():
-            (folder / name).write_bytes(content)
-        return folder
 
 
 def read_copies(model: str) -> dict[str, bytes]:

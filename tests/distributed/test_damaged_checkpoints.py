@@ -1,6 +1,7 @@
 """A damaged checkpoint is refused by name, and ``last`` is the newest one that is what was written."""
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from rlightning.atomic_save import find_saved
 from rlightning.checksums import DamagedError
 from rlightning.distributed.checkpoint_folder import FORMAT, META, read_meta
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint
+from rlightning.distributed.checkpoint_io import AtomicCheckpointIO, last_checkpoint, read_state
 from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 
@@ -95,6 +96,33 @@ def test_damaged_newest_is_skipped(
         AtomicCheckpointIO().load_checkpoint(newest)
     damage(older / META if older.is_dir() else older)
     assert last_checkpoint(tmp_path) is None
+
+
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (self.folder,)
+
+
+def test_looking_for_the_last_one_makes_no_objects_of_what_files_hold(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    state = OrderedDict(weight=torch.ones(2), shared=nn.Parameter(torch.ones(2)))
+    checkpoint = {"trap": Trap(sprung), "state_dict": state, "sets": {1, 2}, "kinds": {Path: [sprung]}}
+    for step in (1, 2):
+        AtomicCheckpointIO().save_checkpoint(
+            checkpoint | {"global_step": step, "optimizer_states": []}, tmp_path / f"step={step}.ckpt"
+        )
+    newest = tmp_path / "step=2.ckpt"
+    assert read_state(newest) == (newest, 2, True)
+    flip(newest)
+    assert last_checkpoint(tmp_path) == tmp_path / "step=1.ckpt"
+    assert not sprung.exists()
+    torch.load(tmp_path / "step=1.ckpt", weights_only=False)
+    assert sprung.exists(), "the trap works"
 
 
 def test_link_to_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """The first failure ends all ranks: real processes in plain PyTorch, failing and being interrupted in several ways."""
 
+import contextlib
+import errno
 import signal
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import START_BY_EXEC
@@ -9,7 +13,7 @@ from rank_processes import end_ranks, start_ranks
 
 from rlightning import intervals
 from rlightning.distributed.failure import describe, is_failure
-from rlightning.distributed.failure_hub import Failure, FailureHub, connect
+from rlightning.distributed.failure_hub import MAX_UNKNOWN, Failure, FailureHub, connect
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
 
@@ -192,6 +196,37 @@ def test_the_hub_does_not_listen_to_strangers() -> None:
     hub.join(60)
     assert not hub.is_alive()
     assert decided == []
+
+
+def test_strangers_that_use_up_file_descriptors_or_say_nothing_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "HELLO_TIMEOUT", 1.0)
+    decided: list[Failure] = []
+    hub = FailureHub(2, decided.append)
+    hub.start()
+    links = [connect(["localhost"], hub.port, 60.0) for _ in range(2)]
+    for rank, link in enumerate(links):
+        link.send({"token": hub.token, "rank": rank})
+    babbler = connect(["localhost"], hub.port, 60.0)
+    with contextlib.suppress(OSError):
+        babbler.socket.sendall(b"[" * 100_000)
+    with contextlib.suppress(OSError):
+        assert babbler.receive() is None
+    silent = connect(["localhost"], hub.port, 60.0)
+    assert silent.receive() is None, "after a second"
+    accept, left = socket.socket.accept, iter(range(3))
+
+    def fail_thrice(server: socket.socket) -> Any:
+        if next(left, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_thrice)
+    crowd = [connect(["localhost"], hub.port, 60.0) for _ in range(MAX_UNKNOWN + 4)]
+    assert crowd[0].receive() is None
+    for link in links:
+        link.send({"bye": True})
+    hub.join(60)
+    assert not hub.is_alive() and decided == []
 
 
 def test_exceptions_map_to_failures_exit_codes_and_descriptions() -> None:

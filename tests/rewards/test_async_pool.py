@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import judges
@@ -16,6 +18,7 @@ from test_runner import (  # noqa: F401 (a fixture)
     wait_for,
 )
 
+from rlightning.distributed.process_identity import find_children
 from rlightning.rewards import RewardFunction
 
 pytestmark = pytest.mark.processes
@@ -136,3 +139,20 @@ def test_function_that_cannot_be_sent_is_named_once(
     assert len(said) == 1 and said[0].startswith(f"Reward '{name}' runs in this process, unprotected")
     assert [c[name].item() == os.getpid() for c in components] == [True, True]
     assert [c["process_id"].item() == os.getpid() for c in components] == [False, False]
+
+
+def test_killed_trainer_takes_a_call_that_holds_the_interpreter_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_runner import score\n"
+        "from rlightning.rewards import RewardFunction, RewardRunner\n"
+        "runner = RewardRunner([RewardFunction('judges.misbehave', timeout=600.0)], num_workers=1)\n"
+        "score(runner, ['backtrack'], folder=[sys.argv[2]])\n"
+    )
+    with subprocess.Popen([sys.executable, script, Path(__file__).parent, tmp_path]) as trainer:
+        wait_for(lambda: bool(list(tmp_path.glob("backtrack.*"))))
+        workers = list(find_children(trainer.pid))
+        trainer.kill()
+    assert workers
+    wait_for(lambda: not any(is_running(pid) for pid in workers), 60.0)

@@ -133,6 +133,34 @@ def test_acceptor_sheds_the_oldest_idle_connections(monkeypatch: pytest.MonkeyPa
     guest.close()
 
 
+def test_acceptor_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    served: list[str] = []
+
+    def serve(connection: Connection, peer: str) -> None:
+        served.append(peer)
+        connection.send_bytes(b"welcome")
+
+    acceptor = Acceptor(listener, partial(let_in, token=b"secret"), serve)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "connection":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection((HOST, port), 60.0) as refused:
+            assert refused.recv(1000) == b""
+    guest = reach(HOST, port, 60.0)
+    enter(guest, "tcp://here", b"secret")
+    assert len(served) == 1
+    guest.close()
+    acceptor.close()
+
+
 FEW_DESCRIPTORS = """
 import resource, socket, sys, threading
 from functools import partial

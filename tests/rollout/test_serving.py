@@ -529,16 +529,22 @@ def test_run_continues_after_one_server_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
-def test_dead_served_engine_is_restarted_by_server(
+def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    killed = []
+    killed: list[int] = []
 
     def kill(engine: Any) -> None:
+        model.rename(moved)
         killed.append(engine.process.pid)
         os.kill(killed[0], signal.SIGKILL)
 
-    witness = fit(project, tmp_path, [server.url], At(1, kill))
+    model, moved = project / "model", project / "moved"
+    try:
+        witness = fit(project, tmp_path, [server.url], At(1, kill))
+    finally:
+        moved.rename(model)
+    assert "The model's folder 'model' is gone." in server.errors()
     assert len(witness.steps) == 4
     assert f"is connected to again: {server.url}: The engine died (exit status -9)" in caplog.text
     assert in_session(killed[0]) == []
