@@ -1,4 +1,4 @@
-"""Loggers of services, such as W&B, make their runs once nothing of the configuration can be refused any more."""
+"""Loggers make their runs and folders once nothing of the configuration can be refused any more."""
 
 from typing import Any
 
@@ -34,10 +34,10 @@ class LateLoggers(Callback):
 
 
 def delay_loggers(trainer: Any) -> None:
-    """Hide loggers of services from the Trainer until the first callback's ``setup``."""
+    """Hide the loggers from the Trainer until the first callback's ``setup``."""
     others = [callback for callback in trainer.callbacks if not isinstance(callback, LateLoggers)]
     trainer.callbacks = [LateLoggers(trainer.loggers), *others]
-    trainer.loggers = [logger for logger in trainer.loggers if not is_service(logger)]
+    trainer.loggers = []
 
 
 def is_service(logger: Logger) -> bool:

@@ -68,6 +68,8 @@ def test_mistake_in_the_data_leaves_no_run_at_wandb(project: Path) -> None:
     (project / "unlogged").mkdir()
     done = fit(project, *options, "--data.prompt_column", "promt", exit_code=2)
     assert done.stderr.splitlines()[-1].startswith("error: 'rows.jsonl' has no column 'promt'")
+    fit(project, "--trainer.default_root_dir", "mistaken", "--data.prompt_column", "promt", exit_code=2)
+    assert not list((project / "mistaken").rglob("*"))  # of its own loggers neither
     (project / "scored.py").write_text("async def one(completion):\n    return 1.0\n")
     engine = ("--rollout.engine", '{"kv_cache_dtype": "nonsense", "kv_cache_memory_bytes": 268435456}')
     refused = ("--model", "GRPO", "--model.rewards", "[scored.one]", "--rollout.max_new_tokens", "4")
