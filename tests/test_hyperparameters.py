@@ -41,7 +41,7 @@ class Taking(GRPO):
         extra = kwargs.pop("extra", 1)
         super().__init__(model, **kwargs)
         self.depth, self.extra, self.own = depth, extra, own
-        self.save_hyperparameters({"note": "mine"})
+        self.hparams["note"] = "mine"
 
 
 class Forwarding(Taking):
