@@ -1,20 +1,27 @@
 """Checks what an object is built with from Python as the parser checks YAML: by the names and types of its class."""
 
+import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache, wraps
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from types import CodeType
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from rlightning.config_types import flatten_union, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
-from rlightning.peer_names import suggest_name
+from rlightning.peer_names import PEER_NAMES, suggest_name
+from rlightning.python_values import map_items, to_number, to_python
 
 _RULE = "Input should be "
+_RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
+_PACKAGES = ("rlightning", "lightning")  # whose classes take nothing else than their signatures say
+_NEAR = 0.85  # of a misspelled name, as difflib measures it
 
 
 class CheckedArguments:
@@ -58,13 +65,63 @@ def check_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     if not args and not kwargs:
         return
-    hints = _hints_of(kind)
-    given = dict(zip(_positional_names(kind), args, strict=False)) | dict(kwargs)
-    for name, value in given.items():
+    hints = hints_of(kind)
+    if hints is None:
+        return
+    names = _own_positional_names(kind.__init__)  # type: ignore[misc]
+    if len(args) > len(names) and not _has(kind.__init__, inspect.Parameter.VAR_POSITIONAL):  # type: ignore[misc]
+        fitting = (n for n, hint in hints.items() if n not in {*names, *kwargs} and _fits(args[len(names)], hint))
+        raise ConfigError(_too_many(kind, len(names), args, next(fitting, None)))
+    for name, value in (dict(zip(names, args, strict=False)) | dict(kwargs)).items():
         if name in hints:
             check_value(kind.__name__, name, value, hints[name])
-        elif not _is_taken_otherwise(kind, name):
+        elif not accepts(kind, name):
             raise ConfigError(f"{kind.__name__} has no argument '{name}'. {suggest_name(name, hints)}")
+
+
+def accepts(kind: type, name: str) -> bool:
+    """Return whether a class may take an argument: a user's ``**kwargs`` may be for any name but a mistaken one."""
+    hints = hints_of(kind)
+    if hints is None or name in hints or is_taken_otherwise(kind, name):
+        return True
+    init = kind.__init__  # type: ignore[misc]
+    is_ours = str(getattr(init, "__module__", "")).partition(".")[0] in _PACKAGES
+    return not is_ours and _has(init, inspect.Parameter.VAR_KEYWORD) and not _is_mistaken(name, hints)
+
+
+@cache
+def hints_of(kind: type) -> dict[str, Any] | None:
+    """Return the type hints of what a class takes, by name; None where they cannot be found out."""
+    from rlightning.config_keys import parameters_of
+
+    try:
+        parameters = parameters_of(kind)
+    except Exception:  # of a class of the user's, which Python may still make
+        return None
+    # A group of keys stands for an object.
+    return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
+
+
+def positional_names(kind: type) -> list[str]:
+    """Return the names of what a class takes by position; those of ``*args`` are the next base's."""
+    names: list[str] = []
+    for init in _inits(kind):
+        names += [name for name in _own_positional_names(init) if name not in names]
+        if not _has(init, inspect.Parameter.VAR_POSITIONAL):
+            break
+    hints = hints_of(kind)  # without what the class itself gives its bases
+    return [name for name in names if hints is None or name in hints]
+
+
+def is_taken_otherwise(kind: type, name: str) -> bool:
+    """Return whether an ``__init__`` with ``**kwargs`` has a name in its code, as in ``kwargs.pop(name)``."""
+    for init in _inits(kind):
+        code = getattr(inspect.unwrap(init), "__code__", None)
+        if code is not None and name in _constants(code):
+            return True
+        if not _has(init, inspect.Parameter.VAR_KEYWORD):
+            return False
+    return False
 
 
 def check_value(kind: str, name: str, value: object, hint: Any) -> None:
@@ -73,7 +130,8 @@ def check_value(kind: str, name: str, value: object, hint: Any) -> None:
     Args:
         kind: the class that it is given to, by its name.
         name: of the argument.
-        value: it may be a list where a tuple is meant, as in YAML, a NumPy number, or a path where a text is meant.
+        value: it may be another sequence than is meant, as in YAML, NumPy's or torch's in place of numbers and lists, a
+            path where a text is meant, or the other way round.
         hint: of the type; everything passes one that is missing, or that pydantic does not know.
 
     Raises:
@@ -89,11 +147,12 @@ def _find_reasons(value: object, hint: Any) -> list[str]:
     """Pydantic's messages about a value; none if it is of the type."""
     import pydantic  # a tenth of a second
 
-    adapter = _adapter(hint)
+    validator = _find_validator(hint)
+    is_strict = True if isinstance(value, Iterator) else None  # a list of its items would leave it empty
     reasons: list[str] = []
-    for candidate in _spellings(value) if adapter else ():
+    for candidate in _spellings(value) if validator else ():
         try:
-            adapter.validate_python((candidate,))
+            validator.validate_python((candidate,), strict=is_strict)
             return []
         except pydantic.ValidationError as error:
             details = error.errors(include_url=False, include_context=False, include_input=False)
@@ -101,15 +160,22 @@ def _find_reasons(value: object, hint: Any) -> list[str]:
     return reasons
 
 
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is known to be of a type."""
+    return _find_validator(hint) is not None and not _find_reasons(value, hint)
+
+
 def _spellings(value: object) -> Iterator[object]:
     """A value, and what else Python code writes for it."""
-    import numpy as np
+    yield value
+    yield map_items(_spell_out, to_python(value))
 
-    yield value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, list):
-        yield tuple(value)
-    elif isinstance(value, os.PathLike):
-        yield os.fspath(value)
+
+def _spell_out(value: object) -> object:
+    """The text of a path, and the value of a word or a number that is one of an enumeration's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.value if isinstance(value, Enum) and isinstance(value, str | int) else value
 
 
 def _describe(reasons: list[str]) -> str:
@@ -118,51 +184,90 @@ def _describe(reasons: list[str]) -> str:
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
-@cache
-def _hints_of(kind: type) -> dict[str, Any]:
-    from rlightning.config_keys import parameters_of
-
-    return parameters_of(kind)
-
-
-@cache
-def _adapter(hint: Any) -> Any:
+def _find_validator(hint: Any) -> Any:
     """What checks a value of a type hint, as the one item of a tuple: a dataclass alone would take no settings."""
-    import pydantic
-
     if hint in (None, inspect.Parameter.empty):
         return None
+    try:
+        return _make_validator(hint)
+    except Exception:  # it is no type, or none that can be checked
+        return None
+
+
+@cache
+def _make_validator(hint: Any) -> Any:
+    import pydantic
+    import pydantic_core
+
+    config: Any = {"strict": True, "arbitrary_types_allowed": True}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        try:
-            adapter = pydantic.TypeAdapter(tuple[hint], config={"strict": True, "arbitrary_types_allowed": True})
-            return adapter if adapter.pydantic_complete else None
-        except (pydantic.PydanticUserError, pydantic.PydanticUndefinedAnnotation, Warning):  # it is no type
+        adapter = pydantic.TypeAdapter(tuple[hint], config=config)
+    complete = adapter.pydantic_complete
+    return pydantic_core.SchemaValidator(_relax(adapter.core_schema), {"strict": True}) if complete else None
+
+
+def _relax(schema: Any) -> Any:
+    """Pydantic's schema of a type, which takes the kinds in _RELAXED in the other spellings of them, too."""
+    if isinstance(schema, list):
+        return [_relax(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    relaxed = {key: _relax(part) for key, part in schema.items()}
+    return relaxed | {"strict": False} if schema.get("type") in _RELAXED else relaxed
+
+
+def _annotation(kind: type, name: str) -> Any:
+    """The class of an argument, as it is written; None where that is not to be found."""
+    for init in _inits(kind):
+        if name in inspect.signature(init).parameters:
+            with suppress(NameError, AttributeError, TypeError):
+                return get_type_hints(init).get(name)
             return None
+    return None
 
 
-def _positional_names(kind: type) -> list[str]:
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
+def _inits(kind: type) -> Iterator[Any]:
+    """Each ``__init__`` of a class and its bases."""
+    yield from (init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__")))
+
+
+def _own_positional_names(init: Any) -> list[str]:
+    parameters = list(inspect.signature(init).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _is_taken_otherwise(kind: type, name: str) -> bool:
-    """Whether an ``__init__`` with ``**kwargs`` may take an argument that is not among the class's parameters."""
-    for base in kind.__mro__:
-        function = vars(base).get("__init__")
-        if not inspect.isfunction(function):
-            continue
-        parameters = inspect.signature(function).parameters
-        if name in inspect.unwrap(function).__code__.co_consts:  # as in kwargs.pop(name)
-            return True
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return False
-    return False
+def _has(init: Any, kind: Any) -> bool:
+    """Whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
+    return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
+
+
+def _constants(code: CodeType) -> Iterator[object]:
+    """What is written in a function's code, and in that of the functions inside it."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
+
+
+def _is_mistaken(name: str, known: Iterable[str]) -> bool:
+    """Whether an unknown name is another library's, or nearly a known one, and not made of that and a word."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
+    is_made_of = any(name.endswith(f"_{one}") or name.startswith(f"{one}_") for one in near)
+    return name in PEER_NAMES or (bool(near) and not is_made_of)
+
+
+def _too_many(kind: type, number: int, args: tuple[Any, ...], name: str | None) -> str:
+    value = "[...]" if isinstance(args[number], list | tuple) else "..."
+    way_out = f"Give the others by name{f', as {name}={value}' if name else ''}."
+    takes = "1 argument" if number == 1 else f"{number or 'no'} arguments"
+    return f"{kind.__name__} takes {takes} by position, not {len(args)}. {way_out}"
 
 
 def _way_out(value: object, hint: Any) -> str:
     """A sentence about what to write instead, where that is known."""
-    for number in _near_numbers(value):
+    for number in _near_numbers(to_number(value)):
         if not _find_reasons(number, hint):
             return f"Write {number}{', without quotes' if isinstance(value, str) else ''}."
     options = list(flatten_union(hint))

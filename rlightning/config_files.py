@@ -120,7 +120,7 @@ def read_config(path: str, key: str = "config") -> Any:
     if file.is_dir():
         raise ConfigError(f"{where} is a folder. Name a YAML file.")
     if not file.is_file():
-        near = [str(f) for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        near = sorted(str(f) for f in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
         hint = f" {did_you_mean(str(file), near)}" if near else " Paths count from the current folder."
         raise ConfigError(f"{where}: there is no such file.{hint}")
     if file.suffix in ROW_SUFFIXES:

@@ -3,7 +3,7 @@
 import difflib
 import errno
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from rlightning.foreign_text import cut_line
 
@@ -116,12 +116,13 @@ def find_run_error(error: BaseException) -> RunError | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence to end an error about an unknown name: the nearest choice, or all of them; of many the nearest."""
-    known = sorted(choices)
+    """A sentence to end an error about an unknown name: the nearest choice, or all; of many the nearest."""
+    known = sorted(choices) if isinstance(choices, Set) else list(choices)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if nearest:
         return f"Did you mean '{nearest[0]}'?"
     if len(known) <= MAX_CHOICES:
         return f"Choose from: {', '.join(known)}."
-    shown = difflib.get_close_matches(name, known, n=MAX_CHOICES, cutoff=0.0)
+    near = difflib.get_close_matches(name, known, n=MAX_CHOICES, cutoff=0.0)
+    shown = [choice for choice in known if choice in near]
     return f"Choose from: {', '.join(shown)}, and {len(known) - len(shown)} more."

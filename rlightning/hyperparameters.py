@@ -14,14 +14,15 @@ from pathlib import Path
 from pydoc import locate
 from typing import Any, TypeVar
 
+import numpy as np
+
+from rlightning.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
 from rlightning.errors import ConfigError
+from rlightning.python_values import to_number, to_python
 from rlightning.rewards import RewardFunction
 from rlightning.secret_arguments import conceal, mask_secrets, resolve_secrets
 
 Module = TypeVar("Module")
-
-POSITIONAL = ("model",)
-"""The arguments of modules that can be given by position."""
 
 
 class _NotPlainError(Exception):
@@ -38,7 +39,8 @@ def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             case inspect.Parameter.VAR_KEYWORD:
                 arguments |= value
             case inspect.Parameter.VAR_POSITIONAL:
-                arguments |= dict(zip(POSITIONAL, value, strict=False))
+                others = [other for other in positional_names(cls) if other not in arguments]
+                arguments |= dict(zip(others, value, strict=False))
             case _:
                 arguments[name] = value
     return arguments
@@ -66,17 +68,23 @@ def make_module(cls: type[Module], values: Mapping[str, Any], given: Mapping[str
     Raises:
         ConfigError: an argument is missing, a secret is not in the environment, or a class cannot be found.
     """
-    accepted = {name for kind in cls.__mro__ for name in _parameters(kind)}  # the user may have saved others
-    kept = {name: value for name, value in values.items() if name in accepted and name not in given}
+    kept = {name: value for name, value in values.items() if name not in given and accepts(cls, name)}
     arguments = {name: _restore(value) for name, value in resolve_secrets(kept, where).items()} | dict(given)
-    missing = [name for name, default in _parameters(cls).items() if default is inspect.Parameter.empty]
-    missing = [name for name in missing if name not in arguments]
+    missing = [name for name in _required(cls) if name not in arguments]
     if missing:
         raise ConfigError(
             f"{where} does not hold {', '.join(missing)} of {cls.__name__}. Give what is missing, as "
             f"{cls.__name__}.load_from_checkpoint(..., {missing[0]}=...)."
         )
     return cls(**arguments)
+
+
+def _required(cls: type) -> list[str]:
+    """The arguments without a default, of a class and of those bases that it hands its own on to."""
+    own = _parameters(cls)
+    defaults = {name: default for kind in reversed(cls.__mro__) for name, default in _parameters(kind).items()}
+    names = [name for name in hints_of(cls) or own if defaults.get(name) is inspect.Parameter.empty]
+    return [name for name in names if name in own or not is_taken_otherwise(cls, name)]
 
 
 def _parameters(kind: type) -> dict[str, Any]:
@@ -87,6 +95,9 @@ def _parameters(kind: type) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    value = to_number(value)
+    if isinstance(value, range) or (isinstance(value, np.ndarray) and value.ndim == 1):
+        value = to_python(list(value))
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Path):

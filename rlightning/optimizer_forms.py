@@ -27,7 +27,7 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     def configure(*args: Any, **kwargs: Any) -> Any:
         found = configure_optimizers(*args, **kwargs)
         check_form(found)
-        return found
+        return _without_nones(found)
 
     return configure
 
@@ -77,7 +77,16 @@ def _optimizer(entry: Any) -> Any:
 
 
 def _schedules(entries: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    yield from (entry["lr_scheduler"] for entry in entries if "lr_scheduler" in entry)
+    yield from (entry["lr_scheduler"] for entry in entries if entry.get("lr_scheduler") is not None)
+
+
+def _without_nones(found: Any) -> Any:
+    """The form without schedules that are None, which Lightning would take for schedules."""
+    if isinstance(found, dict):
+        return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
+    if type(found) in (list, tuple):
+        return type(found)(map(_without_nones, found))
+    return found
 
 
 def _scheduler(schedule: Any) -> Any:

@@ -115,6 +115,7 @@ PEER_NAMES = {
     "max_model_length": "rollout.engine",
     # The run
     "num_train_epochs": "trainer.max_epochs",
+    "epochs": "trainer.max_epochs",
     "total_epochs": "trainer.max_epochs",
     "num_episodes": "trainer.max_epochs",
     "total_training_steps": "trainer.max_steps",
@@ -135,11 +136,15 @@ PEER_NAMES = {
     "torch_dtype": "trainer.precision",
     "precision": "trainer.precision",
     "n_gpus_per_node": "trainer.devices",
+    "gpus": "trainer.devices",
     "num_gpus": "trainer.devices",
     "devices": "trainer.devices",
     "nnodes": "trainer.num_nodes",
 }
 """By a name of theirs, or of another section here, the key that it is here."""
+
+PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
+"""By a name of theirs, what an object is called that is a part of an argument; told where there is that name."""
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:
@@ -150,6 +155,8 @@ def suggest_name(name: str, choices: Iterable[str]) -> str:
         choices: the names that there are where it was given.
     """
     known = list(choices)
+    if PARTS.get(name) in known:
+        return f"Did you mean '{PARTS[name]}'?"
     section, _, key = PEER_NAMES.get(name, "").partition(".")
     if not key:
         return did_you_mean(name, known)

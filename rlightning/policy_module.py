@@ -32,6 +32,7 @@ from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedul
 from rlightning.optimizer_forms import METHOD, checked
 from rlightning.optimizer_steps import prepare_optimizers
 from rlightning.optimizers import OptimizerStates
+from rlightning.python_values import to_python
 from rlightning.ranks import Ranks
 from rlightning.saved_module import SavedModule
 from rlightning.types import RolloutBatch
@@ -101,7 +102,8 @@ class PolicyModule(Ranks, SavedModule):
         if self._is_folder:
             check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
-        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        # Checkpoints hold them as the optimizer's.
+        self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 SETTINGS = "settings"
 """The key of a checkpoint that holds the settings that it was written with."""
+ARGUMENT_NAMES = "argument_names"
+"""That holds which of its hyperparameters the module was made with; a user may have saved others."""
 
 
 class SavedModule(PromptBatchModule):
@@ -45,6 +47,7 @@ class SavedModule(PromptBatchModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the settings in force and the arguments, with no objects and no secrets among hyperparameters."""
         checkpoint[SETTINGS] = self.settings
+        checkpoint[ARGUMENT_NAMES] = list(self.arguments)
         key, of_data = self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
         checkpoint[key] = dict(checkpoint.get(key, {})) | self.arguments
         for name in (key, of_data):
@@ -75,9 +78,9 @@ class SavedModule(PromptBatchModule):
             ConfigError: an argument without a default is neither in the checkpoint nor given.
         """
         checkpoint = AtomicCheckpointIO().load_checkpoint(checkpoint_path, "cpu", weights_only)
-        module = make_module(
-            cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), kwargs, f"The checkpoint {checkpoint_path}"
-        )
+        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
+        module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=strict)

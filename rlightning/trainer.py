@@ -26,6 +26,7 @@ from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
 from rlightning.strategy_names import find_strategy
@@ -67,7 +68,7 @@ class Trainer(lightning.pytorch.Trainer):
         check_value("Trainer", "rollout", rollout, Callback | Literal["auto"] | None)
         quieten()
         replace_lightning_ddp()
-        settled = settle_options({**_lightning_defaults(), **DEFAULTS, **options})
+        settled = settle_options({**_lightning_defaults(), **DEFAULTS, **to_python(options)})
         settled["callbacks"] = complete_callbacks(rollout, settled)
         check_repeated(settled["callbacks"])
         super().__init__(**settled)

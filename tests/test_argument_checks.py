@@ -2,9 +2,11 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch
 import numpy as np
@@ -19,6 +21,7 @@ from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.data.validation_sets import ValidationSet
 from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
 from rlightning.peer_names import CLASSES, PEER_NAMES
 from rlightning.rewards import RewardFunction, exact_match
 
@@ -38,9 +41,75 @@ def build_own(**arguments: Any) -> None:
     Own(MODEL, **arguments)
 
 
+@dataclass
+class Settings:
+    """A dataclass of a user's."""
+
+    size: int = 1
+
+
+class WithSettings(GRPO):
+    def __init__(self, model: str, settings: Settings, other: Settings = Settings(), **kwargs: Any) -> None:  # noqa: B008
+        super().__init__(model, **kwargs)
+        self.sizes = settings.size, other.size
+
+
+class SettingsCallback(RLCallback):
+    def __init__(self, settings: Settings) -> None:
+        self.size = settings.size
+
+
+class SettingsData(PromptDataModule):
+    def __init__(self, settings: Settings, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.size = settings.size
+
+
+class Scorer(Protocol):
+    def score(self, text: str) -> float: ...
+
+
+class Level(Enum):
+    LOW = "low"
+
+
+class Word(StrEnum):
+    TOKEN = "token_mean"
+
+
+OWN_NAMES = ("depth", "wide")
+
+
+class ByComputedNames(GRPO):
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("my_")}
+        own |= {name: kwargs.pop(name) for name in OWN_NAMES if name in kwargs}
+        super().__init__(model, **kwargs)
+        self.own = own
+
+
 @pytest.mark.parametrize(
     ("build", "given", "line"),
     [
+        (WithSettings, {"settings": {"size": 2}}, "an instance of Settings. Write Settings(...)."),
+        (WithSettings, {"settings": Settings(), "other": 3}, "WithSettings(other=3): it should be an instance of"),
+        (SettingsCallback, {"settings": 3}, "SettingsCallback(settings=3): it should be an instance of Settings"),
+        (SettingsData, {"settings": 3}, "SettingsData(settings=3): it should be an instance of Settings"),
+        (ByComputedNames, {"beta": 0.04}, "ByComputedNames has no argument 'beta'. Did you mean 'kl_coef'?"),
+        (ByComputedNames, {"weigt_decay": 0.1}, "ByComputedNames has no argument 'weigt_decay'. Did you mean"),
+        (
+            GRPO,
+            {"epochs": 3},
+            "GRPO has no argument 'epochs'. That is trainer.max_epochs here, an argument of Trainer.",
+        ),
+        (Trainer, {"epochs": 3}, "Trainer has no argument 'epochs'. Did you mean 'max_epochs'?"),
+        (Trainer, {"gpus": 3}, "Trainer has no argument 'gpus'. Did you mean 'devices'?"),
+        (RewardFunction, {"fn": exact_match}, "RewardFunction has no argument 'fn'. Did you mean 'function'?"),
+        (
+            RewardFunction,
+            {"xyz": 1},
+            "Choose from: function, weight, name, arguments",
+        ),
         (GRPO, {"learning_rate": 1e-6}, "GRPO has no argument 'learning_rate'. Did you mean 'lr'?"),
         (GRPO, {"num_generations": 8}, "GRPO has no argument 'num_generations'. Did you mean 'samples_per_prompt'?"),
         (GRPO, {"beta": 0.04}, "GRPO has no argument 'beta'. Did you mean 'kl_coef'?"),
@@ -95,7 +164,7 @@ def build_own(**arguments: Any) -> None:
     ],
 )
 def test_wrong_argument_is_one_line(build: Callable[..., Any], given: dict[str, Any], line: str) -> None:
-    arguments = (MODEL,) if build in (GRPO, DAPO, SFT) else ()
+    arguments = (MODEL,) if build in (GRPO, DAPO, SFT, WithSettings, ByComputedNames) else ()
     with pytest.raises(ConfigError) as caught:
         build(*arguments, **given)
     assert line in str(caught.value) and "\n" not in str(caught.value)
@@ -116,6 +185,87 @@ def test_what_python_code_writes_is_accepted(model_folder: str) -> None:
     assert [function.name for function in module.rewarder.functions] == ["exact_match"]
     (own,) = GRPO(model_folder, rewards=RewardFunction(exact_match, weight=2, name="right")).rewarder.functions
     assert (own.name, own.weight) == ("right", 2)
+
+
+def test_objects_of_users_classes_are_accepted(model_folder: str) -> None:
+    assert WithSettings(model_folder, Settings(2)).sizes == (2, 1)
+    assert SettingsCallback(Settings(3)).size == SettingsCallback(settings=Settings(3)).size == 3
+    assert SettingsData(Settings(4), train=[{"prompt": "p"}]).size == 4
+
+
+def test_own_arguments_by_computed_names_are_accepted(model_folder: str) -> None:
+    module = ByComputedNames(model_folder, my_lr=1, my_rewards=2, depth=3, lr=0.5)
+    assert module.own == {"my_lr": 1, "my_rewards": 2, "depth": 3} and module.lr == 0.5
+    with pytest.raises(TypeError, match="unexpected keyword argument 'height'"):
+        ByComputedNames(model_folder, height=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (np.int64(3), int),
+        (np.float32(0.5), float),
+        (np.bool_(True), bool),
+        (torch.tensor(4), int),
+        (torch.tensor([4]), torch.Tensor),
+        ([np.float32(0.5), 1], list[float]),
+        ({"a": (np.int64(1),)}, dict[str, tuple[int, ...]]),
+        (np.array([0.5, 1.0]), list[float]),
+        (np.array([0.5, 1.0]), tuple[float, float]),
+        (np.array([0.5, 1.0]), Sequence[float]),
+        (torch.tensor([1, 2]), tuple[int, ...]),
+        ([1, 2], tuple[int, int]),
+        ((1, 2), list[int]),
+        ([[1, 2]], tuple[tuple[int, int], ...]),
+        (range(3), list[int]),
+        (range(3), tuple[int, ...]),
+        (range(3), Sequence[int]),
+        ("folder", Path),
+        (["folder"], list[Path] | None),
+        (Path("folder"), str),
+        ([Path("folder")], list[str]),
+        ("low", Level),
+        (Level.LOW, Level | None),
+        (Word.TOKEN, Literal["token_mean", "constant"]),
+        (3, Scorer),
+        (3, list[Scorer] | None),
+        (3, [int]),
+    ],
+)
+def test_other_spellings_of_a_type_pass(value: Any, hint: Any) -> None:
+    check_value("It", "value", value, hint)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (np.float32(4.0), int),
+        (np.int64(1), bool),
+        (torch.tensor([4]), int),
+        (["1"], tuple[int, ...]),
+        ([1.0], list[int]),
+        ("ab", tuple[str, ...]),
+        ("high", Level),
+        (3, Path),
+        (Level.LOW, str),
+        (iter([1]), list[int]),
+    ],
+)
+def test_other_types_are_refused(value: Any, hint: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^It\(value=.*\): "):
+        check_value("It", "value", value, hint)
+
+
+def test_too_many_by_position_are_told_by_name() -> None:
+    line = r"^GRPO takes 1 argument by position, not 2\. Give the others by name, as rewards=\[\.\.\.\]\.$"
+    with pytest.raises(ConfigError, match=line):
+        GRPO(MODEL, [exact_match])  # type: ignore[misc]
+
+
+def test_trainer_has_pythons_numbers() -> None:
+    options = {"accelerator": "cpu", "rollout": None, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(devices=np.int64(1), max_steps=np.int32(3), **options)
+    assert (trainer.num_devices, trainer.max_steps) == (1, 3) and type(trainer.max_steps) is int
 
 
 @pytest.mark.processes  # jsonargparse asks an interpreter for its path

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
@@ -30,6 +31,24 @@ class Own(GRPO):
         super().__init__(*args, **kwargs)
         self.save_hyperparameters()
         self.value = nn.Linear(width, 1)
+
+
+class Taking(GRPO):
+    """Takes arguments that are in no signature, and saves more than it takes."""
+
+    def __init__(self, model: str, depth: int, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("my_")}
+        extra = kwargs.pop("extra", 1)
+        super().__init__(model, **kwargs)
+        self.depth, self.extra, self.own = depth, extra, own
+        self.hparams["note"] = "mine"
+
+
+class Forwarding(Taking):
+    """Has all of its base's arguments, by position too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +97,18 @@ def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> 
     again = make_trainer(tmp_path, 2)
     again.fit(loaded, make_data(tmp_path), ckpt_path=str(path))
     assert loaded.weight_version == 2
+
+
+@pytest.mark.long
+def test_arguments_of_no_signature_are_restored(model: str, tmp_path: Path) -> None:
+    given = {"extra": 5, "my_width": 7, "lr": np.float32(0.5), "betas": np.array([0.5, 0.75])}
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2}
+    path = save(Forwarding(model, np.int64(3), rewards=[share_of_ones], **sizes, **given), tmp_path)
+    saved = torch.load(path)["hyper_parameters"]
+    assert_plain(saved)
+    assert (saved["depth"], saved["betas"], saved["note"]) == (3, [0.5, 0.75], "mine")
+    loaded = Forwarding.load_from_checkpoint(path)
+    assert (loaded.depth, loaded.extra, loaded.own, loaded.lr) == (3, 5, {"my_width": 7}, 0.5)
 
 
 async def share_again(completion: str) -> float:
@@ -141,4 +172,7 @@ def test_missing_argument_is_named(tmp_path: Path) -> None:
         make_module(Own, {"model": "m"}, {}, "x.ckpt")
     with pytest.raises(ConfigError, match=r"The checkpoint names no\.such\.Thing, which is no dataclass"):
         make_module(GRPO, {"model": {"class_path": "no.such.Thing", "init_args": {}}}, {}, "x.ckpt")
+    with pytest.raises(ConfigError, match=r"^x\.ckpt does not hold depth of Forwarding\. Give"):
+        make_module(Forwarding, {"model": "m"}, {}, "x.ckpt")
+    assert bind_arguments(Forwarding, ("m", 3), {"extra": 2}) == {"model": "m", "depth": 3, "extra": 2}
     assert bind_arguments(Own, ("m",), {"width": 2, "lr": 3.0}) == {"model": "m", "width": 2, "lr": 3.0}

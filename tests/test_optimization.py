@@ -196,7 +196,7 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("quantised", "Choose from: 8bit, bfloat16, float32"), ("bf16", "Did you mean 'bfloat16'?")],
+    [("quantised", "Choose from: float32, bfloat16, 8bit"), ("bf16", "Did you mean 'bfloat16'?")],
 )
 def test_unknown_optimizer_states(name: Any, hint: str) -> None:
     usual: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "warmup_steps": 0}

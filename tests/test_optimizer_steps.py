@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
-from rlightning.optimizer_forms import check_form
+from rlightning.optimizer_forms import check_form, checked
 from rlightning.rewards import RewardFunction
 
 
@@ -253,7 +253,6 @@ def test_form_that_is_none_of_lightnings_is_refused() -> None:
             {"optimizer": optimizer, "lr_schedulers": schedule},
             "'lr_schedulers' is unknown. Did you mean 'lr_scheduler'?",
         ),
-        ({"optimizer": optimizer, "lr_scheduler": None}, "NoneType is no schedule of an optimizer that is returned"),
         ({"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "dictionary without the key 'scheduler'"),
         (
             {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "freq": 2}},
@@ -271,6 +270,9 @@ def test_form_that_is_none_of_lightnings_is_refused() -> None:
         check_form(found)
     check_form({"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "name": "a"}, "monitor": "x"})
     check_form(({"optimizer": optimizer, "lr_scheduler": schedule}, {"optimizer": other}))
+    without = {"optimizer": optimizer, "lr_scheduler": None}
+    assert checked(lambda: without)() == {"optimizer": optimizer}
+    assert checked(lambda: (without, {"optimizer": other}))() == ({"optimizer": optimizer}, {"optimizer": other})
 
 
 def matrices_only(module: Own) -> Any:

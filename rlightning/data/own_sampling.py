@@ -6,6 +6,7 @@ from typing import Any
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
+from rlightning.python_values import to_number
 from rlightning.types import Prompt
 from rlightning.types.trajectory import TEMPERATURES
 
@@ -56,8 +57,8 @@ def longest_limit(prompts: Sequence[Prompt]) -> int:
 
 
 def _read_number(row: dict[str, Any], column: str | None) -> float | None:
-    """A cell as a number, also where a CSV file has it as text; NaN for what is none."""
-    value = None if column is None else row[column]
+    """A cell as a number, also where it is NumPy's or torch's, or a CSV file's text; NaN for what is none."""
+    value = None if column is None else to_number(row[column])
     is_empty = value is None or value == "" or (isinstance(value, float) and math.isnan(value))
     if is_empty:
         return None

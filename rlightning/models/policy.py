@@ -40,7 +40,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
         or model.count("/") > 1
         or (path.parent.is_dir() and "/" in model)
     ):
-        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        siblings = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
         hint = f" {did_you_mean(path.name, siblings)}" if siblings else ""
         raise ConfigError(f"model='{model}' is not a folder, nor can it be a hub name.{hint}")
     try:

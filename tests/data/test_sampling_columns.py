@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from prompt_files import make_tokenizer, write_rows
 
 from rlightning.data import sources
@@ -41,6 +43,19 @@ def test_what_is_no_limit_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         read_limit({"limit": value}, "limit", "a, line 7")
     assert read_limit({"limit": 8.0}, "limit", "") == read_limit({"limit": "8"}, "limit", "") == 8
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), np.array(0.5)])
+def test_numbers_of_numpy_and_torch_are_temperatures(number: Any) -> None:
+    assert read_temperature({"heat": number}, "heat", "") == 0.5
+
+
+@pytest.mark.parametrize("number", [np.int64(3), torch.tensor(3), np.float32(3.0)])
+def test_numbers_of_numpy_and_torch_are_limits(number: Any) -> None:
+    limit = read_limit({"limit": number}, "limit", "")
+    assert limit == 3 and type(limit) is int
+    with pytest.raises(ConfigError, match="A limit is a whole number"):
+        read_limit({"limit": np.bool_(True)}, "limit", "")
 
 
 ROWS: list[dict[str, Any]] = [

@@ -92,7 +92,7 @@ def test_hopeless_gaps_stay_finite_and_bfloat16_becomes_float32() -> None:
         ({"upper": 0.9}, r"bounds \[0\.0, 0\.9\] leave out a ratio of 1"),
         ({"lower": -0.5}, "leave out"),
         ({"kind": "mask", "lower": 0.5}, "kind 'mask' has no lower bound. Use kind 'icepop'"),
-        ({"kind": "clip"}, "kind='clip' is unknown. Choose from: icepop, mask, truncate"),
+        ({"kind": "clip"}, "kind='clip' is unknown. Choose from: truncate, mask, icepop"),
         ({"level": "tokens"}, "level='tokens' is unknown. Did you mean 'token'"),
     ],
 )

@@ -1,0 +1,29 @@
+"""Python's own values in place of what NumPy and torch have for numbers, alone and in lists, tuples and mappings."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def to_number(value: Any) -> Any:
+    """Return the number of a NumPy number, or of an array or a tensor without dimensions; all else as it is."""
+    has_number = not isinstance(value, type) and getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if has_number else value
+
+
+def to_python(value: Any) -> Any:
+    """Return numbers and lists in place of NumPy's numbers and of arrays and tensors; all else as it is."""
+    return map_items(_to_list, value)
+
+
+def map_items(convert: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to the items of lists, tuples and mappings at any depth."""
+    if type(value) in (list, tuple):
+        return type(value)(map_items(convert, item) for item in value)
+    if type(value) is dict:
+        return {name: map_items(convert, item) for name, item in value.items()}
+    return convert(value)
+
+
+def _to_list(value: Any) -> Any:
+    has_list = not isinstance(value, type) and callable(getattr(value, "tolist", None))
+    return value.tolist() if has_list else value
