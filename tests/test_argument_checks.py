@@ -259,11 +259,11 @@ def test_other_types_are_refused(value: Any, hint: Any) -> None:
 def test_too_many_by_position_are_told_by_name() -> None:
     line = r"^GRPO takes 1 argument by position, not 2\. Give the others by name, as rewards=\[\.\.\.\]\.$"
     with pytest.raises(ConfigError, match=line):
-        GRPO(MODEL, [exact_match])  # type: ignore[misc]
+        GRPO(MODEL, [exact_match])  # type: ignore[call-arg, arg-type]
 
 
 def test_trainer_has_pythons_numbers() -> None:
-    options = {"accelerator": "cpu", "rollout": None, "logger": False, "enable_checkpointing": False}
+    options: dict[str, Any] = {"accelerator": "cpu", "rollout": None, "logger": False, "enable_checkpointing": False}
     trainer = Trainer(devices=np.int64(1), max_steps=np.int32(3), **options)
     assert (trainer.num_devices, trainer.max_steps) == (1, 3) and type(trainer.max_steps) is int
 
