@@ -70,9 +70,9 @@ def assert_plain(value: Any) -> None:
         assert_plain(inner)
 
 
-@pytest.mark.long
+@pytest.mark.processes
 def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> None:
-    rewards = [RewardFunction(share_of_ones, weight=2.0, name="ones"), "test_hyperparameters.share_again"]
+    rewards = [RewardFunction(share_again, weight=2.0, name="ones"), "test_hyperparameters.share_again"]
     module = Own(
         model,
         width=3,
