@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ heed_ctrl_c()
 
 GRACE = 400.0
 """Seconds; long, for busy machines: tests move the clock that counts them."""
+
+
+@pytest.fixture(autouse=True)
+def _usual_handler() -> Iterator[None]:
+    """As in a new process: a test that has used Ray leaves its handler of SIGTERM, which ends the process."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Hang(Callback):
