@@ -92,7 +92,7 @@ class VLLMRollout(RLCallback, Generator):
             makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
         bucket_bytes: memory that weights travel through, on the actor's device.
         start_timeout: seconds that the engine may take to come up.
-        hang_timeout: seconds without a sign of life until it counts as dead; 30 if that is less, while it only samples,
+        hang_timeout: seconds without a heartbeat until it counts as dead; 30 if that is less, while it only samples,
             and has before.
         engine: any further arguments of vLLM's AsyncEngineArgs.
     """

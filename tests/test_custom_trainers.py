@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_process")
 def load(script: str) -> tuple[Callable[..., list[float]], list[Any]]:
     """A script's ``main`` and its callbacks."""
     scope = runpy.run_path(str(FOLDER / script), run_name="example")
-    return scope["main"], scope["cures"]()
+    return scope["main"], scope["make_callbacks"]()
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:

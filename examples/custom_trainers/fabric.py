@@ -1,4 +1,4 @@
-"""The four cures of colocated training in a loop of Lightning Fabric, here with two processes::
+"""The four callbacks of colocated training in a loop of Lightning Fabric, here with two processes::
 
     torchrun --nproc-per-node 2 examples/custom_trainers/fabric.py
 
@@ -24,7 +24,7 @@ from rlightning.hooks import fire
 log = logging.getLogger("fabric_loop")
 
 
-def cures() -> list[Any]:
+def make_callbacks() -> list[Any]:
     """All of them; each works without the others."""
     return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout(parameters=True)]
 
@@ -39,7 +39,7 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
     policy, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.02))
     torch.manual_seed(fabric.global_rank)  # each rank has inputs of its own
     # What the callbacks look at: who else is there, the strategy with its device and its barrier, the optimizer.
-    callbacks = cures() if callbacks is None else callbacks
+    callbacks = make_callbacks() if callbacks is None else callbacks
     loop = SimpleNamespace(callbacks=callbacks, strategy=fabric.strategy, optimizer=optimizer)
     fire(loop, policy, "setup", "fit")
     rewards: list[float] = []

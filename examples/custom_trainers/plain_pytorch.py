@@ -1,4 +1,4 @@
-"""The four cures of colocated training in a loop of plain PyTorch.
+"""The four callbacks of colocated training in a loop of plain PyTorch.
 
 Teaches a network to choose the one of four actions that its input names, by REINFORCE::
 
@@ -25,7 +25,7 @@ from rlightning.hooks import fire
 log = logging.getLogger("plain_pytorch")
 
 
-def cures() -> list[Any]:
+def make_callbacks() -> list[Any]:
     """All of them; each works without the others."""
     return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout(parameters=True)]
 
@@ -42,7 +42,9 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None) -> list[fl
     torch.manual_seed(int(os.environ.get("RANK", 0)))  # each rank has inputs of its own
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.02)
     # What the callbacks look at: who else is there, the device, the optimizer.
-    loop = SimpleNamespace(callbacks=cures() if callbacks is None else callbacks, device=device, optimizer=optimizer)
+    loop = SimpleNamespace(
+        callbacks=make_callbacks() if callbacks is None else callbacks, device=device, optimizer=optimizer
+    )
     fire(loop, policy, "setup", "fit")
     rewards: list[float] = []
     try:

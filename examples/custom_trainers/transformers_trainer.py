@@ -1,4 +1,4 @@
-"""The four cures of colocated training in a transformers ``Trainer``, through ``TransformersAdapter``::
+"""The four callbacks of colocated training in a transformers ``Trainer``, through ``TransformersAdapter``::
 
     pip install accelerate
     torchrun --nproc-per-node 2 examples/custom_trainers/transformers_trainer.py
@@ -23,7 +23,7 @@ from rlightning.transformers_adapter import TransformersAdapter
 log = logging.getLogger("transformers_trainer")
 
 
-def cures() -> list[Any]:
+def make_callbacks() -> list[Any]:
     """All of them; each works without the others."""
     return [ControllerMode(), DeviceSyncBeforeBarrier(), EmptyCacheAfterUpdate(), OffloadDuringRollout()]
 
@@ -87,7 +87,7 @@ def main(num_steps: int = 20, callbacks: Sequence[Any] | None = None) -> list[fl
             use_cpu=not torch.cuda.is_available(),
         )
         trainer = OnlineTrainer(
-            cures() if callbacks is None else callbacks, model=model, args=arguments, train_dataset=rows
+            make_callbacks() if callbacks is None else callbacks, model=model, args=arguments, train_dataset=rows
         )
         trainer.train()
     accelerator, rewards = trainer.accelerator, trainer.rewards

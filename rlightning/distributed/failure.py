@@ -139,18 +139,18 @@ class FailureWatch:
             self._hub = FailureHub(
                 len(self._ranks), lambda failure: note_failure(failure.rank, failure.text), self._cause_of_death
             )
-            self._hub.on_seen, self._hub.on_farewell = hang_watch.hear, hang_watch.forget
+            self._hub.on_seen, self._hub.on_farewell = hang_watch.receive, hang_watch.remove
             self._hub.start()
-            place = [_own_addresses(), self._hub.port, self._hub.token, asdict(hang_watch.look())]
+            place = [_own_addresses(), self._hub.port, self._hub.token, asdict(hang_watch.make_heartbeat())]
             shared.notes.set("failure_hub", json.dumps(place))
         barrier("failure watch: listening")
         addresses, port, token, seen = json.loads(shared.notes.get("failure_hub") or "")
-        hang_watch.hear(0, seen)
+        hang_watch.receive(0, seen)
         if addresses[-1] == socket.gethostname():
             addresses = ["localhost", *addresses]
         link = connect(addresses, port, intervals.VERDICT_TIMEOUT)
         link.send({"token": token, "rank": self.rank})
-        link.send({"seen": asdict(hang_watch.look())})
+        link.send({"seen": asdict(hang_watch.make_heartbeat())})
         return link
 
     def stop(self) -> None:
@@ -206,7 +206,7 @@ class FailureWatch:
         if self._error is None and not isinstance(error, PeerFailure):
             self._error, self._own, self._is_ending = error, own, True
             if self._hang_watch is not None:
-                self._hang_watch.needs_verdict = True
+                self._hang_watch.needs_answer = True
             if self._first is None and is_of_collective(error):
                 own = self._name_the_silent(error, own)
             if self._first is not None:
@@ -265,7 +265,7 @@ class FailureWatch:
                 elif "kill" in message:
                     kill_process(message["kill"])
                 elif "seen" in message:
-                    hang_watch.hear(0, message["seen"])
+                    hang_watch.receive(0, message["seen"])
                 elif "stacks" in message:
                     recorder.record(message["stacks"])
                     if self.rank == 0:

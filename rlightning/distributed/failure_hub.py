@@ -85,7 +85,7 @@ class FailureHub(threading.Thread):
         self._on_first = on_first
         self._cause_of_death = cause_of_death
         self.ending: set[int] = set()
-        self.on_seen, self.on_farewell = lambda rank, sighting: None, lambda rank: None
+        self.on_seen, self.on_farewell = lambda rank, heartbeat: None, lambda rank: None
         self._rank_0: dict[str, Any] | None = None
         if socket.has_dualstack_ipv6():
             self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Heartbeat:
     """What a rank says of itself by a heartbeat.
 
     Attributes:
@@ -48,15 +48,15 @@ class Sighting:
 
 
 @dataclass
-class Seen:
+class RankState:
     """What is known of a rank.
 
     Attributes:
-        sighting: the last one; None before the first.
+        heartbeat: the last one; None before the first.
         silent_seconds: since then.
     """
 
-    sighting: Sighting | None = None
+    heartbeat: Heartbeat | None = None
     silent_seconds: float = 0.0
 
     @property
@@ -66,19 +66,19 @@ class Seen:
 
     def describe(self) -> str:
         """Return where it is or was, to follow upon "rank 1 "."""
-        if self.sighting is None:
+        if self.heartbeat is None:
             return "has given no heartbeat yet"
         if self.runs:
-            return f"is {self.sighting.where}"
-        return f"does not run, and was last seen {self.silent_seconds:.0f} s ago {self.sighting.where}"
+            return f"is {self.heartbeat.where}"
+        return f"does not run, and was last seen {self.silent_seconds:.0f} s ago {self.heartbeat.where}"
 
 
 class HangWatch(threading.Thread):
-    """One rank's heartbeat, and its judgement of others.
+    """One rank's heartbeat, and its watch over others.
 
     Args:
         rank: this one.
-        others: the ranks to judge: on rank 0 all others, elsewhere rank 0.
+        others: the ranks to watch: on rank 0 all others, elsewhere rank 0.
         shared: the ranks' connection.
         send: gives rank 0 a message of :mod:`~rlightning.distributed.failure_hub`.
         recorder: of this process's stacks.
@@ -96,16 +96,16 @@ class HangWatch(threading.Thread):
     ) -> None:
         super().__init__(name="hang-watch", daemon=True)
         self.rank = rank
-        self.needs_verdict = False
+        self.needs_answer = False
         """Set when rank 0 owes this rank, which has failed, an answer."""
         self._shared = shared
         self._send = send
         self._recorder = recorder
-        recorder.pass_on = self.record_others
+        recorder.forward = self.record_others
         self._on_hang = on_hang
         self._thread = threading.get_ident()
         self._process = identify_process(os.getpid())
-        self._others = {other: Seen() for other in others}
+        self._others = {other: RankState() for other in others}
         self._key: tuple[int, int] | None = None
         self._stuck_seconds = 0.0
         self._next_report = intervals.WAIT_REPORT_DELAY
@@ -116,12 +116,12 @@ class HangWatch(threading.Thread):
         while not self._over.wait(intervals.HEARTBEAT_INTERVAL):
             for seen in list(self._others.values()):
                 seen.silent_seconds += intervals.HEARTBEAT_INTERVAL
-            own = self.look()
+            own = self.make_heartbeat()
             if self.rank == 0 or self._others[0].runs:  # one that is stopped takes in nothing
                 self._send({"seen": asdict(own)})
             if self.rank != 0 and self._others[0].runs:
                 continue
-            seen_by_rank = dict(sorted({**self._others, self.rank: Seen(own)}.items()))
+            seen_by_rank = dict(sorted({**self._others, self.rank: RankState(own)}.items()))
             self._report(seen_by_rank)
             hang = self._find_hang(seen_by_rank)
             if hang is not None:
@@ -131,28 +131,28 @@ class HangWatch(threading.Thread):
     def stop(self) -> None:
         """End the heartbeats."""
         self._over.set()
-        self._recorder.pass_on = do_nothing
+        self._recorder.forward = do_nothing
 
-    def hear(self, rank: int, sighting: dict[str, Any]) -> None:
+    def receive(self, rank: int, heartbeat: dict[str, Any]) -> None:
         """Take in another rank's heartbeat."""
         if rank in self._others:
-            self._others[rank] = Seen(Sighting(**sighting))
+            self._others[rank] = RankState(Heartbeat(**heartbeat))
 
-    def forget(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         """Judge a rank that has ended well no more."""
         self._others.pop(rank, None)
 
-    def find_silent(self) -> dict[int, Sighting]:
+    def find_silent(self) -> dict[int, Heartbeat]:
         """Return the ranks that were seen and do not run any more, by where they were."""
         found = dict(self._others)
-        return {rank: seen.sighting for rank, seen in found.items() if seen.sighting is not None and not seen.runs}
+        return {rank: seen.heartbeat for rank, seen in found.items() if seen.heartbeat is not None and not seen.runs}
 
     def kill_silent(self, among: Container[int]) -> None:
         """Kill those ``among`` the ranks that do not run: they neither clean up nor end by themselves."""
-        for rank, sighting in self.find_silent().items():
+        for rank, heartbeat in self.find_silent().items():
             if rank in among:
-                kill_process(sighting.process)
-                self._send({"kill": sighting.process})
+                kill_process(heartbeat.process)
+                self._send({"kill": heartbeat.process})
 
     def record_others(self, reason: str) -> None:
         """Have the other ranks record their stacks."""
@@ -162,11 +162,11 @@ class HangWatch(threading.Thread):
 
     def record_silent(self, reason: str) -> None:
         """Record where ranks that do not run were last seen, which one rank does for all."""
-        for rank, sighting in self.find_silent().items() if self.rank <= 1 else ():
-            text = f"It does not run. Its main thread was last seen {sighting.where}:\n{sighting.stack}"
+        for rank, heartbeat in self.find_silent().items() if self.rank <= 1 else ():
+            text = f"It does not run. Its main thread was last seen {heartbeat.where}:\n{heartbeat.stack}"
             self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
 
-    def look(self) -> Sighting:
+    def make_heartbeat(self) -> Heartbeat:
         """Return where this rank is now."""
         position = find_position(self._thread)
         key = (self._shared.num_barriers, position.key)
@@ -174,12 +174,12 @@ class HangWatch(threading.Thread):
         self._key = key
         name = self._shared.waits_at
         if name is not None:
-            return Sighting(f"at barrier '{name}'", "barrier", self._stuck_seconds, position.stack, self._process)
+            return Heartbeat(f"at barrier '{name}'", "barrier", self._stuck_seconds, position.stack, self._process)
         where = f"in a collective, {position.where}" if position.is_in_collective else position.where
         waits_in: Literal["", "collective"] = "collective" if position.is_in_collective else ""
-        return Sighting(where, waits_in, self._stuck_seconds, position.stack, self._process)
+        return Heartbeat(where, waits_in, self._stuck_seconds, position.stack, self._process)
 
-    def _report(self, seen: Mapping[int, Seen]) -> None:
+    def _report(self, seen: Mapping[int, RankState]) -> None:
         """Say now and then for whom ranks wait; of several that wait for rank 0, one does."""
         waiting, missing = find_missing(seen, intervals.WAIT_REPORT_DELAY)
         if not missing:
@@ -190,14 +190,14 @@ class HangWatch(threading.Thread):
             self._next_report = 2 * seconds
             log.warning("Waiting: %s", describe_wait(waiting, missing, seen))
 
-    def _find_hang(self, seen: Mapping[int, Seen]) -> tuple[int, str] | None:
+    def _find_hang(self, seen: Mapping[int, RankState]) -> tuple[int, str] | None:
         """Return a rank that hangs, and the reason, if the run must end for it; barriers have their own deadlines."""
-        if self.needs_verdict and self.rank != 0:
+        if self.needs_answer and self.rank != 0:
             return 0, f"hangs: it {seen[0].describe()}"
         seconds = barrier_timeout() + intervals.HANG_GRACE
         outside = {
-            rank: replace(one, sighting=replace(one.sighting, stuck_seconds=0.0))
-            if one.sighting is not None and one.sighting.waits_in == "barrier"
+            rank: replace(one, heartbeat=replace(one.heartbeat, stuck_seconds=0.0))
+            if one.heartbeat is not None and one.heartbeat.waits_in == "barrier"
             else one
             for rank, one in seen.items()
         }
@@ -207,7 +207,7 @@ class HangWatch(threading.Thread):
         return missing[0], f"hangs: {describe_wait(waiting, missing, seen)}"
 
 
-def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], list[int]]:
+def find_missing(seen: Mapping[int, RankState], seconds: float) -> tuple[list[int], list[int]]:
     """Return the ranks that have not moved for so long because they wait for others, and those others.
 
     A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move may if
@@ -217,8 +217,8 @@ def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], l
         seen: what is known of each rank.
         seconds: without a move.
     """
-    running = {rank: one.sighting for rank, one in seen.items() if one.runs and one.sighting is not None}
-    stuck = [rank for rank, sighting in running.items() if sighting.stuck_seconds >= seconds]
+    running = {rank: one.heartbeat for rank, one in seen.items() if one.runs and one.heartbeat is not None}
+    stuck = [rank for rank, heartbeat in running.items() if heartbeat.stuck_seconds >= seconds]
     waiting = [rank for rank in stuck if running[rank].waits_in]
     silent = [rank for rank, one in seen.items() if not one.runs and (waiting or one.silent_seconds >= seconds)]
     if stuck and silent:
@@ -231,7 +231,7 @@ def find_missing(seen: Mapping[int, Seen], seconds: float) -> tuple[list[int], l
     return (waiting, missing) if missing else ([], [])
 
 
-def is_known(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> bool:
+def is_known(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, RankState]) -> bool:
     """Return whether the run may end for what :func:`find_missing` has found.
 
     Ranks that run, and of which none is seen to wait for another, may each wait for something of their own, such as an
@@ -245,12 +245,12 @@ def is_known(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, 
     return any(not seen[rank].runs for rank in missing) or (bool(missing) and _shows_wait(waiting, seen))
 
 
-def _shows_wait(waiting: Sequence[int], seen: Mapping[int, Seen]) -> bool:
-    sightings = [seen[rank].sighting for rank in waiting]
-    return any(sighting is not None and sighting.waits_in for sighting in sightings)
+def _shows_wait(waiting: Sequence[int], seen: Mapping[int, RankState]) -> bool:
+    heartbeats = [seen[rank].heartbeat for rank in waiting]
+    return any(heartbeat is not None and heartbeat.waits_in for heartbeat in heartbeats)
 
 
-def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, Seen]) -> str:
+def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[int, RankState]) -> str:
     """Return a sentence on who waits where, for whom, and where those are.
 
     Args:
@@ -258,7 +258,7 @@ def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[
         missing: as of :func:`find_missing`.
         seen: what is known of each rank.
     """
-    first = seen[waiting[0]].sighting
+    first = seen[waiting[0]].heartbeat
     assert first is not None
     seconds = min(_stuck_seconds(seen[rank]) for rank in waiting)
     places = "; ".join(f"rank {rank} {seen[rank].describe()}" for rank in missing)
@@ -267,5 +267,5 @@ def describe_wait(waiting: Sequence[int], missing: Sequence[int], seen: Mapping[
     return f"{name_ranks(waiting)} {verb} {seconds:.0f} s {first.where}{link} for {name_ranks(missing)}: {places}."
 
 
-def _stuck_seconds(seen: Seen) -> float:
-    return 0.0 if seen.sighting is None else seen.sighting.stuck_seconds
+def _stuck_seconds(seen: RankState) -> float:
+    return 0.0 if seen.heartbeat is None else seen.heartbeat.stuck_seconds

@@ -201,7 +201,7 @@ class RayController(ControllerStrategy):
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
         recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
-        recorder.pass_on = self._record_workers
+        recorder.forward = self._record_workers
         config = None
         if self.group is None:
             close_others(self)

@@ -26,13 +26,13 @@ class StackRecorder(threading.Thread):
         name: what the file calls this process, such as "rank 1".
 
     Attributes:
-        pass_on: called with a reason when the other processes of the run are to record theirs, too.
+        forward: called with a reason when the other processes of the run are to record theirs, too.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(name="stack-recorder", daemon=True)
         self.path, self.process_name = path, name
-        self.pass_on: Callable[[str], None] = do_nothing
+        self.forward: Callable[[str], None] = do_nothing
         self._raw = os.memfd_create("stacks")  # needs no disk, and is open for as long as the process lives
         self._num_read = 0
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class StackRecorder(threading.Thread):
             if text:
                 reason = f"{SIGNAL.name} to {self.process_name}"
                 self.append(reason, text)
-                self.pass_on(reason)
+                self.forward(reason)
 
     def record(self, reason: str) -> None:
         """Append the stacks of all threads of this process, as they are now."""
@@ -140,5 +140,5 @@ def record_all(reason: str) -> None:
     """Have all processes of the run record their stacks, and give them a moment for it; nothing without a recorder."""
     record_own(reason)
     if _recorder is not None:
-        _recorder.pass_on(reason)
+        _recorder.forward(reason)
         time.sleep(intervals.STACKS_GRACE)

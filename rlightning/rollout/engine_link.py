@@ -69,7 +69,7 @@ class VLLMConfig:
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
         bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
         start_timeout: seconds until the engine must be up.
-        hang_timeout: seconds without a sign of life, while something is asked of it, until it counts as dead; while it
+        hang_timeout: seconds without a heartbeat, while something is asked of it, until it counts as dead; while it
             only samples, and has before, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
         environment: further variables of its process.
         files: of the model, as the trainer has read them; None for who only starts an engine for others.
@@ -100,7 +100,7 @@ class EngineLink(ABC):
 
     Args:
         config: of the engine.
-        on_alive: called when the engine gives a sign of life without an answer.
+        on_alive: called when the engine gives a heartbeat without an answer.
 
     Attributes:
         death: the error that calls fail with.
@@ -158,7 +158,7 @@ class EngineLink(ABC):
                 answer.set_exception(self.death)
                 return answer
             if not self._pending:
-                self._silence = 0.0  # it owed nobody a sign of life
+                self._silence = 0.0  # it owed nobody a heartbeat
             self._num_calls += 1
             number = self._num_calls
             self._pending[number] = answer
@@ -222,7 +222,7 @@ class EngineLink(ABC):
                 if connection.poll(look):
                     self._hear(*connection.recv())
                 elif self._is_overdue(look):
-                    complaint = "gave no sign of life" if self.ready.done() else "did not come up"
+                    complaint = "gave no heartbeat" if self.ready.done() else "did not come up"
                     self._how = f"{complaint} for {self._timeout:.0f} s"
                     break
         except EngineError as refusal:
@@ -275,7 +275,7 @@ class EngineLink(ABC):
     def _note(self, problem: EOFError | OSError) -> None:
         """Tell an engine that stopped in the middle of a message from one that is gone."""
         if isinstance(problem, BlockingIOError):  # limit_waiting's
-            self._how = f"gave no sign of life for {self.config.hang_timeout:.0f} s"
+            self._how = f"gave no heartbeat for {self.config.hang_timeout:.0f} s"
 
     def _is_overdue(self, look: float) -> bool:
         """Whether the engine, silent for another ``look``, owes somebody an answer and has been so for too long.

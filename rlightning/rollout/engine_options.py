@@ -123,7 +123,7 @@ class EngineOptions:
         if self.hang_timeout < MIN_HANG_TIMEOUT:
             raise ConfigError(
                 f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
-                "the engine gives a sign of life every 2 s."
+                "the engine gives a heartbeat every 2 s."
             )
         check_given(self.arguments)
         for url in self.engines:

@@ -240,7 +240,7 @@ def test_killed_or_hung_engines_restart_during_run(
     trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert trainer.global_step == 7
     assert caplog.text.count("Engine 0 is restarted: The engine died") == 1
-    assert caplog.text.count("Engine 1 is restarted: The engine gave no sign of life for 6 s") == 1
+    assert caplog.text.count("Engine 1 is restarted: The engine gave no heartbeat for 6 s") == 1
     for version, batch in enumerate(witness.batches):
         assert batch.num_sequences == 2 * PER_STEP and min(versions(batch)) >= version - 1
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]

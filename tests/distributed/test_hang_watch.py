@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rank_processes import end_ranks, start_ranks
 
-from rlightning.distributed.hang_watch import Seen, Sighting, describe_wait, find_missing, is_known
+from rlightning.distributed.hang_watch import Heartbeat, RankState, describe_wait, find_missing, is_known
 from rlightning.distributed.last_seen import find_position
 from rlightning.distributed.process_identity import find_children, identify_process, kill_process
 
@@ -186,8 +186,8 @@ def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
 COLLECTIVE, BARRIER = "in a collective, in step (my.py, line 5)", "at barrier 'save'"
 
 
-def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> Seen:
-    return Seen(Sighting(where, waits_in, seconds), silent)  # type: ignore[arg-type]
+def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> RankState:
+    return RankState(Heartbeat(where, waits_in, seconds), silent)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> Seen:
     ],
 )
 def test_find_missing_tells_who_waits_for_whom(
-    seen: dict[int, Seen], waiting: list[int], missing: list[int], known: bool
+    seen: dict[int, RankState], waiting: list[int], missing: list[int], known: bool
 ) -> None:
     assert find_missing(seen, 60) == (waiting, missing)
     assert is_known(waiting, missing, seen) == known
@@ -238,7 +238,7 @@ def test_wait_is_described_by_places_of_all() -> None:
         1: at("in save (my.py, line 9)", "", 0, 66),
         2: at(BARRIER, "barrier", 70),
         3: at("in load (my.py, line 4)", "", 0),
-        4: Seen(None, 61),
+        4: RankState(None, 61),
     }
     assert describe_wait([0, 2], [1, 3, 4], seen) == (
         "ranks 0 and 2 have waited 65 s at barrier 'save' for ranks 1, 3 and 4: rank 1 does not run, and was last seen "

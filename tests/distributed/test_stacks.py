@@ -17,7 +17,7 @@ def test_sigusr1_records_stacks_in_run_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.01)
     asked: list[str] = []
     recorder = stacks.start_recorder(tmp_path / "run", "rank 0")
-    monkeypatch.setattr(recorder, "pass_on", asked.append)
+    monkeypatch.setattr(recorder, "forward", asked.append)
     os.kill(os.getpid(), signal.SIGUSR1)
     path, end = tmp_path / "run" / "stacks.txt", time.monotonic() + 60
     while not asked and time.monotonic() < end:

@@ -56,7 +56,7 @@ def test_an_engine_that_is_asked_and_silent_hangs() -> None:
     link = Link(ours, hang_timeout=0.1)
     theirs.send((None, "ready", {}))
     link.ready.result()
-    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
+    with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 0 s"):
         link.submit("ping").result()
 
 
@@ -76,7 +76,7 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
         theirs.send((number, "ok", method))
         assert answer.result() == method
     began = time.monotonic()
-    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 0 s"):
+    with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 0 s"):
         link.submit("generate").result()
     assert time.monotonic() - began < 0.45  # of the 0.5 s that other calls have
 
@@ -85,7 +85,7 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_reads_nothing_hangs() -> None:
     ours, theirs = Pipe()
     link = Link(ours, hang_timeout=1.0)  # before it is up, nobody minds its silence
-    with pytest.raises(EngineDiedError, match=r"gave no sign of life for 1 s"):
+    with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 1 s"):
         link.submit("ping", bytes(1 << 22)).result()
     theirs.close()
 

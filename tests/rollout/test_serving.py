@@ -555,7 +555,7 @@ def test_hung_server_is_detected_and_may_reconnect(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go_on() -> None:
-        while "gave no sign of life for 5 s" not in caplog.text:
+        while "gave no heartbeat for 5 s" not in caplog.text:
             time.sleep(0.1)
         os.kill(server.process.pid, signal.SIGCONT)
 
@@ -566,4 +566,4 @@ def test_hung_server_is_detected_and_may_reconnect(
 
     witness = fit(project, tmp_path, [server.url], At(1, stop))
     assert len(witness.steps) == 4
-    assert "gave no sign of life for 5 s" in caplog.text
+    assert "gave no heartbeat for 5 s" in caplog.text
