@@ -36,8 +36,8 @@ class OffloadDuringRollout(RunCallback):
     Args:
         optimizer: move the optimizer's state.
         gradients: move gradients; a loop that sets them to None has none to move.
-        parameters: move parameters, those of ``module.reference`` too. Only an engine that says when it wakes and
-            sleeps makes them leave.
+        parameters: move parameters, those of frozen models in ``module.roles`` too. Only an engine that says when it
+            wakes and sleeps makes them leave.
 
     Attributes:
         last: the metrics of the last offload and return, by name (docs/metrics.md).
@@ -183,11 +183,10 @@ def _optimizer_state(trainer: Any) -> Iterator[Tensor]:
 
 
 def _parameters(trainer: Any, module: Any) -> Iterator[Tensor]:
-    """The optimizers' and the module's, some of them more than once."""
+    """The optimizers', the module's and its roles', some of them more than once."""
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             yield from group["params"]
-    owners: tuple[Any, Any] = (module, getattr(module, "reference", None))
-    for owner in owners:
+    for owner in (module, *getattr(module, "roles", {}).values()):
         if hasattr(owner, "parameters"):
             yield from owner.parameters()

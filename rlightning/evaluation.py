@@ -1,21 +1,26 @@
-"""Validation through the engine: rewards and pass@k of prompt sets, at an interval and before the first step."""
+"""Validation, test and prediction through the engine: rewards and pass@k of prompt sets."""
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from torch import Tensor
 
+from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce
+from rlightning.errors import ConfigError
+from rlightning.hooks import fire
 from rlightning.metrics import pass_at_k
-from rlightning.rewards import FailureCount
-from rlightning.rollout import Sampling
-from rlightning.types import Prompt, RolloutBatch
+from rlightning.policy_module import PolicyModule
+from rlightning.rewards import FailureCount, RewardRunner
+from rlightning.rollout import Generator, Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
 
 if TYPE_CHECKING:
     from rlightning.data import ValidationSet
@@ -58,64 +63,106 @@ def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling
     return replace(sampling, temperature=chosen.temperature)
 
 
-def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "ValidationSet") -> dict[str, float]:
-    """Complete and reward prompts of a validation set.
+class EvaluationSteps(PolicyModule):
+    """A PolicyModule whose completions are rewarded in validation and test, and returned in prediction.
 
-    Args:
-        module: an RLModule.
-        prompts: of the set.
-        chosen: the set.
+    Attributes:
+        plan: of a step; prediction takes as many completions of each prompt.
+        rewarder: of the reward functions.
+        generator: completes prompts; the callback that owns the engine sets it.
+        sampling: how; the callback sets it, too.
+        validation_failures: of the validation that runs, by the set's number.
     """
-    sampling = validation_sampling(module.sampling, chosen)
-    completions = module.generator.generate(prompts, chosen.samples_per_prompt, sampling, module.begin_rewards)
-    batch = RolloutBatch.pack(prompts, completions)
-    batch.rewards = module.compute_rewards(batch)
-    return batch_metrics(batch, chosen.samples_per_prompt)
 
+    plan: BatchPlan
+    rewarder: RewardRunner
+    generator: Generator | None = None
+    sampling: Sampling
+    validation_failures: dict[int, FailureCount]
 
-def log_validation(module: Any, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-    """Complete and reward one batch of a validation set, and log it as ``<prefix>/<set>/...``.
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Complete a validation set's prompts and log its rewards and pass@k."""
+        self._log_validation(prompts, dataloader_idx, "val")
 
-    Args:
-        module: an RLModule under a trainer.
-        prompts: of the set; this rank's share.
-        dataloader_idx: which set.
-        prefix: "val" or "test".
-    """
-    chosen: ValidationSet = module.trainer.datamodule.validation_sets[dataloader_idx]
-    failures = module.validation_failures.setdefault(dataloader_idx, _count_failures(module, dataloader_idx))
-    with module.rewarder.counting(failures):
-        metrics = score_validation_prompts(module, prompts, chosen)
-    module.log_dict(
-        {f"{prefix}/{chosen.name}/{name}": value for name, value in metrics.items()},
-        batch_size=len(prompts),
-        add_dataloader_idx=False,
-        sync_dist=True,
-    )
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As :meth:`validation_step`."""
+        self._log_validation(prompts, dataloader_idx, "test")
 
+    def on_validation_epoch_start(self) -> None:
+        """Count failed rewards anew."""
+        self.validation_failures = {}
 
-def _count_failures(module: Any, dataloader_idx: int) -> FailureCount:
-    """The failures of a validation set, of which there are none yet."""
-    data = module.trainer.datamodule
-    chosen: ValidationSet = data.validation_sets[dataloader_idx]
-    sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
-    num_prompts = len(sets[dataloader_idx]) if sets else sys.maxsize
-    share = module.rewarder.max_failed_share
-    return FailureCount(num_prompts * chosen.samples_per_prompt, share, f" of the validation set '{chosen.name}'")
+    def on_test_epoch_start(self) -> None:
+        """As :meth:`on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
 
+    def on_validation_epoch_end(self) -> None:
+        """Log the loggers' x-axis, once for all sets: rollout steps.
 
-def check_failed_share(counts: Mapping[int, FailureCount]) -> None:
-    """Raise a RewardError if the rewards of too large a share of a validation set failed; all ranks take part.
+        Raises:
+            RewardError: the rewards of too large a share of a set failed, over all ranks.
+        """
+        if self.validation_failures:
+            own = [[count.num_failed, count.num_scored] for count in self.validation_failures.values()]
+            totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
+            for count, (num_failed, num_scored) in zip(self.validation_failures.values(), totals, strict=True):
+                count.check(num_failed, num_scored)
+        self.log("step", float(self.trainer.global_step))
 
-    Args:
-        counts: of this rank, by the set's number.
-    """
-    if not counts:
-        return
-    own = [[count.num_failed, count.num_scored] for count in counts.values()]
-    totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
-    for count, (num_failed, num_scored) in zip(counts.values(), totals, strict=True):
-        count.check(num_failed, num_scored)
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
+        """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
+        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
+        completions = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
+        return list(zip(prompts, completions, strict=True))
+
+    def begin_rewards(self, prompt: Prompt, completions: list[Completion]) -> None:
+        """Called with each prompt's completions while others are still generated."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Reward each completion: [N]."""
+        raise NotImplementedError
+
+    @property
+    def _engine(self) -> Generator:
+        """What completes prompts.
+
+        Raises:
+            ConfigError: there is nothing.
+        """
+        if self.generator is None:
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
+            )
+        return self.generator
+
+    def _log_validation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        """Complete and reward this rank's share of a batch of a set, and log it as ``<prefix>/<set>/...``."""
+        chosen: ValidationSet = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
+        failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(dataloader_idx))
+        num_samples = chosen.samples_per_prompt
+        with self.rewarder.counting(failures):
+            sampling = validation_sampling(self.sampling, chosen)
+            completions = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
+            batch = RolloutBatch.pack(prompts, completions)
+            batch.rewards = self.compute_rewards(batch)
+        self.log_dict(
+            {f"{prefix}/{chosen.name}/{name}": value for name, value in batch_metrics(batch, num_samples).items()},
+            batch_size=len(prompts),
+            add_dataloader_idx=False,
+            sync_dist=True,
+        )
+
+    def _count_failures(self, dataloader_idx: int) -> FailureCount:
+        """The failures of a validation set, of which there are none yet."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        chosen: ValidationSet = data.validation_sets[dataloader_idx]
+        sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
+        num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
+        return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")
 
 
 class LeaveEvaluation(Callback):

@@ -12,7 +12,7 @@ OF_SECTIONS = {
     "completion": "length length_max truncated",
     "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max correction_weight "
     "correction_out_of_bounds",
-    "optim": "grad_norm skipped lr lr/<group>",
+    "optim": "grad_norm grad_norm/<role> skipped skipped/<role> lr lr/<group>",
     "throughput": "tokens_per_second update_mfu",
     "time": "step generate reward update sync engine_start offload restore",
     "memory": "rss_gib allocated_gib reserved_gib peak_gib <moment>/reserved_before_gib <moment>/reserved_after_gib "

@@ -3,17 +3,16 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from rlightning.balance import balance, deal_groups, deal_seed
 from rlightning.batch_plan import BatchPlan
@@ -23,8 +22,7 @@ from rlightning.distributed.sigterm import EndOnSigterm
 from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.distributed.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
-from rlightning.evaluation import LeaveEvaluation, validate_in_fit
-from rlightning.evaluation_steps import EvaluationSteps
+from rlightning.evaluation import EvaluationSteps, LeaveEvaluation, validate_in_fit
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
 from rlightning.loggers import adapt_loggers
@@ -33,32 +31,33 @@ from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.no_signal import StepsWithoutSignal
-from rlightning.objectives.aggregation import Aggregation, aggregate
-from rlightning.objectives.corrections import RolloutCorrection
-from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
-from rlightning.objectives.proximal import approximate_proximal
-from rlightning.optimization import clip_gradients
+from rlightning.objectives import (
+    Aggregation,
+    ForwardPass,
+    KLEstimator,
+    LossComponent,
+    PolicyObjective,
+    ReferenceKL,
+    RolloutCorrection,
+    approximate_proximal,
+    entropy,
+    estimate_kl,
+    subtract_kl,
+    sum_components,
+)
+from rlightning.objectives.policy import TokenLoss
 from rlightning.optimizer_steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.prompt_batches import EpochStep
 from rlightning.returned_values import returned_loss, returned_tensor
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
+from rlightning.roles import ModelRole
 from rlightning.rollout import Sampling
 from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.trainer_options import check_data_source, check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
-
-
-class Reference(NamedTuple):
-    """A frozen model beside the actor: not a part of the module, so neither checkpoints nor strategies meet it."""
-
-    model: PreTrainedModel
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's, for callbacks that move them."""
-        return self.model.parameters()
 
 
 class RLModule(EvaluationSteps):
@@ -132,11 +131,11 @@ class RLModule(EvaluationSteps):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.reference_path = os.path.expanduser(reference_model or model)
+        self.reference_path, self.reference_config = os.path.expanduser(reference_model or model), self.model_config
         if kl_coef and self.reference_path != self.model_path:
             # before anything is loaded or started
             check_export(self.reference_path)
-            load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
+            self.reference_config = load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
         self.plan = BatchPlan(
             prompts_per_step=prompts_per_step,
             samples_per_prompt=samples_per_prompt,
@@ -161,10 +160,10 @@ class RLModule(EvaluationSteps):
         self.validate_first, self.stop_grace = validate_first, stop_grace
         self.without_signal = StepsWithoutSignal(max_steps_without_signal)
         self.validation_failures = {}
+        self.policy_objective: PolicyObjective | None = None
         self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
         self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
-        self.reference: Reference | None = None
         self.sampling = Sampling()
         self.weight_version = 0
 
@@ -264,12 +263,13 @@ class RLModule(EvaluationSteps):
                 self.active_correction.bounds[1],
             )
 
-    def configure_model(self) -> None:
-        """Load the actor and, where it is measured against one, the reference."""
-        super().configure_model()
-        is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
-        if self.kl_coef and self.reference is None and is_fitting:
-            self.reference = Reference(self.load_model(self.reference_path, is_trained=False).requires_grad_(False))
+    def configure_roles(self) -> dict[str, ModelRole]:
+        """The actor and, where it is measured against one, the frozen reference."""
+        roles = super().configure_roles()
+        if self.kl_coef:
+            load = partial(self.load_model, self.reference_path, is_trained=False)
+            roles["reference"] = ModelRole(load=load, config=self.reference_config)
+        return roles
 
     def on_train_start(self) -> None:
         """Measure where training starts from."""
@@ -412,8 +412,7 @@ class RLModule(EvaluationSteps):
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
-            assert self.reference is not None
-            batch.ref_logprobs = evaluate(self.reference.model)
+            batch.ref_logprobs = evaluate(self.roles["reference"].network)
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
@@ -440,8 +439,7 @@ class RLModule(EvaluationSteps):
             self.accumulate_gradients(batch.select(minibatch), means)
             drop_untrained(self, optimizers, self._untrained)
             self.average_gradients()
-            norm, is_finite = clip_gradients(self.parameters(), self.max_grad_norm)
-            means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
+            means.add(self.clip_gradients())
             step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
@@ -485,31 +483,35 @@ class RLModule(EvaluationSteps):
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
-        """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""
-        logprobs, entropy = self.compute_logprobs(batch)
+        """This micro-batch's share of the minibatch's loss: the sum of :meth:`loss_components`."""
+        forward = ForwardPass(*self.compute_logprobs(batch))
         if batch.old_logprobs is None:
-            ages = self.weight_version - batch.weight_versions
-            batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
-        loss, metrics = returned_loss(self.policy_loss(logprobs, batch), batch.num_tokens)
-        if self.active_correction is not None:
-            weights, corrected = self.active_correction.weigh(
-                batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+            staleness = self.weight_version - batch.weight_versions
+            batch.old_logprobs = approximate_proximal(
+                forward.logprobs, batch.rollout_logprobs, staleness, self._update_progress
             )
-            loss, metrics = loss * weights, metrics | corrected
-        metrics = metrics | {"loss": loss, "entropy": entropy}
-        if batch.ref_logprobs is not None:
-            kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
-            metrics["kl"] = kl
-            if self.kl_placement == "loss":
-                loss = loss + self.kl_coef * kl
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * entropy
+        components, values, metrics = self.loss_components(), {}, {}
+        for component in components:
+            term = component.term(forward, batch)
+            values[component.name], details = returned_loss(term, batch.num_tokens, component.name)
+            metrics |= details
         if self.generates:
             gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
             metrics["rollout_gap_mean"] = gap
             means.add_max("policy/rollout_gap_max", gap)
-        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.completion_mask)
-        return self.aggregate(loss, batch)
+        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.completion_mask)
+        return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
+
+    def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
+        """The term of :meth:`policy_loss`, corrected for the gap between sampler and trainer: [T]."""
+        loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
+        if self.active_correction is None:
+            return loss, metrics
+        assert batch.old_logprobs is not None
+        weights, corrected = self.active_correction.weigh(
+            batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+        )
+        return loss * weights, metrics | corrected
 
     # What an algorithm overrides
 
@@ -553,8 +555,20 @@ class RLModule(EvaluationSteps):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
 
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token, to be minimised.
+    def loss_components(self) -> list[LossComponent]:
+        """The terms of the loss: the policy's, the divergence from the reference, and the entropy bonus.
+
+        An override adds to what ``super()`` returns, or returns others.
+        """
+        kind = self.loss_aggregation
+        components = [LossComponent("loss", self.policy_gradient, denominator=kind)]
+        if self.kl_coef:
+            weight = self.kl_coef if self.kl_placement == "loss" else 0.0
+            components.append(LossComponent("kl", ReferenceKL(self.kl_estimator), weight=weight, denominator=kind))
+        return [*components, LossComponent("entropy", entropy, weight=-self.entropy_coef, denominator=kind)]
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+        """The loss of each token, to be minimised; by default that of ``policy_objective``, which an algorithm sets.
 
         Args:
             logprobs: [T], of the current policy, with gradient.
@@ -564,7 +578,9 @@ class RLModule(EvaluationSteps):
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
             which are averaged over completion tokens and logged as ``policy/<name>``.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
+        if self.policy_objective is None:
+            raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
+        return self.policy_objective(logprobs, batch)
 
     def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
@@ -574,18 +590,6 @@ class RLModule(EvaluationSteps):
         """
         return packed_logprobs(
             self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
-        )
-
-    def aggregate(self, losses: Tensor, batch: RolloutBatch) -> Tensor:
-        """Reduce [T] losses to this micro-batch's share of the minibatch's loss, by ``loss_aggregation``."""
-        assert batch.totals is not None
-        return aggregate(
-            losses,
-            batch.completion_mask,
-            batch.cu_seqlens,
-            self.loss_aggregation,
-            batch.totals,
-            constant=self.sampling.max_new_tokens,
         )
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:

@@ -37,24 +37,15 @@ class StepsWithoutSignal:
             ConfigError: it is one too many.
         """
         self.number = 0 if num_kept else self.number + 1
-        if num_kept:
-            return
-        reason = (
-            f"none of its {num_sampled} completions, refills included, can be learned from: the rewards of each group "
-            "are all equal, or have failed"
+        line = (
+            f"Step {step}: none of its {num_sampled} completions, refills included, can be learned from: the rewards "
+            "of each group are all equal, or have failed"
         )
         if self.number >= self.limit:
             raise ConfigError(
-                f"Step {step}: {reason}; model.max_steps_without_signal={self.limit} such steps in a row end the run. "
-                "The prompts may be too easy or too hard for the model: take others, more model.samples_per_prompt, or "
-                "raise the limit."
+                f"{line}; model.max_steps_without_signal={self.limit} such steps in a row end the run. The prompts may "
+                "be too easy or too hard for the model: take others, more model.samples_per_prompt, or raise the limit."
             )
-        if is_told:
-            log.warning(
-                "Step %d: %s. Its update is skipped; %d such steps in a row, and model.max_steps_without_signal=%d end "
-                "the run.",
-                step,
-                reason,
-                self.number,
-                self.limit,
-            )
+        if self.number and is_told:
+            rule = f"; {self.number} such steps in a row, and model.max_steps_without_signal={self.limit} end the run."
+            log.warning("%s. Its update is skipped%s", line, rule)

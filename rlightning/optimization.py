@@ -1,8 +1,9 @@
-"""The optimizer, its learning rate, and one guarded step of it."""
+"""AdamW of a model: its groups, its learning rate, and the norm of its gradients."""
 
 import logging
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.models.shards import local_tensor
 from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW, fetch_all
 
@@ -23,30 +24,45 @@ log = logging.getLogger(__name__)
 LRSchedule = Literal["constant", "linear", "cosine"]
 
 
-def check_optimizer(
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    warmup_steps: int,
-    max_grad_norm: float,
-    optimizer_states: str = "float32",
-) -> None:
-    """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
-    rules = {
-        f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
-        f"lr={lr} must be finite. Try 1e-6": lr < math.inf,
-        f"weight_decay={weight_decay} must be at least 0. Use 0 for none": weight_decay >= 0,
-        f"weight_decay={weight_decay} must be finite. Use 0 for none": weight_decay < math.inf,
-        f"betas={list(betas)} must be in [0, 1). Try [0.9, 0.999]": all(0 <= beta < 1 for beta in betas),
-        f"warmup_steps={warmup_steps} must be at least 0. Use 0 for none": warmup_steps >= 0,
-        f"max_grad_norm={max_grad_norm} must be above 0. Use .inf for no limit": max_grad_norm > 0,
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise ConfigError(f"{rule}.")
-    if optimizer_states not in (known := get_args(OptimizerStates)):
-        raise ConfigError(f"optimizer_states='{optimizer_states}' is unknown. {did_you_mean(optimizer_states, known)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWSettings:
+    """How a model is trained.
+
+    Attributes:
+        lr: the peak of the learning rate.
+        weight_decay: of the parameters that decay (:func:`does_decay`).
+        betas: AdamW's.
+        warmup_steps: rollout steps over which the learning rate rises; the first has ``1 / warmup_steps`` of the peak.
+        lr_schedule: what it does afterwards: constant, or down to 0 at the last step in a straight line or half a
+            cosine wave.
+        max_grad_norm: gradients of the model are scaled down to this norm.
+        optimizer_states: how moments are kept between steps: 8, 4 or 2 bytes a parameter.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_steps: int = 0
+    lr_schedule: LRSchedule = "constant"
+    max_grad_norm: float = 1.0
+    optimizer_states: OptimizerStates = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
+        lr, decay, betas, states = self.lr, self.weight_decay, self.betas, self.optimizer_states
+        check_rules(
+            {
+                f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
+                f"lr={lr} must be finite. Try 1e-6": lr < math.inf,
+                f"weight_decay={decay} must be at least 0. Use 0 for none": decay >= 0,
+                f"weight_decay={decay} must be finite. Use 0 for none": decay < math.inf,
+                f"betas={list(betas)} must be in [0, 1). Try [0.9, 0.999]": all(0 <= beta < 1 for beta in betas),
+                f"warmup_steps={self.warmup_steps} must be at least 0. Use 0 for none": self.warmup_steps >= 0,
+                f"max_grad_norm={self.max_grad_norm} must be above 0. Use .inf for no limit": self.max_grad_norm > 0,
+            }
+        )
+        if states not in (known := get_args(OptimizerStates)):
+            raise ConfigError(f"optimizer_states='{states}' is unknown. {did_you_mean(states, known)}")
 
 
 def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -64,9 +80,11 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
 
 
-def split_by_decay(
-    network: nn.Module, *, but: Collection[nn.Parameter] = ()
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+Split = tuple[list[nn.Parameter], list[nn.Parameter]]
+"""Parameters that decay, and those that do not."""
+
+
+def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
     """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``.
 
     Args:
@@ -81,45 +99,29 @@ def split_by_decay(
     return [p for p, does in decays.items() if does], [p for p, does in decays.items() if not does]
 
 
-def make_optimizer(
-    network: nn.Module,
-    *,
-    owner: nn.Module | None = None,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    states: OptimizerStates = "float32",
-    is_state_on_host: bool = False,
-) -> AdamW:
+def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bool = False, name: str = "") -> AdamW:
     """AdamW, fused where parameters are on a GPU or sharded.
 
     Args:
-        network: its parameters are plain or sharded; those that need no gradient are left out.
-        owner: the module around it; what it trains besides, such as a value head, comes in two groups of its own.
-        lr: the peak of the learning rate.
-        weight_decay: of the parameters that decay (:func:`does_decay`).
-        betas: AdamW's.
-        states: how its moments are kept between steps.
+        settings: learning rate, betas and the like.
+        splits: parameters, two groups each; one group cannot hold sharded and whole ones.
         is_state_on_host: keep its state in the host's memory between steps.
+        name: of its groups, for the metrics.
     """
-    split = [split_by_decay(network)]
-    if owner is not None:
-        split.append(split_by_decay(owner, but=set(network.parameters())))
-    # One group cannot hold sharded parameters and whole ones, which the owner's others may be.
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for number, decayed_and_others in enumerate(split)
-        if number == 0 or any(decayed_and_others)
-        for parameters, decay in zip(decayed_and_others, (weight_decay, 0.0), strict=True)
+        {"params": parameters, "weight_decay": decay} | ({"name": name} if name else {})
+        for split in splits
+        for parameters, decay in zip(split, (settings.weight_decay, 0.0), strict=True)
     ]
     is_fused = any(p.is_cuda or isinstance(p, DTensor) for group in groups for p in group["params"])
+    arguments: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "fused": is_fused}
     optimizer: AdamW
-    if states != "float32" or is_state_on_host:
+    if settings.optimizer_states != "float32" or is_state_on_host:
         optimizer = StoredMomentsAdamW(
-            groups, states=states, is_state_on_host=is_state_on_host, lr=lr, betas=betas, fused=is_fused
+            groups, states=settings.optimizer_states, is_state_on_host=is_state_on_host, **arguments
         )
     else:
-        optimizer = AdamW(groups, lr=lr, betas=betas, fused=is_fused)
+        optimizer = AdamW(groups, **arguments)
         optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
     optimizer.register_load_state_dict_pre_hook(keep_settings)
     return optimizer
@@ -161,21 +163,15 @@ class ConfiguredLR(LambdaLR):
             group["lr"] = lr
 
 
-def schedule_end(trainer: Any, warmup_steps: int) -> int:
-    """Return the step at which a schedule ends: ``max_steps``, unless ``fast_dev_run`` has set that."""
-    max_steps: int = trainer.max_steps
-    return max(max_steps, warmup_steps + 1) if trainer.fast_dev_run else max_steps
-
-
-def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> ConfiguredLR:
+def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
     """Linear warm-up, then the schedule, both counted in rollout steps.
 
     Args:
         optimizer: whose learning rate is the peak, each group's its own.
-        schedule: constant, or down to 0 at ``max_steps`` in a straight line or half a cosine wave.
-        warmup_steps: the first step has ``1 / warmup_steps`` of the peak.
-        max_steps: -1 if unlimited.
+        settings: its schedule and warm-up.
+        max_steps: of the run; -1 if unlimited.
     """
+    schedule, warmup_steps = settings.lr_schedule, settings.warmup_steps
     if schedule != "constant" and max_steps <= warmup_steps:
         raise ConfigError(
             f"lr_schedule='{schedule}' needs to know where it ends, after warmup_steps={warmup_steps}, but "

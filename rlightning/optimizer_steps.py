@@ -1,21 +1,91 @@
-"""The steps of whatever ``configure_optimizers`` returns: one optimizer or several, with schedules or without."""
+"""What ``configure_optimizers`` returns, in any form of Lightning's: checked, and stepped by the module itself."""
 
+import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
+from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_value
 from rlightning.optimization import ConfiguredLR
-from rlightning.optimizer_forms import METHOD
 
 log = logging.getLogger(__name__)
+
+METHOD = "configure_optimizers"
+FORMS = (
+    "Return an optimizer, a list or tuple of optimizers, [optimizers], [schedules], a dictionary with 'optimizer' and "
+    "perhaps 'lr_scheduler', or a tuple of such dictionaries."
+)
+KEYS = ("optimizer", "lr_scheduler", "monitor")
+SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
+
+
+def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method with a check of what it returns: Lightning would fail with a KeyError, or much later."""
+
+    @functools.wraps(configure_optimizers)
+    def configure(*args: Any, **kwargs: Any) -> Any:
+        found = configure_optimizers(*args, **kwargs)
+        check_form(found)
+        return _without_nones(found)
+
+    return configure
+
+
+def check_form(found: Any) -> None:
+    """Refuse what is none of Lightning's forms; None stands for no optimizer.
+
+    Raises:
+        ConfigError: names what is wrong, and the forms.
+    """
+    entries = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    if len(entries) == 2 and isinstance(entries[0], list):
+        optimizers, schedules = entries
+        schedules = schedules if isinstance(schedules, list | tuple) else [schedules]
+    elif any(isinstance(entry, dict) for entry in entries):
+        for entry in entries:
+            if not isinstance(entry, dict):
+                raise ConfigError(f"{METHOD} returns {cut_value(entry)} beside a dictionary. {FORMS}")
+            _check_keys(entry, KEYS, "optimizer")
+        optimizers = [entry["optimizer"] for entry in entries]
+        schedules = [entry["lr_scheduler"] for entry in entries if entry.get("lr_scheduler") is not None]
+    else:
+        optimizers, schedules = entries, []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizable):
+            raise ConfigError(f"{METHOD} returns {cut_value(optimizer)} where an optimizer has to be. {FORMS}")
+    for schedule in schedules:
+        if isinstance(schedule, dict):
+            _check_keys(schedule, SCHEDULE_KEYS, "scheduler", " of a schedule")
+        scheduler = schedule["scheduler"] if isinstance(schedule, dict) else schedule
+        if getattr(scheduler, "optimizer", None) not in optimizers:
+            raise ConfigError(
+                f"{METHOD}: {type(scheduler).__name__} is no schedule of an optimizer that is returned with it. {FORMS}"
+            )
+
+
+def _check_keys(entry: dict[str, Any], known: Sequence[str], required: str, of: str = "") -> None:
+    for key in entry:
+        if key not in known:
+            raise ConfigError(f"{METHOD}: the key '{key}'{of} is unknown. {did_you_mean(str(key), known)}")
+    if required not in entry:
+        raise ConfigError(f"{METHOD} returns a dictionary{of} without the key '{required}'. {FORMS}")
+
+
+def _without_nones(found: Any) -> Any:
+    """The form without schedules that are None, which Lightning would take for schedules."""
+    if isinstance(found, dict):
+        return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
+    return type(found)(map(_without_nones, found)) if type(found) in (list, tuple) else found
 
 
 def prepare_optimizers(
@@ -126,16 +196,15 @@ def listed(found: Any) -> list[Any]:
 def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
     """Step all optimizers, and clear the gradients.
 
-    Lightning counts the steps of its own wrappers. One of them steps once a rollout, so that ``max_steps`` counts
-    rollouts.
+    Lightning counts the steps of its own wrappers. The first one, the actor's, steps once a rollout, so that
+    ``max_steps`` counts rollouts.
 
     Args:
         wrapped: by Lightning.
         is_last: whether this is the rollout's last step.
     """
-    for number, optimizer in enumerate(wrapped, start=1):
-        is_counted = is_last and number == len(wrapped)
-        (optimizer if is_counted else optimizer.optimizer).step()
+    for number, optimizer in enumerate(wrapped):
+        (optimizer if is_last and number == 0 else optimizer.optimizer).step()
         optimizer.zero_grad()
 
 
@@ -158,12 +227,15 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
     Returns:
         ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different
         rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers,
-        which also follows a name that several groups have.
+        which also follows a name that groups of different rates have.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    names = [str(group.get("name", number)) for number, group in enumerate(groups)]
-    names = [f"{name}_{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]
-    rates = {f"optim/lr/{name}": float(group["lr"]) for name, group in zip(names, groups, strict=True)}
+    named = [(str(group.get("name", number)), float(group["lr"])) for number, group in enumerate(groups)]
+    is_shared = {name: len({rate for other, rate in named if other == name}) > 1 for name, _ in named}
+    rates = {
+        f"optim/lr/{name}_{number}" if is_shared[name] else f"optim/lr/{name}": rate
+        for number, (name, rate) in enumerate(named)
+    }
     first = {"optim/lr": float(groups[0]["lr"])}
     is_alike = len(optimizers) == 1 and len(set(rates.values())) == 1 and not any("name" in group for group in groups)
     return first if is_alike else first | rates

@@ -28,12 +28,12 @@ from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights, rounded_vectors
-from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
-from rlightning.optimizer_forms import METHOD, checked
-from rlightning.optimizer_steps import prepare_optimizers
+from rlightning.optimization import AdamWSettings, LRSchedule, clip_gradients
+from rlightning.optimizer_steps import METHOD, checked, prepare_optimizers
 from rlightning.optimizers import OptimizerStates
 from rlightning.python_values import to_python
 from rlightning.ranks import Ranks
+from rlightning.roles import ACTOR, ModelRole, make_optimizers, parameters_by_role
 from rlightning.saved_module import SavedModule
 from rlightning.types import RolloutBatch
 
@@ -84,14 +84,11 @@ class PolicyModule(Ranks, SavedModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        check_optimizer(
-            lr=lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            warmup_steps=warmup_steps,
-            max_grad_norm=max_grad_norm,
-            optimizer_states=optimizer_states,
-        )
+        # Checkpoints hold them as the optimizer's.
+        self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
+        self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
+        self.optimizer_states: OptimizerStates = optimizer_states
+        self.actor_optimizer()  # which refuses what cannot be meant
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
         check_export(model)
@@ -102,24 +99,53 @@ class PolicyModule(Ranks, SavedModule):
         if self._is_folder:
             check_folder(model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
-        # Checkpoints hold them as the optimizer's.
-        self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
-        self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
-        self.optimizer_states: OptimizerStates = optimizer_states
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
 
+    def configure_roles(self) -> dict[str, ModelRole]:
+        """Return the run's models by name; an override adds to what ``super()`` returns.
+
+        The trained ones become attributes of the module, each by its role's name.
+        """
+        return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
+
+    def actor_optimizer(self) -> AdamWSettings:
+        """How the actor is trained, by the module's arguments."""
+        return AdamWSettings(
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            warmup_steps=self.warmup_steps,
+            lr_schedule=self.lr_schedule,
+            max_grad_norm=self.max_grad_norm,
+            optimizer_states=self.optimizer_states,
+        )
+
     def configure_model(self) -> None:
-        """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
-        if self.actor is None:
-            use_expandable_segments()
-            if self._trainer is not None:
-                use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
-            self.actor = self.load_model(self.model_path)
-            self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
-            checkpoint_layers(self.actor, self.count_checkpointed_layers())
-            if next(self.actor.parameters()).is_cuda:
-                limit_host_threads()
+        """Load the roles' networks. Called by Lightning, by a second ``fit`` or ``validate`` again."""
+        loaded = {name: role.network for name, role in self.roles.items()}
+        self.roles = self.configure_roles()
+        is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
+        for name, role in self.roles.items():
+            role.network = loaded.get(name)
+            if role.network is None and role.is_trained:
+                role.network = role.load()
+                setattr(self, name, role.network)
+            elif role.network is None and is_fitting:
+                role.network = role.load().requires_grad_(False)
+
+    def load_actor(self) -> PreTrainedModel:
+        """Load the actor, to be trained."""
+        use_expandable_segments()
+        if self._trainer is not None:
+            use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
+        actor = self.load_model(self.model_path)
+        self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
+        checkpoint_layers(actor, self.count_checkpointed_layers())
+        if next(actor.parameters()).is_cuda:
+            limit_host_threads()
+        return actor
 
     def load_model(self, model: str, *, is_trained: bool = True) -> PreTrainedModel:
         """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device.
@@ -168,23 +194,31 @@ class PolicyModule(Ranks, SavedModule):
         return count
 
     def configure_optimizers(self) -> Any:
-        """AdamW and its schedule, stepped once a rollout; an override may return any form of Lightning's."""
-        optimizer = make_optimizer(
-            self.loaded_actor,
-            owner=self,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            states=self.optimizer_states,
-            is_state_on_host=getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer",
-        )
-        schedule = make_lr_schedule(
-            optimizer,
-            self.lr_schedule,
-            warmup_steps=self.warmup_steps,
-            max_steps=schedule_end(self.trainer, self.warmup_steps),
-        )
-        return [optimizer], [schedule]
+        """AdamW of each trained role, and its schedule; an override may return any form of Lightning's."""
+        max_steps = self.trainer.max_steps
+        if self.trainer.fast_dev_run:  # which has set it
+            warmups = [role.optimizer.warmup_steps for role in self.roles.values() if role.optimizer is not None]
+            max_steps = max(max_steps, *(warmup + 1 for warmup in warmups))
+        is_on_host = getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer"
+        return make_optimizers(self, self.roles, max_steps=max_steps, is_state_on_host=is_on_host)
+
+    def clip_gradients(self) -> dict[str, Tensor]:
+        """Scale each trained role's gradients down to its ``max_grad_norm``; drop them where they are not finite.
+
+        Returns:
+            The metrics ``optim/grad_norm``, before, and ``optim/skipped``, of the actor; and of other roles, by name.
+        """
+        metrics: dict[str, Tensor] = {}
+        for name, parameters in parameters_by_role(self, self.roles).items():
+            settings = self.roles[name].optimizer
+            assert settings is not None
+            norm, is_finite = clip_gradients(parameters, settings.max_grad_norm)
+            suffix = "" if name == ACTOR else f"/{name}"
+            metrics |= {
+                f"optim/grad_norm{suffix}": norm.reshape(1),
+                f"optim/skipped{suffix}": (~is_finite).reshape(1),
+            }
+        return metrics
 
     @property
     def has_usual_optimizers(self) -> bool:

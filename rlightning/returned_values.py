@@ -34,20 +34,21 @@ def returned_tensor(values: Any, length: int, method: str, unit: str) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor.float()
 
 
-def returned_loss(values: Any, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what ``policy_loss`` returned: [T] losses, and [T] values by name for the metrics.
+def returned_loss(values: Any, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what a term of the loss returned: [T] losses, and [T] values by name for the metrics.
 
     Args:
         values: what it returned.
         num_tokens: T.
+        term: its name, for the error.
 
     Raises:
         ConfigError: it is no such pair.
     """
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], dict)):
         raise ConfigError(
-            f"policy_loss returned a {type(values).__name__}. It has to return a pair: the losses [T], and a "
+            f"{term} returned a {type(values).__name__}. It has to return a pair: the losses [T], and a "
             "dictionary of metrics, such as 'return losses, {}'."
         )
     losses, metrics = values
-    return returned_tensor(losses, num_tokens, "policy_loss", "tokens"), metrics
+    return returned_tensor(losses, num_tokens, term, "tokens"), metrics

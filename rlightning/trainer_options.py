@@ -42,21 +42,37 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
 """Lightning's callbacks that cannot do their work here, and what to do instead."""
 
 
+OWN_STEPS = "has no effect here: the model steps its optimizer itself"
+_REFUSED_OPTIONS: dict[str, tuple[object, str]] = {
+    "accumulate_grad_batches": (
+        1,
+        f"{OWN_STEPS}. Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves",
+    ),
+    "gradient_clip_val": (None, f"{OWN_STEPS}. Set model.max_grad_norm={{value}}"),
+    "gradient_clip_algorithm": (None, f"{OWN_STEPS}, and clips by norm. Leave it out, and set model.max_grad_norm"),
+    "sync_batchnorm": (False, "has no effect: language models have no such layer. Leave it out"),
+    "model_registry": (None, "needs Lightning's cloud service. Leave it out, and upload what SaveHF writes"),
+}
+"""The Trainer's options that would be applied to nothing, each with its default, and what to do instead."""
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
-    check_precision(trainer.precision)
     if trainer.precision == "bf16-true":
         log.warning(
             "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
             "1/256 of a weight or so: at a small lr nothing is learned. Use bf16-mixed."
         )
-    check_step_options(
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    check_unused_options(
+        {
+            "precision": trainer.precision,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
+            "model_registry": trainer._model_registry,
+        }
     )
-    has_layer_sync = trainer._accelerator_connector._layer_sync is not None
-    check_unused_options(sync_batchnorm=has_layer_sync, model_registry=trainer._model_registry)
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_repeated(listed)
     check_callbacks(listed)
@@ -96,23 +112,20 @@ def check_options(options: Mapping[str, Any]) -> None:
         options: all of them, as they were given.
     """
     check_strategy(options["strategy"])
+    check_unused_options(options)
+
+
+def check_unused_options(options: Mapping[str, Any]) -> None:
+    """Refuse float16, and options that would be applied to nothing.
+
+    Args:
+        options: of the Trainer, by name.
+    """
     check_precision(options["precision"])
-    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-    check_step_options(**{name: options[name] for name in steps})
-    check_unused_options(sync_batchnorm=options["sync_batchnorm"], model_registry=options["model_registry"])
-
-
-def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:
-    """Refuse the Trainer's options for what no run here has."""
-    if sync_batchnorm:
-        raise ConfigError(
-            "trainer.sync_batchnorm=true has no effect: language models have no such layer. Leave it out."
-        )
-    if model_registry is not None:
-        raise ConfigError(
-            f"trainer.model_registry={model_registry} needs Lightning's cloud service. Leave it out, and upload what "
-            "SaveHF writes."
-        )
+    for name, (default, reason) in _REFUSED_OPTIONS.items():
+        if options[name] != default:
+            value = str(options[name]).lower() if isinstance(options[name], bool) else options[name]
+            raise ConfigError(f"trainer.{name}={value} {reason.format(value=value)}.")
 
 
 def check_callbacks(listed: Iterable[Callback | type]) -> None:
@@ -134,25 +147,4 @@ def check_precision(precision: object) -> None:
     if str(precision) in ("16", "16-mixed", "16-true"):
         raise ConfigError(
             f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
-        )
-
-
-def check_step_options(
-    *, accumulate_grad_batches: int, gradient_clip_val: float | None, gradient_clip_algorithm: object = None
-) -> None:
-    """Refuse the Trainer's options that the module's own optimizer steps make meaningless."""
-    rule = "has no effect here: the model steps its optimizer itself"
-    if accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulate_grad_batches} {rule}. "
-            "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
-        )
-    if gradient_clip_val is not None:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={gradient_clip_val} {rule}. Set model.max_grad_norm={gradient_clip_val}."
-        )
-    if gradient_clip_algorithm is not None:
-        raise ConfigError(
-            f"trainer.gradient_clip_algorithm={gradient_clip_algorithm} {rule}, and clips by norm. "
-            "Leave it out, and set model.max_grad_norm."
         )

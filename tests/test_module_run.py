@@ -124,8 +124,9 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
     assert again.trainer.callback_metrics["optim/lr"] == module.trainer.callback_metrics["optim/lr"]
     # The reference is the model that training started from, not the one that it goes on with.
     start = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
-    assert again.reference is not None
-    assert all(torch.equal(weight, start[name]) for name, weight in again.reference.model.named_parameters())
+    reference = again.roles["reference"].network
+    assert reference is not None
+    assert all(torch.equal(weight, start[name]) for name, weight in reference.named_parameters())
 
 
 @pytest.mark.long
@@ -138,7 +139,7 @@ def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: st
     (metrics,) = make_trainer(tmp_path, 1).validate(
         other, data, ckpt_path=checkpoint, verbose=False, weights_only=False
     )
-    assert other.reference is None
+    assert other.roles["reference"].network is None
     assert metrics["val/sums/reward"] == module.trainer.callback_metrics["val/sums/reward"]
 
 

@@ -10,12 +10,17 @@ from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssC
 
 from rlightning.errors import ConfigError
 from rlightning.optimization import (
-    check_optimizer,
+    AdamWSettings,
     clip_gradients,
     make_lr_schedule,
     make_optimizer,
     split_by_decay,
 )
+
+
+def optimize(*parameters: nn.Parameter, **settings: Any) -> torch.optim.AdamW:
+    """AdamW of some parameters."""
+    return make_optimizer(AdamWSettings(**settings), split_by_decay(nn.ParameterList(parameters)))
 
 
 def make_parameters() -> tuple[nn.Parameter, nn.Parameter]:
@@ -24,7 +29,7 @@ def make_parameters() -> tuple[nn.Parameter, nn.Parameter]:
 
 def test_only_matrices_decay() -> None:
     matrix, bias = make_parameters()
-    optimizer = make_optimizer(nn.ParameterList([matrix, bias]), lr=0.1, weight_decay=0.5, betas=(0.9, 0.999))
+    optimizer = optimize(matrix, bias, lr=0.1, weight_decay=0.5)
     matrix.grad, bias.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     assert matrix.tolist() == [[pytest.approx(2.0 * (1 - 0.1 * 0.5))] * 2] * 2
@@ -89,7 +94,7 @@ def test_tied_weights_decay_once() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     matrix, bias = make_parameters()
     bias.requires_grad_(False)
-    optimizer = make_optimizer(nn.ParameterList([matrix, bias]), lr=0.1, weight_decay=0.0, betas=(0.9, 0.999))
+    optimizer = optimize(matrix, bias, lr=0.1)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
 
 
@@ -104,8 +109,9 @@ def test_frozen_parameters_are_left_out() -> None:
     ],
 )
 def test_lr_schedule(schedule: Any, warmup: int, max_steps: int, factors: list[float]) -> None:
-    optimizer = make_optimizer(nn.ParameterList(make_parameters()), lr=0.5, weight_decay=0.0, betas=(0.9, 0.999))
-    scheduler = make_lr_schedule(optimizer, schedule, warmup_steps=warmup, max_steps=max_steps)
+    settings = AdamWSettings(lr=0.5, lr_schedule=schedule, warmup_steps=warmup)
+    optimizer = optimize(*make_parameters(), lr=0.5)
+    scheduler = make_lr_schedule(optimizer, settings, max_steps=max_steps)
     seen = []
     for _ in factors:
         seen.append(optimizer.param_groups[0]["lr"])
@@ -117,8 +123,9 @@ def test_lr_schedule(schedule: Any, warmup: int, max_steps: int, factors: list[f
 def test_lr_schedule_of_added_group_starts_at_its_own_peak() -> None:
     """Warm-up of two steps: a half, then all of it, in each group."""
     matrix, added = make_parameters()
-    optimizer = make_optimizer(nn.ParameterList([matrix]), lr=0.5, weight_decay=0.0, betas=(0.9, 0.999))
-    scheduler = make_lr_schedule(optimizer, "constant", warmup_steps=2, max_steps=-1)
+    settings = AdamWSettings(lr=0.5, warmup_steps=2)
+    optimizer = optimize(matrix, lr=0.5)
+    scheduler = make_lr_schedule(optimizer, settings, max_steps=-1)
     optimizer.add_param_group({"params": [added], "lr": 0.2})
     scheduler.add_groups()
     rates = []
@@ -127,8 +134,8 @@ def test_lr_schedule_of_added_group_starts_at_its_own_peak() -> None:
         optimizer.step()
         scheduler.step()
     assert rates == [[0.25, 0.25, 0.1], [0.5, 0.5, 0.2]]
-    again = make_optimizer(nn.ParameterList([matrix]), lr=0.5, weight_decay=0.0, betas=(0.9, 0.999))
-    resumed = make_lr_schedule(again, "constant", warmup_steps=2, max_steps=-1)
+    again = optimize(matrix, lr=0.5)
+    resumed = make_lr_schedule(again, settings, max_steps=-1)
     again.add_param_group({"params": [added], "lr": 0.2})
     resumed.add_groups()
     resumed.load_state_dict(scheduler.state_dict())
@@ -137,11 +144,11 @@ def test_lr_schedule_of_added_group_starts_at_its_own_peak() -> None:
 
 @pytest.mark.parametrize(("schedule", "max_steps"), [("linear", -1), ("cosine", 5)])
 def test_a_schedule_needs_an_end(schedule: Any, max_steps: int) -> None:
-    optimizer = make_optimizer(nn.ParameterList(make_parameters()), lr=0.5, weight_decay=0.0, betas=(0.9, 0.999))
+    settings = AdamWSettings(lr=0.5, lr_schedule=schedule, warmup_steps=5)
     with pytest.raises(
         ConfigError, match=rf"lr_schedule='{schedule}' .* warmup_steps=5, .* trainer\.max_steps={max_steps}"
     ):
-        make_lr_schedule(optimizer, schedule, warmup_steps=5, max_steps=max_steps)
+        make_lr_schedule(optimize(*make_parameters()), settings, max_steps=max_steps)
 
 
 def test_gradients_are_scaled_to_the_norm() -> None:
@@ -164,7 +171,7 @@ def test_small_gradients_stay() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(value: float, caplog: pytest.LogCaptureFixture) -> None:
     matrix, bias = make_parameters()
-    optimizer = make_optimizer(nn.ParameterList([matrix, bias]), lr=0.1, weight_decay=0.5, betas=(0.9, 0.999))
+    optimizer = optimize(matrix, bias, lr=0.1, weight_decay=0.5)
     matrix.grad, bias.grad = torch.ones(2, 2), torch.tensor([1.0, value])
     with caplog.at_level(logging.WARNING):
         norm, is_finite = clip_gradients([matrix, bias], 1.0)
@@ -188,10 +195,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, caplog: pyt
     ],
 )
 def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message: str) -> None:
-    usual: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "warmup_steps": 0}
-    check_optimizer(**usual, max_grad_norm=math.inf)
+    AdamWSettings(max_grad_norm=math.inf)
     with pytest.raises(ConfigError, match=message):
-        check_optimizer(**usual | {"max_grad_norm": 1.0} | setting)
+        AdamWSettings(**setting)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +205,5 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
     [("quantised", "Choose from: float32, bfloat16, 8bit"), ("bf16", "Did you mean 'bfloat16'?")],
 )
 def test_unknown_optimizer_states(name: Any, hint: str) -> None:
-    usual: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "warmup_steps": 0}
     with pytest.raises(ConfigError, match=re.escape(f"optimizer_states='{name}' is unknown. {hint}")):
-        check_optimizer(**usual, max_grad_norm=1.0, optimizer_states=name)
+        AdamWSettings(optimizer_states=name)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
-from rlightning.optimizer_forms import check_form, checked
+from rlightning.optimizer_steps import check_form, checked
 from rlightning.rewards import RewardFunction
 
 
@@ -253,7 +253,10 @@ def test_form_that_is_none_of_lightnings_is_refused() -> None:
             {"optimizer": optimizer, "lr_schedulers": schedule},
             "'lr_schedulers' is unknown. Did you mean 'lr_scheduler'?",
         ),
-        ({"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "dictionary without the key 'scheduler'"),
+        (
+            {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}},
+            "dictionary of a schedule without the key 'scheduler'",
+        ),
         (
             {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "freq": 2}},
             "the key 'freq' of a schedule is unknown. Did you mean 'frequency'?",
@@ -261,7 +264,7 @@ def test_form_that_is_none_of_lightnings_is_refused() -> None:
         ((optimizer, schedule), "where an optimizer has to be. Return"),
         ([[optimizer], [foreign]], "StepLR is no schedule of an optimizer that is returned with it"),
         ([{"optimizer": optimizer}, other], "beside a dictionary"),
-        ("adamw", "configure_optimizers returns 'adamw'. Return an optimizer"),
+        ("adamw", "configure_optimizers returns 'adamw' where an optimizer has to be. Return an"),
     ]
     for found, message in refused:
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlightning.algorithms.groups import GroupModule
-from rlightning.errors import ConfigError
-from rlightning.objectives import Aggregation, capped_weight_loss, group_advantages, token_log_ratio
-from rlightning.types import RolloutBatch
+from rlightning.objectives import Aggregation, CappedWeight
 
 
 class CISPO(GroupModule):
@@ -34,23 +30,5 @@ class CISPO(GroupModule):
         loss_aggregation: Aggregation = "token_mean",
         **kwargs: Any,
     ) -> None:
-        if not 0 <= min_ratio <= 1 <= max_ratio:
-            raise ConfigError(
-                f"min_ratio={min_ratio} and max_ratio={max_ratio} leave out a ratio of 1, that of an unchanged policy. "
-                "They are absolute values: where others say eps_high 0.28, use max_ratio 1.28."
-            )
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
-        self.max_ratio, self.min_ratio = max_ratio, min_ratio
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards against their group's: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """REINFORCE of each token, weighted: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return capped_weight_loss(
-            logprobs, log_ratio, batch.advantages, max_ratio=self.max_ratio, min_ratio=self.min_ratio
-        )
+        self.policy_objective = CappedWeight(max_ratio=max_ratio, min_ratio=min_ratio)

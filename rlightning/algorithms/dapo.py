@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_clip
 from rlightning.errors import ConfigError
 from rlightning.objectives import (
     Aggregation,
-    clipped_loss,
-    group_advantages,
+    ClippedSurrogate,
     has_signal,
     overlong_penalty,
-    token_log_ratio,
 )
 from rlightning.types import RolloutBatch
 
@@ -53,11 +50,10 @@ class DAPO(GroupModule):
         loss_aggregation: Aggregation = "token_mean",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high)
         if max_refills < 0 or (overlong_cache or 0) < 0:
             raise ConfigError(f"max_refills={max_refills} and overlong_cache={overlong_cache} must be at least 0.")
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
         self.max_refills = max_refills
         self.overlong_cache = overlong_cache
 
@@ -87,14 +83,3 @@ class DAPO(GroupModule):
         penalty = batch.reward_components.get(OVERLONG)
         rewards = super().compared_rewards(batch)
         return rewards if penalty is None else rewards - penalty
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards against their group's: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

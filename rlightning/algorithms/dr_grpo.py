@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_clip
-from rlightning.objectives import Aggregation, clipped_loss, group_advantages, token_log_ratio
+from rlightning.objectives import Aggregation, ClippedSurrogate, group_advantages
 from rlightning.types import RolloutBatch
 
 
@@ -34,17 +33,10 @@ class DrGRPO(GroupModule):
         loss_aggregation: Aggregation = "constant",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high)
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less their group's mean: [T]."""
         assert batch.rewards is not None
         return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_clip
-from rlightning.objectives import Aggregation, clipped_loss, group_advantages, token_log_ratio
+from rlightning.objectives import Aggregation, ClippedSurrogate, group_advantages
 from rlightning.types import RolloutBatch
 
 
@@ -39,23 +38,11 @@ class GRPO(GroupModule):
         loss_aggregation: Aggregation = "sequence_mean",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high, dual_clip)
         super().__init__(model, kl_coef=kl_coef, loss_aggregation=loss_aggregation, **kwargs)
-        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         self.scale_by_std = scale_by_std
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards against their group's: [T]."""
         assert batch.rewards is not None
         return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=self.scale_by_std))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        return clipped_loss(
-            token_log_ratio(logprobs, batch.old_logprobs),
-            batch.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_clip
-from rlightning.objectives import Aggregation, clipped_loss, group_advantages, sequence_log_ratio
-from rlightning.types import RolloutBatch
+from rlightning.objectives import Aggregation, ClippedSurrogate
 
 
 class GSPO(GroupModule):
@@ -33,17 +29,5 @@ class GSPO(GroupModule):
         loss_aggregation: Aggregation = "sequence_mean",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high)
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
-        self.clip_low, self.clip_high = clip_low, clip_high
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards against their group's: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token's sequence: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.completion_mask, batch.cu_seqlens)
-        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high, level="sequence")

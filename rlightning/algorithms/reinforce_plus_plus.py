@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_clip
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 from rlightning.objectives import (
+    ClippedSurrogate,
     KLEstimator,
-    clipped_loss,
     estimate_kl,
     group_advantages,
-    token_log_ratio,
     token_returns,
     whiten,
 )
@@ -53,7 +51,6 @@ class REINFORCEPlusPlus(RLModule):
         kl_placement: Literal["loss", "reward"] = "reward",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high)
         if not 0 <= discount <= 1:
             raise ConfigError(f"discount={discount} must be in [0, 1]. Use 1.0 unless rewards come by the token.")
         super().__init__(
@@ -64,7 +61,7 @@ class REINFORCEPlusPlus(RLModule):
             kl_placement=kl_placement,
             **kwargs,
         )
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
         self.discount = discount
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
@@ -76,12 +73,6 @@ class REINFORCEPlusPlus(RLModule):
         """Returns to go, whitened over the batch and all ranks: [T]."""
         returns = token_returns(self._token_rewards(batch), batch.cu_seqlens, discount=self.discount)
         return whiten(returns, batch.completion_mask, self.all_sum)
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def _token_rewards(self, batch: RolloutBatch) -> Tensor:
         """The completion's reward on its last token, less each token's KL: [T]."""
@@ -119,18 +110,11 @@ class REINFORCEPlusPlusBaseline(GroupModule):
         kl_estimator: KLEstimator = "k2",
         **kwargs: Any,
     ) -> None:
-        check_clip(clip_low, clip_high)
         super().__init__(model, kl_coef=kl_coef, kl_estimator=kl_estimator, **kwargs)
-        self.clip_low, self.clip_high = clip_low, clip_high
+        self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less their group's mean, whitened over the tokens of the batch and all ranks: [T]."""
         assert batch.rewards is not None
         centred = batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
         return whiten(centred, batch.completion_mask, self.all_sum)
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
-from rlightning.objectives import Aggregation, KLEstimator, leave_one_out, reinforce_loss
+from rlightning.objectives import Aggregation, KLEstimator, leave_one_out, reinforce
 from rlightning.types import RolloutBatch
 
 
@@ -46,6 +46,7 @@ class RLOO(GroupModule):
             loss_aggregation=loss_aggregation,
             **kwargs,
         )
+        self.policy_objective = reinforce
         if self.plan.optimizer_steps > 1:
             raise ConfigError(
                 f"updates_per_rollout={self.plan.updates_per_rollout} x epochs_per_rollout="
@@ -57,8 +58,3 @@ class RLOO(GroupModule):
         """Rewards less the mean of the others in their group: [T]."""
         assert batch.rewards is not None
         return batch.to_tokens(leave_one_out(batch.rewards, batch.group_ids))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The plain policy gradient of each token: [T]."""
-        assert batch.advantages is not None
-        return reinforce_loss(logprobs, batch.advantages)

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlightning.algorithms.groups import GroupModule
-from rlightning.algorithms.ranges import check_positive
-from rlightning.objectives import Aggregation, group_advantages, soft_gate_loss, token_log_ratio
-from rlightning.types import RolloutBatch
+from rlightning.objectives import Aggregation, SoftGate
 
 
 class SAPO(GroupModule):
@@ -30,22 +26,7 @@ class SAPO(GroupModule):
         loss_aggregation: Aggregation = "sequence_mean",
         **kwargs: Any,
     ) -> None:
-        check_positive("temperature_positive", temperature_positive)
-        check_positive("temperature_negative", temperature_negative)
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
-        self.temperature_positive, self.temperature_negative = temperature_positive, temperature_negative
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards against their group's: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gated surrogate of each token: [T]."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        return soft_gate_loss(
-            token_log_ratio(logprobs, batch.old_logprobs),
-            batch.advantages,
-            temperature_positive=self.temperature_positive,
-            temperature_negative=self.temperature_negative,
+        self.policy_objective = SoftGate(
+            temperature_positive=temperature_positive, temperature_negative=temperature_negative
         )

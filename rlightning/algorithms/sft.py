@@ -12,6 +12,7 @@ from rlightning.balance import balance
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
+from rlightning.objectives import cross_entropy
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 
@@ -35,6 +36,7 @@ class SFT(RLModule):
     ) -> None:
         super().__init__(model, samples_per_prompt=1, lr=lr, **kwargs)
         self.completion_column = completion_column
+        self.policy_objective = cross_entropy
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the completion column; the data module calls this."""
@@ -63,10 +65,6 @@ class SFT(RLModule):
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Ones [T]: every token of the data is as good as any other."""
         return torch.ones(batch.num_tokens, dtype=torch.float32)
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The negative log-likelihood of each token: [T]."""
-        return -logprobs.float(), {}
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss a token over the validation set's completions."""

@@ -13,6 +13,19 @@ from rlightning.objectives.advantages import (
     whiten,
 )
 from rlightning.objectives.aggregation import Aggregation, aggregate
+from rlightning.objectives.components import (
+    CappedWeight,
+    ClippedSurrogate,
+    ForwardPass,
+    LossComponent,
+    PolicyObjective,
+    ReferenceKL,
+    SoftGate,
+    cross_entropy,
+    entropy,
+    reinforce,
+    sum_components,
+)
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.policy import (
@@ -28,23 +41,34 @@ from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
 
 __all__ = [
     "Aggregation",
+    "CappedWeight",
+    "ClippedSurrogate",
+    "ForwardPass",
     "KLEstimator",
+    "LossComponent",
+    "PolicyObjective",
+    "ReferenceKL",
     "RolloutCorrection",
+    "SoftGate",
     "aggregate",
     "approximate_proximal",
     "capped_weight_loss",
     "clipped_loss",
+    "cross_entropy",
+    "entropy",
     "estimate_kl",
     "group_advantages",
     "has_signal",
     "leave_one_out",
     "overlong_penalty",
+    "reinforce",
     "reinforce_loss",
     "sequence_log_ratio",
     "soft_gate_loss",
     "spread_to_tokens",
     "subtract_kl",
     "sum_by_sequence",
+    "sum_components",
     "token_log_ratio",
     "token_returns",
     "whiten",

@@ -202,7 +202,8 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
 )
 def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_folder: str) -> None:
     module = algorithm(model_folder)
-    assert {name: getattr(module, name) for name in defaults} == defaults
+    objective = module.policy_objective
+    assert {name: getattr(objective, name, getattr(module, name, None)) for name in defaults} == defaults
     assert module.rollout_correction == "auto"
 
 

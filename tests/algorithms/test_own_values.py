@@ -75,6 +75,15 @@ def test_value_of_each_sequence_reaches_the_loss(classes: Any, model_folder: str
 
 
 @pytest.mark.long
+def test_model_beside_the_actor_is_trained(classes: Any, model_folder: str, tmp_path: Path) -> None:
+    module, seen = fit(classes.CriticGRPO, model_folder, tmp_path)
+    values = [metrics["policy/value"] for metrics in seen.metrics]
+    assert values[1] < values[0]  # of other prompts, whose rewards are alike
+    assert seen.metrics[0]["optim/lr/critic"] == pytest.approx(0.01)
+    assert "critic.value.weight" in module.state_dict()
+
+
+@pytest.mark.long
 def test_head_beside_the_actor_is_trained_by_its_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, seen = fit(classes.TunedGRPO, model_folder, tmp_path, steps=1)

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
-from rlightning.module import Reference
+from rlightning.roles import ModelRole
 
 
 class OnCPU(OffloadDuringRollout):
@@ -205,7 +205,7 @@ def test_a_restarted_engine_is_sent_the_weights_again() -> None:
 
 def test_the_reference_model_is_moved_with_the_parameters() -> None:
     model: Any = nn.Linear(10, 10, bias=False)
-    module = SimpleNamespace(reference=Reference(model))
+    module = SimpleNamespace(roles={"reference": ModelRole(load=lambda: model, network=model)})
     loop = SimpleNamespace(callbacks=[offload := OnCPU(parameters=True)])
     fire(loop, module, "on_engine_wake")
     away = num_bytes(model.parameters())

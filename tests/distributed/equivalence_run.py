@@ -100,8 +100,7 @@ def train(
         precision=precision,
     )
     trainer.fit(module, make_data(folder))
-    assert module.reference is not None
-    models = {"actor": module.loaded_actor, "reference": module.reference.model}
+    models = {name: module.roles[name].network for name in ("actor", "reference")}
     weights = {kind: full_weights(m) for kind, m in models.items()}
     counts = {"num_sequences": record.num_sequences, "num_tokens": record.num_tokens}
     return weights | counts | {"logged": record.logged, "offloaded": offload.last if offload else {}}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from rlightning.distributed.host_memory import HostMemory
-from rlightning.optimization import make_lr_schedule, make_optimizer
+from rlightning.optimization import AdamWSettings, make_lr_schedule, make_optimizer, split_by_decay
 from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW
 from rlightning.optimizers.moments import unpack_moment
 
@@ -174,7 +174,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 @pytest.mark.parametrize("saved", ALL)
 def test_any_states_are_read_by_any_others(saved: OptimizerStates, loaded: OptimizerStates) -> None:
     first, second = (
-        make_optimizer(nn.ParameterList(make_parameters()), lr=LR, weight_decay=0.1, betas=(0.9, 0.999), states=states)
+        make_optimizer(
+            AdamWSettings(lr=LR, weight_decay=0.1, optimizer_states=states),
+            split_by_decay(nn.ParameterList(make_parameters())),
+        )
         for states in (saved, loaded)
     )
     take_steps(first, range(3))
@@ -201,10 +204,9 @@ def moments(state: dict[str, Any]) -> dict[str, Any]:
 def test_the_learning_rate_is_the_schedules(states: OptimizerStates) -> None:
     """Steps on a constant gradient are lr: 1/2 and then all of it."""
     parameter = nn.Parameter(torch.zeros(4, 256))
-    optimizer = make_optimizer(
-        nn.ParameterList([parameter]), lr=LR, weight_decay=0.0, betas=(0.9, 0.999), states=states
-    )
-    schedule = make_lr_schedule(optimizer, "constant", warmup_steps=2, max_steps=-1)
+    settings = AdamWSettings(lr=LR, warmup_steps=2, optimizer_states=states)
+    optimizer = make_optimizer(settings, ([parameter], []))
+    schedule = make_lr_schedule(optimizer, settings, max_steps=-1)
     for expected in (-0.5 * LR, -1.5 * LR):
         parameter.grad = torch.ones(4, 256)
         optimizer.step()
@@ -227,9 +229,7 @@ def test_state_is_offloaded_during_rollouts(states: OptimizerStates) -> None:
 
 def test_a_closure_is_called_once() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer(
-        nn.ParameterList([parameter]), lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), is_state_on_host=True
-    )
+    optimizer = make_optimizer(AdamWSettings(lr=0.1), ([], [parameter]), is_state_on_host=True)
     losses = []
 
     def closure() -> float:

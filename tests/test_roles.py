@@ -1,8 +1,9 @@
-"""Parameters of a subclass's own, beside the actor: trained, clipped, equal on all ranks, saved and resumed."""
+"""A third trained role, and parameters of a subclass's own: trained, clipped, equal on all ranks, saved and resumed."""
 
 import logging
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import torch
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
-from tiny import UseGenerator, make_algorithm, make_data, make_trainer, save_model
+from tiny import VOCABULARY, UseGenerator, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlightning.algorithms import GRPO
 from rlightning.distributed import DDP, FSDP
+from rlightning.objectives import ForwardPass, LossComponent
+from rlightning.optimization import AdamWSettings, global_norm
+from rlightning.roles import ModelRole
 from rlightning.types import RolloutBatch
 
-LR = 0.01
+LR, CRITIC_LR = 0.01, 0.02
+CRITIC_NORM = 1e-3
 STEPS = 3
 
 
@@ -62,6 +67,36 @@ class SquaredHead(GRPO):
         return losses + (self.scale * self.value(logprobs.new_ones(4))).square(), metrics
 
 
+class Critic(nn.Module):
+    """A value for each token, of the token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(len(VOCABULARY), 4)
+        self.value = nn.Linear(4, 1)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        values: Tensor = self.value(self.embedding(token_ids))[:, 0]
+        return values
+
+
+class CriticGRPO(SquaredHead):
+    """Trains a critic beside the actor, a frozen reference and the head."""
+
+    def configure_roles(self) -> dict[str, ModelRole]:
+        settings = AdamWSettings(lr=CRITIC_LR, max_grad_norm=CRITIC_NORM, warmup_steps=2)
+        return super().configure_roles() | {"critic": ModelRole(load=Critic, optimizer=settings)}
+
+    def loss_components(self) -> list[LossComponent]:
+        value = LossComponent("value", self.value_loss, weight=0.5, denominator="sequence_mean")
+        return [*super().loss_components(), value]
+
+    def value_loss(self, forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.rewards is not None
+        values = self.critic(batch.token_ids)
+        return (values - batch.to_tokens(batch.rewards.float())).square(), {"value_mean": values.detach()}
+
+
 class GradNorms(Callback):
     """Notes each step's norm."""
 
@@ -79,8 +114,9 @@ def own(module: GRPO) -> dict[str, list[Any]]:
     return {name: p.tolist() for name, p in found.items()}
 
 
-def make(algorithm: str, model: str) -> Any:
-    arguments = {"max_tokens_per_microbatch": 23, "max_grad_norm": math.inf, "samples_per_prompt": 4}
+def make(algorithm: str, model: str, **kwargs: Any) -> Any:
+    usual = {"max_tokens_per_microbatch": 23, "max_grad_norm": math.inf, "samples_per_prompt": 4}
+    arguments = usual | kwargs
     return make_algorithm(globals()[algorithm], model, lr=LR, validate_first=False, **arguments)
 
 
@@ -142,12 +178,13 @@ def resumed_and_whole(folder: Path, model: str, seed: int = 0, kind: str | None 
     for name, options in each_run({"whole": {}, "first": {"steps": STEPS - 1}, "second": {}}):
         (folder / name).mkdir(exist_ok=True)
         torch.manual_seed(seed)
-        module = make("SquaredHead", model)
+        module = make("CriticGRPO", model)
         fit = {"ckpt_path": str(folder / "first.ckpt"), "weights_only": False} if name == "second" else {}
         made = run(folder / name, module, fit=fit, **options, **ranks(kind))
         if name == "first":
             made.save_checkpoint(folder / "first.ckpt")
-        state = [state[moment] for state in made.optimizers[0].state.values() for moment in ("exp_avg", "exp_avg_sq")]
+        states = [state for optimizer in made.optimizers for state in optimizer.state.values()]
+        state = [state[moment] for state in states for moment in ("exp_avg", "exp_avg_sq")]
         whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in state]
         results[name] = [own(module), [part.tolist() for part in whole]]
     return [results["second"], results["whole"]]
@@ -158,9 +195,50 @@ def test_own_parameters_resume_to_the_same_bits(model: str, tmp_path: Path) -> N
     resumed, whole = resumed_and_whole(tmp_path, model)
     assert resumed == whole
     torch.manual_seed(0)
-    start = own(make("SquaredHead", model))
-    assert set(start) == {"scale", "value.weight", "value.bias"}
-    assert all(whole[0][name] != start[name] for name in start)
+    start = make("CriticGRPO", model)
+    start.configure_model()
+    critic = {"critic.embedding.weight", "critic.value.weight", "critic.value.bias"}
+    assert set(own(start)) == {"scale", "value.weight", "value.bias"} | critic
+    assert all(whole[0][name] != value for name, value in own(start).items())
+
+
+class ClippedNorms(GradNorms):
+    """Notes the norm of the gradients that each optimizer steps on, too, and the step's metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clipped: dict[int, list[float]] = {}
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        for number, optimizer in enumerate(trainer.optimizers):
+            self.clipped[number] = []
+            optimizer.register_step_pre_hook(partial(self.note, number))
+
+    def note(self, number: int, optimizer: Any, *_: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.clipped[number].append(global_norm(gradients).item())
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+@pytest.mark.long
+def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model: str, tmp_path: Path) -> None:
+    module, norms = make("CriticGRPO", model, kl_coef=0.1), ClippedNorms()
+    trainer = run(tmp_path, module, norms)
+    assert trainer.global_step == module.weight_version == STEPS
+    assert [len(group["params"]) for group in trainer.optimizers[1].param_groups] == [2, 1]
+    assert norms.clipped[1] == pytest.approx([CRITIC_NORM] * STEPS, rel=1e-2)  # 1e-6 in the divisor
+    assert norms.clipped[0] == pytest.approx(norms.norms)
+    assert all(metrics["optim/grad_norm/critic"] > CRITIC_NORM for metrics in norms.metrics)
+    assert [metrics["optim/lr/critic"] for metrics in norms.metrics] == pytest.approx([0.01, 0.02, 0.02])
+    assert [metrics["optim/lr"] for metrics in norms.metrics] == pytest.approx([LR] * STEPS)
+    assert {"policy/value", "policy/value_mean", "policy/kl"} <= set(norms.metrics[0])
+    names = set(module.state_dict())
+    assert {"critic.value.weight", "value.weight", "actor.model.norm.weight"} <= names
+    assert not [name for name in names if "reference" in name]
 
 
 def train_rank(folder: Path, model: str, kind: str) -> Any:
@@ -184,11 +262,11 @@ def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> N
         check_trained(first["start"], rank["end"], rank["norms"])
         resumed, whole = rank["runs"]
         assert resumed == whole == first["runs"][1]
-    loaded = SquaredHead.load_from_checkpoint(tmp_path / "first.ckpt")  # a folder of both ranks' shards, or a file
+    loaded = CriticGRPO.load_from_checkpoint(tmp_path / "first.ckpt")  # a folder of both ranks' shards, or a file
     torch.manual_seed(0)
     (tmp_path / "one").mkdir()
     one = resumed_and_whole(tmp_path / "one", model)[1]
-    saved = SquaredHead.load_from_checkpoint(tmp_path / "one" / "first.ckpt")
+    saved = CriticGRPO.load_from_checkpoint(tmp_path / "one" / "first.ckpt")
     for name, value in own(saved).items():
         torch.testing.assert_close(torch.tensor(own(loaded)[name]), torch.tensor(value), atol=1e-5, rtol=0)
     for name, value in one[0].items():

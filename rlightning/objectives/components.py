@@ -1,0 +1,219 @@
+"""The terms of a loss: each with a weight and a denominator of its own, the same however a step is cut.
+
+    loss = sum over components of weight * sum over tokens of term / denominator
+
+A term gives a value for each token, neither masked nor averaged. Denominators count tokens or sequences of the whole
+optimizer step: all micro-batches, all ranks, all accumulation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.objectives.aggregation import Aggregation, aggregate
+from rlightning.objectives.kl import KLEstimator, estimate_kl
+from rlightning.objectives.policy import (
+    TokenLoss,
+    capped_weight_loss,
+    clipped_loss,
+    reinforce_loss,
+    sequence_log_ratio,
+    soft_gate_loss,
+    token_log_ratio,
+)
+from rlightning.types import RolloutBatch
+
+
+class ForwardPass(NamedTuple):
+    """What the actor's forward pass over a micro-batch gave.
+
+    Attributes:
+        logprobs: [T] float32, of the completion tokens, with gradient; 0 on prompts.
+        entropy: [T] float32, of the distributions that they were sampled from; with gradient where a loss needs it.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossComponent:
+    """One term of the loss.
+
+    Attributes:
+        name: the term is logged as ``policy/<name>``, its mean over completion tokens.
+        term: gives [T] values for a micro-batch, and [T] values by name, without gradient, for the metrics.
+        weight: of the term in the loss; with 0 it is only logged.
+        denominator: what the sum over tokens is divided by, see :func:`~rlightning.objectives.aggregation.aggregate`.
+    """
+
+    name: str
+    term: Callable[[ForwardPass, RolloutBatch], TokenLoss]
+    weight: float = 1.0
+    denominator: Aggregation = "token_mean"
+
+
+def sum_components(
+    components: Sequence[LossComponent], values: Mapping[str, Tensor], batch: RolloutBatch, *, constant: float
+) -> Tensor:
+    """Return a micro-batch's share of the loss of its optimizer step; the shares of all micro-batches add up to it.
+
+    Terms of one denominator are added token by token before they are reduced.
+
+    Args:
+        components: of the loss, one at least with a weight.
+        values: what the components' terms gave, [T] each, by component name.
+        batch: a micro-batch, with ``totals``.
+        constant: tokens, for the denominator "constant".
+
+    Returns:
+        A float32 scalar.
+    """
+    assert batch.totals is not None
+    sums: dict[Aggregation, Tensor] = {}
+    for component in components:
+        if component.weight:
+            weighted, kind = component.weight * values[component.name], component.denominator
+            sums[kind] = sums[kind] + weighted if kind in sums else weighted
+    mask, bounds, totals = batch.completion_mask, batch.cu_seqlens, batch.totals
+    shares = [aggregate(summed, mask, bounds, kind, totals, constant=constant) for kind, summed in sums.items()]
+    return sum(shares[1:], shares[0])
+
+
+PolicyObjective = Callable[[Tensor, RolloutBatch], TokenLoss]
+"""A policy loss: from [T] log-probabilities with gradient, and a micro-batch, to [T] losses and [T] metrics by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedSurrogate:
+    """PPO's objective, as :func:`~rlightning.objectives.clipped_loss` of the ratio of each token or of its sequence.
+
+    Attributes:
+        clip_low: the ratio counts down to ``1 - clip_low``.
+        clip_high: the ratio counts up to ``1 + clip_high``.
+        dual_clip: bounds the loss of negative advantages, or None.
+        level: whether the ratio is a token's, or the geometric mean of its sequence's (GSPO).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    level: Literal["token", "sequence"] = "token"
+
+    def __post_init__(self) -> None:
+        """Refuse bounds between which the ratio cannot move."""
+        low, high, dual = self.clip_low, self.clip_high, self.dual_clip
+        if not 0 < low <= 1:
+            raise ConfigError(f"clip_low={low} must be in (0, 1]: ratios are clipped at 1 - clip_low. Try 0.2.")
+        if high <= 0:
+            raise ConfigError(f"clip_high={high} must be above 0: ratios are clipped at 1 + clip_high. Try 0.2.")
+        if dual is not None and dual <= 1 + high:
+            raise ConfigError(f"dual_clip={dual} must be above 1 + clip_high = {1 + high}. Try 3.0, or null.")
+
+    def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+        """Return [T] losses, and the shares of tokens that each bound stopped."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        if self.level == "token":
+            log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        else:
+            log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.completion_mask, batch.cu_seqlens)
+        return clipped_loss(
+            log_ratio,
+            batch.advantages,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CappedWeight:
+    """CISPO's objective, as :func:`~rlightning.objectives.capped_weight_loss` of the token's ratio.
+
+    Attributes:
+        max_ratio: the largest weight, as an absolute value of the ratio.
+        min_ratio: the smallest weight.
+    """
+
+    max_ratio: float
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that leave out an unchanged policy."""
+        if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
+            raise ConfigError(
+                f"min_ratio={self.min_ratio} and max_ratio={self.max_ratio} leave out a ratio of 1, that of an "
+                "unchanged policy. They are absolute values: where others say eps_high 0.28, use max_ratio 1.28."
+            )
+
+    def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+        """Return [T] losses, and the shares of tokens whose weight each bound holds."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
+        return capped_weight_loss(
+            logprobs, log_ratio, batch.advantages, max_ratio=self.max_ratio, min_ratio=self.min_ratio
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftGate:
+    """SAPO's objective, as :func:`~rlightning.objectives.soft_gate_loss` of the token's ratio.
+
+    Attributes:
+        temperature_positive: how fast tokens with a positive advantage fade as their ratio leaves 1.
+        temperature_negative: the same for the others.
+    """
+
+    temperature_positive: float
+    temperature_negative: float
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures at which nothing fades."""
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+
+    def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+        """Return [T] losses, and how far each token's gate is open."""
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        return soft_gate_loss(
+            token_log_ratio(logprobs, batch.old_logprobs),
+            batch.advantages,
+            temperature_positive=self.temperature_positive,
+            temperature_negative=self.temperature_negative,
+        )
+
+
+def reinforce(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+    """The plain policy gradient of each token: [T]; right for one update a rollout."""
+    assert batch.advantages is not None
+    return reinforce_loss(logprobs, batch.advantages)
+
+
+def cross_entropy(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+    """The negative log-likelihood of each token: [T]."""
+    return -logprobs.float(), {}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKL:
+    """A term: the divergence from the reference model, estimated on each token.
+
+    Attributes:
+        estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
+    """
+
+    estimator: KLEstimator
+
+    def __call__(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
+        """Return [T] estimates, in nats."""
+        assert batch.ref_logprobs is not None
+        return estimate_kl(forward.logprobs, batch.ref_logprobs, self.estimator), {}
+
+
+def entropy(forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
+    """A term: the entropy of each token's distribution, in nats: [T]. A bonus has a negative weight."""
+    return forward.entropy, {}
