@@ -12,15 +12,14 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from torch import Tensor
 
-from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
 from rlightning.metrics import pass_at_k
-from rlightning.policy_module import PolicyModule
 from rlightning.rewards import FailureCount, RewardRunner
 from rlightning.rollout import Generator, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.update import UpdateModule
 
 if TYPE_CHECKING:
     from rlightning.data import ValidationSet
@@ -63,21 +62,17 @@ def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling
     return replace(sampling, temperature=chosen.temperature)
 
 
-class EvaluationSteps(PolicyModule):
-    """A PolicyModule whose completions are rewarded in validation and test, and returned in prediction.
+class EvaluationSteps(UpdateModule):
+    """An UpdateModule whose completions are rewarded in validation and test, and returned in prediction.
 
     Attributes:
-        plan: of a step; prediction takes as many completions of each prompt.
         rewarder: of the reward functions.
         generator: completes prompts; the callback that owns the engine sets it.
-        sampling: how; the callback sets it, too.
         validation_failures: of the validation that runs, by the set's number.
     """
 
-    plan: BatchPlan
     rewarder: RewardRunner
     generator: Generator | None = None
-    sampling: Sampling
     validation_failures: dict[int, FailureCount]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -2,20 +2,17 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from rlightning.balance import balance, deal_groups, deal_seed
-from rlightning.batch_plan import BatchPlan
+from rlightning.balance import balance, deal_seed
 from rlightning.console import ignore_warnings
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
@@ -26,36 +23,18 @@ from rlightning.evaluation import EvaluationSteps, LeaveEvaluation, validate_in_
 from rlightning.hooks import fire
 from rlightning.late_loggers import delay_loggers
 from rlightning.loggers import adapt_loggers
-from rlightning.metrics import RunningMeans, rollout_metrics
-from rlightning.models import load_config, packed_logprobs
-from rlightning.models.files import check_export
+from rlightning.metrics import rollout_metrics
 from rlightning.monitoring import adapt_monitoring, check_monitors
 from rlightning.no_signal import StepsWithoutSignal
-from rlightning.objectives import (
-    Aggregation,
-    ForwardPass,
-    KLEstimator,
-    LossComponent,
-    PolicyObjective,
-    ReferenceKL,
-    RolloutCorrection,
-    approximate_proximal,
-    entropy,
-    estimate_kl,
-    subtract_kl,
-    sum_components,
-)
-from rlightning.objectives.policy import TokenLoss
-from rlightning.optimizer_steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.prompt_batches import EpochStep
-from rlightning.returned_values import returned_loss, returned_tensor
+from rlightning.returned_values import returned_tensor
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
-from rlightning.roles import ModelRole
-from rlightning.rollout import Sampling
+from rlightning.roles import REFERENCE
 from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.trainer_options import check_data_source, check_trainer
-from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
+from rlightning.types import Completion, Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -72,22 +51,6 @@ class RLModule(EvaluationSteps):
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
             of them needs no list.
-        prompts_per_step: prompts a rollout, over all ranks.
-        samples_per_prompt: completions of each prompt, which form its group.
-        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
-        epochs_per_rollout: passes over each rollout.
-        max_tokens_per_microbatch: the most tokens that one forward pass sees.
-        kl_coef: weight of the divergence from the reference model; 0 does without one.
-        kl_estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
-        kl_placement: whether it is part of the loss, or taken off the reward.
-        entropy_coef: weight of the entropy bonus.
-        loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
-        rollout_correction: weighs tokens by the gap between sampler and trainer; "auto" does where the sampler may run
-            behind (``rollout.max_staleness``), by truncated importance sampling.
-        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
-            of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
-            single optimizer step a rollout both come from its own forward pass.
-        reference_model: what ``kl_coef`` measures from; None is ``model``.
         max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
             ranks included, or of a validation set's.
         max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
@@ -97,11 +60,9 @@ class RLModule(EvaluationSteps):
         validate_first: validate before the first step too.
         stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
             less than a scheduler waits before it kills. A step that still samples after half of them is left.
-        kwargs: of :class:`~rlightning.policy_module.PolicyModule`.
+        kwargs: of :class:`~rlightning.update.UpdateModule`.
     """
 
-    generates = True
-    """Whether training samples completions, so that an engine is needed."""
     max_refills = 0
     """How often a step may draw further prompts in place of groups that :meth:`keep_sequences` drops."""
 
@@ -110,19 +71,6 @@ class RLModule(EvaluationSteps):
         model: str | Path,
         *,
         rewards: Sequence[Reward] | Reward = (),
-        prompts_per_step: int = 32,
-        samples_per_prompt: int = 8,
-        updates_per_rollout: int = 1,
-        epochs_per_rollout: int = 1,
-        max_tokens_per_microbatch: int = 16384,
-        kl_coef: float = 0.0,
-        kl_estimator: KLEstimator = "k3",
-        kl_placement: Literal["loss", "reward"] = "loss",
-        entropy_coef: float = 0.0,
-        loss_aggregation: Aggregation = "token_mean",
-        rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
-        reference_model: str | Path | None = None,
-        proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
         max_failed_share: float = 0.1,
         max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
@@ -131,53 +79,17 @@ class RLModule(EvaluationSteps):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.reference_path, self.reference_config = os.path.expanduser(reference_model or model), self.model_config
-        if kl_coef and self.reference_path != self.model_path:
-            # before anything is loaded or started
-            check_export(self.reference_path)
-            self.reference_config = load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
-        self.plan = BatchPlan(
-            prompts_per_step=prompts_per_step,
-            samples_per_prompt=samples_per_prompt,
-            updates_per_rollout=updates_per_rollout,
-            epochs_per_rollout=epochs_per_rollout,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-        )
-        if not 0 <= kl_coef < math.inf:
-            raise ConfigError(f"kl_coef={kl_coef} must be finite and at least 0: it is a penalty. Use 0 for none.")
-        if not math.isfinite(entropy_coef):
-            raise ConfigError(f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus.")
         self.rewarder = RewardRunner(
             rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
         )
-        self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
-        self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
-        self.rollout_correction = rollout_correction
-        self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
-        self.proximal_policy = proximal_policy
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
         self.validate_first, self.stop_grace = validate_first, stop_grace
         self.without_signal = StepsWithoutSignal(max_steps_without_signal)
         self.validation_failures = {}
-        self.policy_objective: PolicyObjective | None = None
-        self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
-        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
-        self.sampling = Sampling()
-        self.weight_version = 0
 
     # What others ask for
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts a rollout, over all ranks."""
-        return self.plan.prompts_per_step
-
-    @property
-    def samples_per_prompt(self) -> int:
-        """Completions of each prompt."""
-        return self.plan.samples_per_prompt
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
@@ -245,31 +157,11 @@ class RLModule(EvaluationSteps):
         """Say what is about to be done; refuse to start without an engine."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
-            self._choose_correction(self._engine.max_staleness)
+            self.choose_correction(self._engine.max_staleness)
         if self.trainer.is_global_zero:
             from rlightning.start_block import describe_start
 
             log.info(describe_start(self.trainer, self))
-
-    def _choose_correction(self, max_staleness: int) -> None:
-        """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
-        if self.rollout_correction == "auto":
-            self.active_correction = RolloutCorrection() if max_staleness > 0 else None
-        if self.rollout_correction == "auto" and self.active_correction is not None:
-            log.info(
-                "Completions may be %s old: each token's loss is weighed by the ratio of its probabilities now "
-                "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
-                "1 update" if max_staleness == 1 else f"{max_staleness} updates",
-                self.active_correction.bounds[1],
-            )
-
-    def configure_roles(self) -> dict[str, ModelRole]:
-        """The actor and, where it is measured against one, the frozen reference."""
-        roles = super().configure_roles()
-        if self.kl_coef:
-            load = partial(self.load_model, self.reference_path, is_trained=False)
-            roles["reference"] = ModelRole(load=load, config=self.reference_config)
-        return roles
 
     def on_train_start(self) -> None:
         """Measure where training starts from."""
@@ -412,7 +304,7 @@ class RLModule(EvaluationSteps):
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
-            batch.ref_logprobs = evaluate(self.roles["reference"].network)
+            batch.ref_logprobs = evaluate(self.roles[REFERENCE].network)
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
@@ -421,97 +313,6 @@ class RLModule(EvaluationSteps):
         batch.extras = judged.extras
         batch.check_extras()
         return batch
-
-    def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Take the rollout's optimizer steps; all of them count as one step of the trainer.
-
-        Args:
-            batch: with advantages, on the CPU.
-
-        Returns:
-            The metrics of the update.
-        """
-        optimizers = listed(self.optimizers())
-        means = RunningMeans()
-        minibatches = self._minibatches(batch)
-        for number, minibatch in enumerate(minibatches, start=1):
-            self._update_progress = (number - 1) / len(minibatches)
-            self.accumulate_gradients(batch.select(minibatch), means)
-            drop_untrained(self, optimizers, self._untrained)
-            self.average_gradients()
-            means.add(self.clip_gradients())
-            step_optimizers(optimizers, is_last=number == len(minibatches))
-        rates = learning_rates(optimizers)
-        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
-        return means.compute(self.all_sum, self.all_max) | rates
-
-    def skip_update(self) -> dict[str, float]:
-        """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
-
-        Returns:
-            The metrics of the update.
-        """
-        optimizers = listed(self.optimizers())
-        for optimizer in optimizers:
-            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
-        step_optimizers(optimizers, is_last=True)
-        rates = learning_rates(optimizers)
-        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
-        return {"optim/skipped": 1.0} | rates
-
-    def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
-        """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
-        groups = batch.group_ids
-        num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        plan, seed = self.plan, deal_seed(self.weight_version)
-        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
-        return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
-
-    def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.
-
-        Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
-        """
-        counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
-        totals = LossTotals(*self.all_sum(counts).tolist())
-        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
-        for number, sequences in enumerate(microbatches, start=1):
-            batch = self.pick(minibatch, sequences)
-            batch.totals = totals
-            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
-            with self.local_gradients() if number < len(microbatches) else nullcontext():
-                self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
-
-    def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
-        """This micro-batch's share of the minibatch's loss: the sum of :meth:`loss_components`."""
-        forward = ForwardPass(*self.compute_logprobs(batch))
-        if batch.old_logprobs is None:
-            staleness = self.weight_version - batch.weight_versions
-            batch.old_logprobs = approximate_proximal(
-                forward.logprobs, batch.rollout_logprobs, staleness, self._update_progress
-            )
-        components, values, metrics = self.loss_components(), {}, {}
-        for component in components:
-            term = component.term(forward, batch)
-            values[component.name], details = returned_loss(term, batch.num_tokens, component.name)
-            metrics |= details
-        if self.generates:
-            gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
-            metrics["rollout_gap_mean"] = gap
-            means.add_max("policy/rollout_gap_max", gap)
-        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.completion_mask)
-        return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
-
-    def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-        """The term of :meth:`policy_loss`, corrected for the gap between sampler and trainer: [T]."""
-        loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
-        if self.active_correction is None:
-            return loss, metrics
-        assert batch.old_logprobs is not None
-        weights, corrected = self.active_correction.weigh(
-            batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
-        )
-        return loss * weights, metrics | corrected
 
     # What an algorithm overrides
 
@@ -554,43 +355,6 @@ class RLModule(EvaluationSteps):
             [T] float32.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
-
-    def loss_components(self) -> list[LossComponent]:
-        """The terms of the loss: the policy's, the divergence from the reference, and the entropy bonus.
-
-        An override adds to what ``super()`` returns, or returns others.
-        """
-        kind = self.loss_aggregation
-        components = [LossComponent("loss", self.policy_gradient, denominator=kind)]
-        if self.kl_coef:
-            weight = self.kl_coef if self.kl_placement == "loss" else 0.0
-            components.append(LossComponent("kl", ReferenceKL(self.kl_estimator), weight=weight, denominator=kind))
-        return [*components, LossComponent("entropy", entropy, weight=-self.entropy_coef, denominator=kind)]
-
-    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """The loss of each token, to be minimised; by default that of ``policy_objective``, which an algorithm sets.
-
-        Args:
-            logprobs: [T], of the current policy, with gradient.
-            batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
-
-        Returns:
-            [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
-            which are averaged over completion tokens and logged as ``policy/<name>``.
-        """
-        if self.policy_objective is None:
-            raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
-        return self.policy_objective(logprobs, batch)
-
-    def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
-
-        Returns:
-            [T] and [T], float32; 0 on prompts.
-        """
-        return packed_logprobs(
-            self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
-        )
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:
         """Further prompts from the training set, which the checkpoint counts as seen."""

@@ -16,6 +16,8 @@ from rlightning.optimization import AdamWSettings, ConfiguredLR, make_lr_schedul
 
 ACTOR = "actor"
 """The role that samples: its weights go to the engine, and its last optimizer step of a rollout is the Trainer's."""
+REFERENCE = "reference"
+"""The frozen role that ``kl_coef`` measures from."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,8 +24,7 @@ from tiny import (
 )
 from torch import Tensor
 
-from rlightning import module as module_file
-from rlightning import policy_module
+from rlightning import policy_module, update
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.callbacks import Throughput
 from rlightning.data import ValidationSet
@@ -107,7 +106,7 @@ def test_old_logprobs_cost_a_pass_only_with_several_updates(
         tokens.append(batch.num_sequences)
         return packed_logprobs(model, batch, **kwargs)
 
-    for file in (module_file, policy_module):
+    for file in (update, policy_module):
         monkeypatch.setattr(file, "packed_logprobs", counted)
     module = GRPO(
         model_folder, rewards=REWARDS, kl_coef=0.0, updates_per_rollout=updates, epochs_per_rollout=epochs, **SMALL
