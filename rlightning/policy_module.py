@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +29,19 @@ from rlightning.models.finite import check_finite
 from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights, rounded_vectors
-from rlightning.optimization import AdamWSettings, LRSchedule, clip_gradients
+from rlightning.optimization import AdamWSettings, LRSchedule
 from rlightning.optimizer_steps import METHOD, checked, prepare_optimizers
 from rlightning.optimizers import OptimizerStates
 from rlightning.python_values import to_python
 from rlightning.ranks import Ranks
-from rlightning.roles import ACTOR, ModelRole, make_optimizers, parameters_by_role
+from rlightning.roles import ACTOR, ModelRole, make_optimizers
 from rlightning.saved_module import SavedModule
 from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
+
+OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
+"""The arguments of a module that say how its actor is trained."""
 
 
 class PolicyModule(Ranks, SavedModule):
@@ -111,16 +115,8 @@ class PolicyModule(Ranks, SavedModule):
         return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
 
     def actor_optimizer(self) -> AdamWSettings:
-        """How the actor is trained, by the module's arguments."""
-        return AdamWSettings(
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            warmup_steps=self.warmup_steps,
-            lr_schedule=self.lr_schedule,
-            max_grad_norm=self.max_grad_norm,
-            optimizer_states=self.optimizer_states,
-        )
+        """How the actor is trained, by the module's arguments of the same names."""
+        return AdamWSettings(**{name: getattr(self, name) for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
         """Load the roles' networks. Called by Lightning, by a second ``fit`` or ``validate`` again."""
@@ -195,30 +191,7 @@ class PolicyModule(Ranks, SavedModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW of each trained role, and its schedule; an override may return any form of Lightning's."""
-        max_steps = self.trainer.max_steps
-        if self.trainer.fast_dev_run:  # which has set it
-            warmups = [role.optimizer.warmup_steps for role in self.roles.values() if role.optimizer is not None]
-            max_steps = max(max_steps, *(warmup + 1 for warmup in warmups))
-        is_on_host = getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer"
-        return make_optimizers(self, self.roles, max_steps=max_steps, is_state_on_host=is_on_host)
-
-    def clip_gradients(self) -> dict[str, Tensor]:
-        """Scale each trained role's gradients down to its ``max_grad_norm``; drop them where they are not finite.
-
-        Returns:
-            The metrics ``optim/grad_norm``, before, and ``optim/skipped``, of the actor; and of other roles, by name.
-        """
-        metrics: dict[str, Tensor] = {}
-        for name, parameters in parameters_by_role(self, self.roles).items():
-            settings = self.roles[name].optimizer
-            assert settings is not None
-            norm, is_finite = clip_gradients(parameters, settings.max_grad_norm)
-            suffix = "" if name == ACTOR else f"/{name}"
-            metrics |= {
-                f"optim/grad_norm{suffix}": norm.reshape(1),
-                f"optim/skipped{suffix}": (~is_finite).reshape(1),
-            }
-        return metrics
+        return make_optimizers(self, self.roles, self.trainer)
 
     @property
     def has_usual_optimizers(self) -> bool:
@@ -239,8 +212,7 @@ class PolicyModule(Ranks, SavedModule):
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration in force by key, as far as it is known: what optimizes, and all that a file said."""
-        own = ("lr", "weight_decay", "betas", "warmup_steps", "lr_schedule", "max_grad_norm", "optimizer_states")
-        values = {f"model.{name}": getattr(self, name) for name in own}
+        values = {f"model.{name}": getattr(self, name) for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
         return values | super().settings
 

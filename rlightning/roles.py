@@ -8,11 +8,19 @@ strategies meet it.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedConfig
 
-from rlightning.optimization import AdamWSettings, ConfiguredLR, make_lr_schedule, make_optimizer, split_by_decay
+from rlightning.optimization import (
+    AdamWSettings,
+    ConfiguredLR,
+    clip_gradients,
+    make_lr_schedule,
+    make_optimizer,
+    split_by_decay,
+)
 
 ACTOR = "actor"
 """The role that samples: its weights go to the engine, and its last optimizer step of a rollout is the Trainer's."""
@@ -63,8 +71,25 @@ def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dic
     return found
 
 
+def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, Tensor]:
+    """Scale each trained role's gradients down to its ``max_grad_norm``; drop them where they are not finite.
+
+    Returns:
+        The metrics ``optim/grad_norm``, before, and ``optim/skipped``: [1] each, of the actor, and of others by name.
+    """
+    metrics: dict[str, Tensor] = {}
+    for name, parameters in parameters_by_role(module, roles).items():
+        settings = roles[name].optimizer
+        assert settings is not None
+        norm, is_finite = clip_gradients(parameters, settings.max_grad_norm)
+        suffix = "" if name == ACTOR else f"/{name}"
+        metrics[f"optim/grad_norm{suffix}"] = norm.reshape(1)
+        metrics[f"optim/skipped{suffix}"] = (~is_finite).reshape(1)
+    return metrics
+
+
 def make_optimizers(
-    module: nn.Module, roles: Mapping[str, ModelRole], *, max_steps: int, is_state_on_host: bool
+    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Trainer
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the trained roles' optimizers and schedules, the actor's first.
 
@@ -73,24 +98,25 @@ def make_optimizers(
     Args:
         module: has the trained networks.
         roles: with their networks.
-        max_steps: of the run; -1 if unlimited.
-        is_state_on_host: keep the optimizers' state in the host's memory between steps.
+        trainer: of the run.
     """
+    is_on_host = getattr(trainer.strategy, "cpu_offload", "none") == "optimizer"
+    in_roles = {parameter for role in roles.values() for parameter in role.parameters()}
     optimizers: list[AdamW] = []
     schedules: list[ConfiguredLR] = []
     held: set[nn.Parameter] = set()
-    in_roles = {parameter for role in roles.values() for parameter in role.parameters()}
     for name, role in sorted(roles.items(), key=lambda item: item[0] != ACTOR):
-        if role.optimizer is None:
+        if role.optimizer is None or role.network is None:
             continue
-        assert role.network is not None
         splits = [split_by_decay(role.network, but=held)]
         held.update(role.parameters())
         own = split_by_decay(module, but=in_roles) if name == ACTOR else ([], [])
         if any(own):
             splits.append(own)
         label = "" if name == ACTOR else name
-        optimizer = make_optimizer(role.optimizer, *splits, is_state_on_host=is_state_on_host, name=label)
-        optimizers.append(optimizer)
-        schedules.append(make_lr_schedule(optimizer, role.optimizer, max_steps=max_steps))
+        optimizers.append(make_optimizer(role.optimizer, *splits, is_state_on_host=is_on_host, name=label))
+        max_steps = trainer.max_steps
+        if trainer.fast_dev_run:  # which has set it
+            max_steps = max(max_steps, role.optimizer.warmup_steps + 1)
+        schedules.append(make_lr_schedule(optimizers[-1], role.optimizer, max_steps=max_steps))
     return optimizers, schedules

@@ -34,7 +34,7 @@ from rlightning.objectives.policy import TokenLoss
 from rlightning.optimizer_steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.policy_module import PolicyModule
 from rlightning.returned_values import returned_loss
-from rlightning.roles import REFERENCE, ModelRole
+from rlightning.roles import REFERENCE, ModelRole, clip_by_role
 from rlightning.rollout import Sampling
 from rlightning.types import LossTotals, RolloutBatch
 
@@ -173,7 +173,7 @@ class UpdateModule(PolicyModule):
             self.accumulate_gradients(batch.select(minibatch), means)
             drop_untrained(self, optimizers, self._untrained)
             self.average_gradients()
-            means.add(self.clip_gradients())
+            means.add(clip_by_role(self, self.roles))
             step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
