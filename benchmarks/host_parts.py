@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from make_model import make_tokenizer
 
-from rlightning.balance import balance, deal_groups
+from rlightning.balance import assign_minibatches, balance, split_microbatches
 from rlightning.callbacks.completions_table import completion_rows, write_parquet
-from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
@@ -185,7 +184,7 @@ def cut(size: Size) -> Work:
     lengths = size.lengths
 
     def run() -> None:
-        deal_groups(size.num_prompts, NUM_MINIBATCHES, seed=0)
+        assign_minibatches(size.num_prompts, NUM_MINIBATCHES, seed=0)
         split_microbatches(lengths, MICROBATCH_TOKENS)
 
     return Work(run, sum(lengths))
@@ -196,7 +195,7 @@ def select_minibatches(size: Size) -> Work:
     batch = make_batch(size)
 
     def run() -> None:
-        for dealt in deal_groups(size.num_prompts, NUM_MINIBATCHES, seed=0)[0]:
+        for dealt in assign_minibatches(size.num_prompts, NUM_MINIBATCHES, seed=0)[0]:
             batch.select(torch.isin(batch.group_ids, torch.tensor(dealt)).nonzero()[:, 0])
 
     return Work(run, batch.num_tokens)

@@ -1,4 +1,4 @@
-"""From each rank's own completions to each data-parallel rank's share of the update.
+"""From each rank's own completions to mini-batches and micro-batches, of about as much work on each rank.
 
 Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more work would let the others wait
 in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
@@ -8,14 +8,17 @@ in the update; tensor-parallel neighbours must compute on the same batch. So who
 
 Groups are numbered through in the order of ranks, which is the order that one process would have them in: what is made
 from the numbers (minibatches) does not depend on the number of ranks.
+
+A minibatch is what one optimizer step sees, over all ranks: a list of groups. A micro-batch is what one forward pass
+sees: a list of this rank's sequences.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rlightning.data.packing import split_minibatches
 from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
@@ -34,8 +37,8 @@ def balance(
     Args:
         batch: this rank's completions, on the CPU.
         costs: of each sequence [N]; its tokens by default.
-        num_minibatches: that the groups will be dealt out to, each of which is balanced.
-        seed: of the deal (:func:`deal_groups`).
+        num_minibatches: that the groups are assigned to, each of which is balanced.
+        seed: of the assignment (:func:`assign_minibatches`).
         tensor_parallel_size: so many neighbouring ranks get the same sequences.
 
     Returns:
@@ -49,7 +52,7 @@ def balance(
     tables = gather_objects(own_costs, name="groups to share out")
     first = sum(len(table) for table in tables[: global_rank()])
     all_costs = [cost for table in tables for cost in table]
-    minibatches = deal_groups(len(all_costs), num_minibatches, seed)[0]
+    minibatches = assign_minibatches(len(all_costs), num_minibatches, seed)[0]
     owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
     owner_of_sequence = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
     batch.group_ids = group + first
@@ -65,10 +68,10 @@ def balance(
     return merged
 
 
-def deal_groups(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
-    """Deal all ranks' groups out to minibatches, anew in each epoch.
+def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
+    """Assign all ranks' groups to minibatches at random, anew in each epoch.
 
-    Ranks agree on it without a word, because it follows from the arguments; so do the balance and the update.
+    It follows from the arguments alone, so that all ranks get the same, and so do balance and update.
 
     Returns:
         For each epoch its minibatches, each a list of groups.
@@ -77,13 +80,29 @@ def deal_groups(num_groups: int, num_minibatches: int, seed: int, num_epochs: in
     return [split_minibatches(num_groups, num_minibatches, order) for _ in range(num_epochs)]
 
 
-def deal_seed(weight_version: int) -> int:
-    """Return the seed of :func:`deal_groups` in the step that updates these weights, the same on all ranks."""
+def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
+    """Split groups into minibatches at random, as evenly as they can be.
+
+    Args:
+        num_groups: of all ranks.
+        num_minibatches: at most the number of groups are made.
+        generator: decides which groups go together; equal on all ranks.
+
+    Returns:
+        Groups in ``range(num_groups)``, a list a minibatch; every group in exactly one.
+    """
+    order = torch.randperm(num_groups, generator=generator).tolist() if num_minibatches > 1 else list(range(num_groups))
+    dealt = min(num_minibatches, num_groups)
+    return [order[first::dealt] for first in range(dealt)]
+
+
+def minibatch_seed(weight_version: int) -> int:
+    """Return the seed of :func:`assign_minibatches` in the step that updates these weights, the same on all ranks."""
     return mix_seed(run_seed() or 0, "mini-batches", weight_version)
 
 
 def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """The rank of each group: in each minibatch the dearest group goes first, each to the rank with the least work.
+    """Return the rank of each group: in each minibatch the most expensive first, each to the rank with the least work.
 
     Of ranks that are level the one with the least work over all minibatches is taken, so that no rank stays without
     a group as long as there are enough.
@@ -106,3 +125,41 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
             load[rank] += costs[group]
             total[rank] += costs[group]
     return owner
+
+
+def split_microbatches(
+    lengths: Sequence[int], max_tokens: int, *, costs: Sequence[float] | None = None, at_least: int = 1
+) -> list[list[int]]:
+    """Pack sequences into as few micro-batches as their tokens ask for, of about equal cost.
+
+    The longest sequence goes first, each into the cheapest of the micro-batches that have room for it
+    (longest-processing-time rule); one more is opened only when a sequence fits nowhere.
+
+    Args:
+        lengths: [N], in tokens.
+        max_tokens: no micro-batch holds more, except one of a single longer sequence.
+        costs: [N], of each sequence, which grow with its length; its tokens unless given. Attention makes a long
+            sequence more expensive than several short ones of as many tokens.
+        at_least: make as many, though tokens ask for fewer, as far as there are sequences.
+
+    Returns:
+        Sequence indices, a list a micro-batch.
+    """
+    costs = lengths if costs is None else costs
+    bins: list[list[int]] = [[] for _ in range(max(at_least, -(-sum(lengths) // max_tokens)))]
+    cheapest = [(0.0, 0, index) for index in range(len(bins))]  # (cost, tokens, index), a heap
+    shortest = min(lengths, default=0)
+    for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length, too_full = lengths[sequence], []
+        while cheapest and cheapest[0][1] and cheapest[0][1] + length > max_tokens:
+            too_full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            heapq.heappush(cheapest, (0.0, 0, len(bins)))
+            bins.append([])
+        cost, tokens, index = cheapest[0]
+        bins[index].append(sequence)
+        heapq.heapreplace(cheapest, (cost + costs[sequence], tokens + length, index))
+        for one in too_full:
+            if one[1] + shortest <= max_tokens:  # others have room for no sequence any more
+                heapq.heappush(cheapest, one)
+    return [sorted(one) for one in bins if one]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from rlightning.balance import balance, deal_seed
+from rlightning.balance import balance, minibatch_seed
 from rlightning.console import ignore_warnings
 from rlightning.distributed.collectives import all_reduce, world_size
 from rlightning.distributed.sigterm import EndOnSigterm
@@ -207,7 +207,7 @@ class RLModule(EvaluationSteps):
         if batch is None:
             metrics = self.skip_update()
         else:
-            batch = self.estimate_advantages(self.share_out(batch))
+            batch = self.estimate_advantages(self.balance(batch))
             fire(self.trainer, self, "on_update_start", batch)
             metrics = self.update(batch)
         self.weight_version += 1
@@ -252,7 +252,7 @@ class RLModule(EvaluationSteps):
         self.without_signal.count(step, num_sampled, num_kept, is_told=is_told)
         return RolloutBatch.concatenate(kept) if num_kept else None
 
-    def share_out(self, batch: RolloutBatch) -> RolloutBatch:
+    def balance(self, batch: RolloutBatch) -> RolloutBatch:
         """From this rank's own completions to its share of the update, of about as much work as the others'.
 
         Returns:
@@ -262,7 +262,7 @@ class RLModule(EvaluationSteps):
             batch,
             self.costs,
             num_minibatches=self.plan.updates_per_rollout,
-            seed=deal_seed(self.weight_version),
+            seed=minibatch_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
 

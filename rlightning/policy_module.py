@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.data.packing import split_microbatches
+from rlightning.balance import split_microbatches
 from rlightning.distributed.collectives import all_reduce
 from rlightning.distributed.platform import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.errors import ConfigError
@@ -275,7 +275,7 @@ class PolicyModule(Ranks, SavedModule):
         computed = [torch.zeros(0, device=self.device)]
         order: list[int] = []
         for sequences in self.split_microbatches(batch, max_tokens):
-            logprobs, _ = packed_logprobs(model, self.pick(batch, sequences), temperature=temperature)
+            logprobs, _ = packed_logprobs(model, self.to_microbatch(batch, sequences), temperature=temperature)
             if sequences:
                 computed.append(logprobs)
                 order += sequences
@@ -286,7 +286,7 @@ class PolicyModule(Ranks, SavedModule):
             result[starts[sequence] : starts[sequence + 1]] = values
         return result
 
-    def pick(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
+    def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """These sequences of a batch on this rank's device; of none, something that counts for nothing."""
         return (batch.select(sequences) if sequences else batch.filler()).to(self.device)
 

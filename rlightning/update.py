@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlightning.balance import deal_groups, deal_seed
+from rlightning.balance import assign_minibatches, minibatch_seed
 from rlightning.batch_plan import BatchPlan
 from rlightning.distributed.collectives import all_reduce
 from rlightning.errors import check_rules
@@ -197,8 +197,8 @@ class UpdateModule(PolicyModule):
         """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
-        plan, seed = self.plan, deal_seed(self.weight_version)
-        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
+        plan, seed = self.plan, minibatch_seed(self.weight_version)
+        epochs = assign_minibatches(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
         return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
@@ -210,7 +210,7 @@ class UpdateModule(PolicyModule):
         totals = LossTotals(*self.all_sum(counts).tolist())
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
         for number, sequences in enumerate(microbatches, start=1):
-            batch = self.pick(minibatch, sequences)
+            batch = self.to_microbatch(minibatch, sequences)
             batch.totals = totals
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
             with self.local_gradients() if number < len(microbatches) else nullcontext():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlightning.balance import deal_groups, deal_seed
+from rlightning.balance import assign_minibatches, minibatch_seed
 from rlightning.data.stream import PromptStream
 from rlightning.optimizers.adamw import seeded
 from rlightning.seeds import mix_seed, run_seed
@@ -53,7 +53,7 @@ def test_prompt_orders_of_neighbouring_seeds_are_independent() -> None:
 def test_minibatches_follow_from_the_run_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def deal(seed: int, version: int) -> list[list[list[int]]]:
         monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
-        return deal_groups(64, 4, deal_seed(version))
+        return assign_minibatches(64, 4, minibatch_seed(version))
 
     assert deal(0, 3) == deal(0, 3)
     deals = [deal(seed, version) for seed in (0, 1) for version in (3, 4)]

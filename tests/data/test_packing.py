@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlightning.data.packing import split_microbatches, split_minibatches
+from rlightning.balance import split_microbatches, split_minibatches
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
