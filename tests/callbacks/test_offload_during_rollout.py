@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
-from rlightning.roles import ModelRole
+from rlightning.module.roles import ModelRole
 
 
 class OnCPU(OffloadDuringRollout):

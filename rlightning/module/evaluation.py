@@ -1,0 +1,186 @@
+"""Validation, test and prediction through the engine: rewards and pass@k of prompt sets."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.hooks import fire
+from rlightning.metrics import pass_at_k
+from rlightning.module.update import UpdateModule
+from rlightning.parallel.collectives import all_reduce
+from rlightning.rewards import FailureCount, RewardRunner
+from rlightning.rollout import Generator, Sampling
+from rlightning.types import Completion, Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from rlightning.data import ValidationSet
+
+PASS_REWARD = 1.0
+"""A completion passes if the first reward function, unweighted, gives it at least this."""
+
+
+def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
+    """Means over one validation batch.
+
+    Args:
+        batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
+            of the last prompts: then all values are 0, and weigh nothing.
+        num_samples: completions a prompt.
+
+    Returns:
+        reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
+    """
+    assert batch.rewards is not None
+    decisive = next(iter(batch.reward_components.values()), batch.rewards)
+    passed = Counter(batch.group_ids[decisive >= PASS_REWARD].tolist())
+    groups = sorted(set(batch.group_ids.tolist()))
+    num_sequences = max(batch.num_sequences, 1)
+    result = {
+        "reward": batch.rewards.nan_to_num().sum().item() / num_sequences,
+        "length": batch.completion_lengths.sum().item() / num_sequences,
+        "truncated": sum(c.is_truncated for c in batch.completions) / num_sequences,
+    }
+    k = 1
+    while k <= num_samples:
+        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / max(len(groups), 1)
+        k *= 2
+    return result
+
+
+def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
+    """How a validation set is sampled: as in training, but for its temperature."""
+    assert chosen.temperature is not None
+    return replace(sampling, temperature=chosen.temperature)
+
+
+class EvaluationSteps(UpdateModule):
+    """An UpdateModule whose completions are rewarded in validation and test, and returned in prediction.
+
+    Attributes:
+        rewarder: of the reward functions.
+        generator: completes prompts; the callback that owns the engine sets it.
+        validation_failures: of the validation that runs, by the set's number.
+    """
+
+    rewarder: RewardRunner
+    generator: Generator | None = None
+    validation_failures: dict[int, FailureCount]
+
+    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Complete a validation set's prompts and log its rewards and pass@k."""
+        self._log_validation(prompts, dataloader_idx, "val")
+
+    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As :meth:`validation_step`."""
+        self._log_validation(prompts, dataloader_idx, "test")
+
+    def on_validation_epoch_start(self) -> None:
+        """Count failed rewards anew."""
+        self.validation_failures = {}
+
+    def on_test_epoch_start(self) -> None:
+        """As :meth:`on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the loggers' x-axis, once for all sets: rollout steps.
+
+        Raises:
+            RewardError: the rewards of too large a share of a set failed, over all ranks.
+        """
+        if self.validation_failures:
+            own = [[count.num_failed, count.num_scored] for count in self.validation_failures.values()]
+            totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
+            for count, (num_failed, num_scored) in zip(self.validation_failures.values(), totals, strict=True):
+                count.check(num_failed, num_scored)
+        self.log("step", float(self.trainer.global_step))
+
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
+        """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
+        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
+        completions = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
+        return list(zip(prompts, completions, strict=True))
+
+    def begin_rewards(self, prompt: Prompt, completions: list[Completion]) -> None:
+        """Called with each prompt's completions while others are still generated."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Reward each completion: [N]."""
+        raise NotImplementedError
+
+    @property
+    def _engine(self) -> Generator:
+        """What completes prompts.
+
+        Raises:
+            ConfigError: there is nothing.
+        """
+        if self.generator is None:
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
+            )
+        return self.generator
+
+    def _log_validation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        """Complete and reward this rank's share of a batch of a set, and log it as ``<prefix>/<set>/...``."""
+        chosen: ValidationSet = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
+        failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(dataloader_idx))
+        num_samples = chosen.samples_per_prompt
+        with self.rewarder.counting(failures):
+            sampling = validation_sampling(self.sampling, chosen)
+            completions = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
+            batch = RolloutBatch.pack(prompts, completions)
+            batch.rewards = self.compute_rewards(batch)
+        self.log_dict(
+            {f"{prefix}/{chosen.name}/{name}": value for name, value in batch_metrics(batch, num_samples).items()},
+            batch_size=len(prompts),
+            add_dataloader_idx=False,
+            sync_dist=True,
+        )
+
+    def _count_failures(self, dataloader_idx: int) -> FailureCount:
+        """The failures of a validation set, of which there are none yet."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        chosen: ValidationSet = data.validation_sets[dataloader_idx]
+        sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
+        num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
+        return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")
+
+
+class LeaveEvaluation(Callback):
+    """Puts modules back into training mode when an exception or Ctrl-C ends an evaluation."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore each module's mode from before the evaluation that is under way, if one is."""
+        loop = trainer._active_loop
+        is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
+        if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
+            loop._module_mode.restore(pl_module)
+
+
+def validate_in_fit(trainer: Trainer) -> list[Any]:
+    """Run validation as Lightning does between two training batches.
+
+    Lightning's own run before training is a sanity check, whose results it throws away.
+
+    Returns:
+        Metrics by name, a dictionary a set.
+    """
+    with torch.no_grad():
+        trainer.validating = True
+        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+    return list(metrics)

@@ -1,0 +1,122 @@
+"""Roles: the models of a run and what is done with each, as ``configure_roles`` of a module returns them.
+
+A trained role is a child module, named as the role is: strategies move it and average its gradients, checkpoints hold
+it, and it has an optimizer and a gradient norm of its own. A frozen role is none of that: neither checkpoints nor
+strategies meet it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.optim import AdamW
+from transformers import PreTrainedConfig
+
+from rlightning.optim.optimizer import (
+    AdamWSettings,
+    ConfiguredLR,
+    clip_gradients,
+    make_lr_schedule,
+    make_optimizer,
+    split_by_decay,
+)
+
+ACTOR = "actor"
+"""The role that samples: its weights go to the engine, and its last optimizer step of a rollout is the Trainer's."""
+REFERENCE = "reference"
+"""The frozen role that ``kl_coef`` measures from."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelRole:
+    """A model of a run, such as actor, reference or critic.
+
+    Attributes:
+        load: makes the network on the module's device; all ranks call it. ``module.load_model`` reads a Hugging Face
+            model as the strategy spreads it; any other network is whole on each rank.
+        optimizer: how the network is trained, its schedule included; None if it is frozen.
+        config: of a Hugging Face model, for the memory plan.
+        network: what ``load`` has made; None before.
+    """
+
+    load: Callable[[], nn.Module]
+    optimizer: AdamWSettings | None = None
+    config: PreTrainedConfig | None = None
+    network: nn.Module | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the network is trained: a child module, which is in checkpoints."""
+        return self.optimizer is not None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The network's, as far as it is there."""
+        return iter(()) if self.network is None else self.network.parameters()
+
+
+def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, list[nn.Parameter]]:
+    """Return a module's parameters by the trained role that they belong to, in the order of ``parameters()``.
+
+    One that several roles share belongs to the first of them; one of the module's own, in no role, to the actor.
+    """
+    trained = {name: role for name, role in roles.items() if role.is_trained}
+    owners: dict[nn.Parameter, str] = {}
+    for name, role in trained.items():
+        for parameter in role.parameters():
+            owners.setdefault(parameter, name)
+    found: dict[str, list[nn.Parameter]] = {name: [] for name in trained}
+    for parameter in module.parameters():
+        found[owners.get(parameter, ACTOR)].append(parameter)
+    return found
+
+
+def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, Tensor]:
+    """Scale each trained role's gradients down to its ``max_grad_norm``; drop them where they are not finite.
+
+    Returns:
+        The metrics ``optim/grad_norm``, before, and ``optim/skipped``: [1] each, of the actor, and of others by name.
+    """
+    metrics: dict[str, Tensor] = {}
+    for name, parameters in parameters_by_role(module, roles).items():
+        settings = roles[name].optimizer
+        assert settings is not None
+        norm, is_finite = clip_gradients(parameters, settings.max_grad_norm)
+        suffix = "" if name == ACTOR else f"/{name}"
+        metrics[f"optim/grad_norm{suffix}"] = norm.reshape(1)
+        metrics[f"optim/skipped{suffix}"] = (~is_finite).reshape(1)
+    return metrics
+
+
+def make_optimizers(
+    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Trainer
+) -> tuple[list[AdamW], list[ConfiguredLR]]:
+    """Return the trained roles' optimizers and schedules, the actor's first.
+
+    The module's own parameters, in no role, have two groups of their own behind the actor's two.
+
+    Args:
+        module: has the trained networks.
+        roles: with their networks.
+        trainer: of the run.
+    """
+    is_on_host = getattr(trainer.strategy, "cpu_offload", "none") == "optimizer"
+    in_roles = {parameter for role in roles.values() for parameter in role.parameters()}
+    optimizers: list[AdamW] = []
+    schedules: list[ConfiguredLR] = []
+    held: set[nn.Parameter] = set()
+    for name, role in sorted(roles.items(), key=lambda item: item[0] != ACTOR):
+        if role.optimizer is None or role.network is None:
+            continue
+        splits = [split_by_decay(role.network, but=held)]
+        held.update(role.parameters())
+        own = split_by_decay(module, but=in_roles) if name == ACTOR else ([], [])
+        if any(own):
+            splits.append(own)
+        label = "" if name == ACTOR else name
+        optimizers.append(make_optimizer(role.optimizer, *splits, is_state_on_host=is_on_host, name=label))
+        max_steps = trainer.max_steps
+        if trainer.fast_dev_run:  # which has set it
+            max_steps = max(max_steps, role.optimizer.warmup_steps + 1)
+        schedules.append(make_lr_schedule(optimizers[-1], role.optimizer, max_steps=max_steps))
+    return optimizers, schedules

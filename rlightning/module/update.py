@@ -1,0 +1,285 @@
+"""UpdateModule: from a rollout with advantages to updated weights."""
+
+import logging
+import math
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import check_rules
+from rlightning.metrics import RunningMeans
+from rlightning.models import load_config, packed_logprobs
+from rlightning.models.files import check_export
+from rlightning.module.batching import assign_minibatches, minibatch_seed
+from rlightning.module.optimizers import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.module.policy_module import PolicyModule
+from rlightning.module.returned_values import returned_loss
+from rlightning.module.roles import REFERENCE, ModelRole, clip_by_role
+from rlightning.objectives import (
+    Aggregation,
+    ForwardPass,
+    KLEstimator,
+    LossComponent,
+    PolicyObjective,
+    ReferenceKL,
+    RolloutCorrection,
+    approximate_proximal,
+    entropy,
+    sum_components,
+)
+from rlightning.objectives.policy import TokenLoss
+from rlightning.parallel.collectives import all_reduce
+from rlightning.rollout import Sampling
+from rlightning.types import LossTotals, RolloutBatch
+from rlightning.types.batch_plan import BatchPlan
+
+log = logging.getLogger(__name__)
+
+
+class UpdateModule(PolicyModule):
+    """A PolicyModule that is updated on rollouts::
+
+        rollout -> mini-batches, one an optimizer step -> micro-batches, one a forward pass -> loss components
+
+    Args:
+        model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
+        prompts_per_step: prompts a rollout, over all ranks.
+        samples_per_prompt: completions of each prompt, which form its group.
+        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
+        epochs_per_rollout: passes over each rollout.
+        max_tokens_per_microbatch: the most tokens that one forward pass sees.
+        kl_coef: weight of the divergence from the reference model; 0 does without one.
+        kl_estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
+        kl_placement: whether it is part of the loss, or taken off the reward.
+        entropy_coef: weight of the entropy bonus.
+        loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
+        rollout_correction: weighs tokens by the gap between sampler and trainer; "auto" does where the sampler may run
+            behind (``rollout.max_staleness``), by truncated importance sampling.
+        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
+            of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
+            single optimizer step a rollout both come from its own forward pass.
+        reference_model: what ``kl_coef`` measures from; None is ``model``.
+        kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
+
+    Attributes:
+        plan: how many of what a step has.
+        policy_objective: the policy loss, as an algorithm sets it; or :meth:`policy_loss` is overridden.
+        sampling: how the sampler samples; the callback that owns the engine sets it.
+        weight_version: rollouts that the actor has been updated on.
+    """
+
+    generates = True
+    """Whether training samples completions, so that an engine is needed."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prompts_per_step: int = 32,
+        samples_per_prompt: int = 8,
+        updates_per_rollout: int = 1,
+        epochs_per_rollout: int = 1,
+        max_tokens_per_microbatch: int = 16384,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_placement: Literal["loss", "reward"] = "loss",
+        entropy_coef: float = 0.0,
+        loss_aggregation: Aggregation = "token_mean",
+        rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
+        reference_model: str | Path | None = None,
+        proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        self.reference_path, self.reference_config = os.path.expanduser(reference_model or model), self.model_config
+        if kl_coef and self.reference_path != self.model_path:
+            # before anything is loaded or started
+            check_export(self.reference_path)
+            self.reference_config = load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
+        self.plan = BatchPlan(
+            prompts_per_step=prompts_per_step,
+            samples_per_prompt=samples_per_prompt,
+            updates_per_rollout=updates_per_rollout,
+            epochs_per_rollout=epochs_per_rollout,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+        )
+        penalty = "must be finite and at least 0: it is a penalty. Use 0 for none"
+        check_rules(
+            {
+                f"kl_coef={kl_coef} {penalty}": 0 <= kl_coef < math.inf,
+                f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus": math.isfinite(entropy_coef),
+            }
+        )
+        self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
+        self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
+        self.rollout_correction = rollout_correction
+        self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
+        self.proximal_policy = proximal_policy
+        self.policy_objective: PolicyObjective | None = None
+        self.sampling = Sampling()
+        self.weight_version = 0
+        self._update_progress = 0.0
+        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts a rollout, over all ranks."""
+        return self.plan.prompts_per_step
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of each prompt."""
+        return self.plan.samples_per_prompt
+
+    def configure_roles(self) -> dict[str, ModelRole]:
+        """The actor and, where it is measured against one, the frozen reference."""
+        roles = super().configure_roles()
+        if self.kl_coef:
+            load = partial(self.load_model, self.reference_path, is_trained=False)
+            roles[REFERENCE] = ModelRole(load=load, config=self.reference_config)
+        return roles
+
+    def choose_correction(self, max_staleness: int) -> None:
+        """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
+        if self.rollout_correction == "auto":
+            self.active_correction = RolloutCorrection() if max_staleness > 0 else None
+        if self.rollout_correction == "auto" and self.active_correction is not None:
+            log.info(
+                "Completions may be %s old: each token's loss is weighed by the ratio of its probabilities now "
+                "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
+                "1 update" if max_staleness == 1 else f"{max_staleness} updates",
+                self.active_correction.bounds[1],
+            )
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Take the rollout's optimizer steps; all of them count as one step of the trainer.
+
+        Args:
+            batch: with advantages, on the CPU.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizers = listed(self.optimizers())
+        means = RunningMeans()
+        minibatches = self._minibatches(batch)
+        for number, minibatch in enumerate(minibatches, start=1):
+            self._update_progress = (number - 1) / len(minibatches)
+            self.accumulate_gradients(batch.select(minibatch), means)
+            drop_untrained(self, optimizers, self._untrained)
+            self.average_gradients()
+            means.add(clip_by_role(self, self.roles))
+            step_optimizers(optimizers, is_last=number == len(minibatches))
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return means.compute(self.all_sum, self.all_max) | rates
+
+    def skip_update(self) -> dict[str, float]:
+        """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizers = listed(self.optimizers())
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+        step_optimizers(optimizers, is_last=True)
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return {"optim/skipped": 1.0} | rates
+
+    def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
+        """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
+        groups = batch.group_ids
+        num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
+        plan, seed = self.plan, minibatch_seed(self.weight_version)
+        epochs = assign_minibatches(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
+        return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
+
+    def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
+        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.
+
+        Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
+        """
+        counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
+        totals = LossTotals(*self.all_sum(counts).tolist())
+        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
+        for number, sequences in enumerate(microbatches, start=1):
+            batch = self.to_microbatch(minibatch, sequences)
+            batch.totals = totals
+            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
+            with self.local_gradients() if number < len(microbatches) else nullcontext():
+                self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
+
+    def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
+        """This micro-batch's share of the minibatch's loss: the sum of :meth:`loss_components`."""
+        forward = ForwardPass(*self.compute_logprobs(batch))
+        if batch.old_logprobs is None:
+            staleness = self.weight_version - batch.weight_versions
+            batch.old_logprobs = approximate_proximal(
+                forward.logprobs, batch.rollout_logprobs, staleness, self._update_progress
+            )
+        components, values, metrics = self.loss_components(), {}, {}
+        for component in components:
+            term = component.term(forward, batch)
+            values[component.name], details = returned_loss(term, batch.num_tokens, component.name)
+            metrics |= details
+        if self.generates:
+            gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
+            metrics["rollout_gap_mean"] = gap
+            means.add_max("policy/rollout_gap_max", gap)
+        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.completion_mask)
+        return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
+
+    def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
+        """The term of :meth:`policy_loss`, corrected for the gap between sampler and trainer: [T]."""
+        loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
+        if self.active_correction is None:
+            return loss, metrics
+        assert batch.old_logprobs is not None
+        weights, corrected = self.active_correction.weigh(
+            batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+        )
+        return loss * weights, metrics | corrected
+
+    def loss_components(self) -> list[LossComponent]:
+        """The terms of the loss: the policy's, the divergence from the reference, and the entropy bonus.
+
+        An override adds to what ``super()`` returns, or returns others.
+        """
+        kind = self.loss_aggregation
+        components = [LossComponent("loss", self.policy_gradient, denominator=kind)]
+        if self.kl_coef:
+            weight = self.kl_coef if self.kl_placement == "loss" else 0.0
+            components.append(LossComponent("kl", ReferenceKL(self.kl_estimator), weight=weight, denominator=kind))
+        return [*components, LossComponent("entropy", entropy, weight=-self.entropy_coef, denominator=kind)]
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
+        """The loss of each token, to be minimised; by default that of ``policy_objective``, which an algorithm sets.
+
+        Args:
+            logprobs: [T], of the current policy, with gradient.
+            batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
+
+        Returns:
+            [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
+            which are averaged over completion tokens and logged as ``policy/<name>``.
+        """
+        if self.policy_objective is None:
+            raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
+        return self.policy_objective(logprobs, batch)
+
+    def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
+
+        Returns:
+            [T] and [T], float32; 0 on prompts.
+        """
+        return packed_logprobs(
+            self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
+        )
