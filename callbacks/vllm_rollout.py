@@ -16,7 +16,6 @@ from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.models.remote_code import trusts_remote_code
-from rlightning.module.evaluation import validation_sampling
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.report.late_loggers import is_service
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
@@ -26,7 +25,14 @@ from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens, with_run_seed
+from rlightning.rollout.requests import (
+    RandomStreams,
+    check_own_limit,
+    check_requests,
+    check_stop_tokens,
+    validation_sampling,
+    with_run_seed,
+)
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine

@@ -2,14 +2,10 @@
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from torch import Tensor
 
 from rlightning.errors import ConfigError
@@ -18,7 +14,8 @@ from rlightning.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.rewards import FailureCount, RewardRunner
-from rlightning.rollout import Generator, Sampling
+from rlightning.rollout import Generator
+from rlightning.rollout.requests import validation_sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 if TYPE_CHECKING:
@@ -54,12 +51,6 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
         result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / max(len(groups), 1)
         k *= 2
     return result
-
-
-def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
-    """How a validation set is sampled: as in training, but for its temperature."""
-    assert chosen.temperature is not None
-    return replace(sampling, temperature=chosen.temperature)
 
 
 class EvaluationSteps(UpdateModule):
@@ -158,29 +149,3 @@ class EvaluationSteps(UpdateModule):
         sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
         return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")
-
-
-class LeaveEvaluation(Callback):
-    """Puts modules back into training mode when an exception or Ctrl-C ends an evaluation."""
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore each module's mode from before the evaluation that is under way, if one is."""
-        loop = trainer._active_loop
-        is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
-        if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
-            loop._module_mode.restore(pl_module)
-
-
-def validate_in_fit(trainer: Trainer) -> list[Any]:
-    """Run validation as Lightning does between two training batches.
-
-    Lightning's own run before training is a sanity check, whose results it throws away.
-
-    Returns:
-        Metrics by name, a dictionary a set.
-    """
-    with torch.no_grad():
-        trainer.validating = True
-        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
-        trainer.training = True
-    return list(metrics)

@@ -17,7 +17,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import fire
 from rlightning.metrics import rollout_metrics
 from rlightning.module.batching import balance, minibatch_seed
-from rlightning.module.evaluation import EvaluationSteps, LeaveEvaluation, validate_in_fit
+from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
@@ -25,6 +25,7 @@ from rlightning.module.roles import REFERENCE
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.lightning_internals import LeaveEvaluation, validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.parallel.stacks import run_folder, start_recorder

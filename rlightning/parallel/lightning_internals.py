@@ -1,15 +1,20 @@
-"""``prepare_data`` runs on one process a host, and the others wait for it at a barrier with a name and a timeout."""
+"""What is changed, or called, of Lightning's Trainer and loops that has no public name."""
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.parallel.barrier import barrier
 
 
 class DataPreparation:
-    """Takes the place of the Trainer's own, where the others wait on a group of their own for 27 years.
+    """Has one process a host run ``prepare_data``, while the others wait at a barrier with a name and a timeout.
+
+    With the Trainer's own they would wait on a group of their own for 27 years.
 
     Args:
         trainer: one that has not prepared its data yet.
@@ -29,3 +34,29 @@ class DataPreparation:
                 with trainer.profiler.profile(f"{type(owner).__name__}.prepare_data"):
                     owner.prepare_data()
             barrier("prepare_data")
+
+
+class LeaveEvaluation(Callback):
+    """Puts modules back into training mode when an exception or Ctrl-C ends an evaluation."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore each module's mode from before the evaluation that is under way, if one is."""
+        loop = trainer._active_loop
+        is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
+        if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
+            loop._module_mode.restore(pl_module)
+
+
+def validate_in_fit(trainer: Trainer) -> list[Any]:
+    """Run validation as Lightning does between two training batches.
+
+    Lightning's own run before training is a sanity check, whose results it throws away.
+
+    Returns:
+        Metrics by name, a dictionary a set.
+    """
+    with torch.no_grad():
+        trainer.validating = True
+        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+    return list(metrics)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,6 +12,9 @@ from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.rollout.sampler import Request, Sampling
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
+
+if TYPE_CHECKING:
+    from rlightning.data import ValidationSet
 
 Purpose = Literal["training", "evaluation"]
 
@@ -111,3 +114,9 @@ def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
             f"rollout.stop_token_ids={list(sampling.stop_token_ids)} must be below {vocab_size}, the size of the "
             "model's vocabulary."
         )
+
+
+def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
+    """How a validation set is sampled: as in training, but for its temperature."""
+    assert chosen.temperature is not None
+    return replace(sampling, temperature=chosen.temperature)

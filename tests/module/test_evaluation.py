@@ -5,8 +5,9 @@ import torch
 from tiny import make_batch
 
 from rlightning.data import ValidationSet
-from rlightning.module.evaluation import batch_metrics, validation_sampling
+from rlightning.module.evaluation import batch_metrics
 from rlightning.rollout import Sampling
+from rlightning.rollout.requests import validation_sampling
 
 
 def test_metrics_by_hand() -> None:
