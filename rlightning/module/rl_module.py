@@ -90,7 +90,7 @@ class RLModule(EvaluationSteps):
         self.validation_failures = {}
         self._no_update: dict[str, float] = {}
 
-    # What others ask for
+    # What the data module and the loggers call
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
         """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
@@ -148,14 +148,13 @@ class RLModule(EvaluationSteps):
         adapt_loggers(self.trainer.loggers)
         if stage == "fit":
             check_monitors(self.trainer, self)
-        if stage == "fit":
             lock_run_of(self.trainer)
         delay_loggers(self.trainer)
         own = (EndOnSigterm(self.stop_grace), EpochStep(), LeaveEvaluation(), UnlockRun())
         return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
-        """Say what is about to be done; refuse to start without an engine."""
+        """Log what is about to be done; refuse to start without an engine."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self.choose_correction(self._engine.max_staleness)
@@ -165,18 +164,18 @@ class RLModule(EvaluationSteps):
             log.info(describe_start(self.trainer, self))
 
     def on_train_start(self) -> None:
-        """Measure where training starts from."""
+        """Validate before the first step."""
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Count the updates."""
+        """Save the number of updates."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
         checkpoint["num_steps_without_signal"] = self.without_signal.number
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the number of updates."""
         if "weight_version" not in checkpoint:
             raise ConfigError(
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
