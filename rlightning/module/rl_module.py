@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
@@ -304,7 +305,9 @@ class RLModule(EvaluationSteps):
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
-            batch.ref_logprobs = evaluate(self.roles[REFERENCE].network)
+            reference = self.roles[REFERENCE].network
+            assert isinstance(reference, PreTrainedModel)
+            batch.ref_logprobs = evaluate(reference)
         judged = batch
         if self.kl_coef and self.kl_placement == "reward":
             judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded

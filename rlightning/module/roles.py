@@ -7,8 +7,8 @@ strategies meet it.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedConfig
@@ -89,7 +89,7 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
 
 
 def make_optimizers(
-    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Trainer
+    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Any
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the trained roles' optimizers and schedules, the actor's first.
 
@@ -98,7 +98,7 @@ def make_optimizers(
     Args:
         module: has the trained networks.
         roles: with their networks.
-        trainer: of the run.
+        trainer: Lightning's.
     """
     is_on_host = getattr(trainer.strategy, "cpu_offload", "none") == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}

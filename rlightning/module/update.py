@@ -224,7 +224,9 @@ class UpdateModule(PolicyModule):
             batch.old_logprobs = approximate_proximal(
                 forward.logprobs, batch.rollout_logprobs, staleness, self._update_progress
             )
-        components, values, metrics = self.loss_components(), {}, {}
+        components = self.loss_components()
+        values: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         for component in components:
             term = component.term(forward, batch)
             values[component.name], details = returned_loss(term, batch.num_tokens, component.name)

@@ -83,6 +83,8 @@ class Critic(nn.Module):
 class CriticGRPO(SquaredHead):
     """Trains a critic beside the actor, a frozen reference and the head."""
 
+    critic: Critic
+
     def configure_roles(self) -> dict[str, ModelRole]:
         settings = AdamWSettings(lr=CRITIC_LR, max_grad_norm=CRITIC_NORM, warmup_steps=2)
         return super().configure_roles() | {"critic": ModelRole(load=Critic, optimizer=settings)}

@@ -100,8 +100,7 @@ def train(
         precision=precision,
     )
     trainer.fit(module, make_data(folder))
-    models = {name: module.roles[name].network for name in ("actor", "reference")}
-    weights = {kind: full_weights(m) for kind, m in models.items()}
+    weights = {name: full_weights(role.network) for name, role in module.roles.items() if role.network is not None}
     counts = {"num_sequences": record.num_sequences, "num_tokens": record.num_tokens}
     return weights | counts | {"logged": record.logged, "offloaded": offload.last if offload else {}}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
-FOLDERS = [TESTS, *(TESTS / name for name in ("callbacks", "controller", "models", "parallel"))]
+FOLDERS = [TESTS, *(TESTS / name for name in ("callbacks", "controller", "models", "module", "parallel"))]
 PATHS = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Where the processes find the tests' own modules."""
 _numbers = itertools.count()
