@@ -31,6 +31,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.module import RLModule, policy_module, update
+from rlightning.objectives import ForwardPass, LossComponent, cross_entropy
 from rlightning.objectives.kl import estimate_kl
 from rlightning.rewards import RewardFunction
 from rlightning.types import Completion, Prompt, RolloutBatch
@@ -56,6 +57,17 @@ def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> Non
 # However it is cut
 
 
+class Imitating(GRPO):
+    """Adds the cross-entropy of what is sampled to the loss, with a denominator of its own."""
+
+    def loss_components(self) -> list[LossComponent]:
+        other: Any = "sequence_mean" if self.loss_aggregation == "token_mean" else "token_mean"
+        return [*super().loss_components(), LossComponent("imitation", self.imitate, weight=0.1, denominator=other)]
+
+    def imitate(self, forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return cross_entropy(forward.logprobs, batch)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folder: str, tmp_path: Path) -> None:
@@ -64,7 +76,7 @@ def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folde
     results: list[Weights] = []
     passes: list[int] = []
     for limit in (40, 10_000):
-        module = GRPO(model_folder, rewards=REWARDS, max_tokens_per_microbatch=limit, **arguments)
+        module = Imitating(model_folder, rewards=REWARDS, max_tokens_per_microbatch=limit, **arguments)
         module.configure_model()
         start = copy_weights(module)
         counter = Counter(module)
