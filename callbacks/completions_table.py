@@ -190,26 +190,26 @@ def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
     Its keys: step, group, prompt_index, prompt, completion, reward, ``reward/<function>`` for each reward function,
     advantage (if it is there yet: that of the completion's first token), length in tokens, finish_reason.
     """
-    num = batch.num_sequences
+    num = batch.num_trajectories
     groups = batch.group_ids.tolist()
     rewards = _column(batch.rewards, num)
-    components = {f"reward/{name}": _column(values, num) for name, values in batch.reward_components.items()}
+    components = {f"reward/{name}": _column(values, num) for name, values in batch.scores.items()}
     advantages = None if batch.advantages is None else _first_advantages(batch)
     rows = []
-    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
+    lengths = batch.completion_lengths.tolist()
+    for i, one in enumerate(batch.trajectories):
         row: dict[str, Any] = {
             "step": step,
             "group": groups[i],
-            "prompt_index": prompt.index,
-            "prompt": prompt.text,
-            "completion": completion.text,
+            "prompt_index": one.prompt.index,
+            "prompt": one.prompt.text,
+            "completion": one.final_text,
             "reward": rewards[i],
             **{name: values[i] for name, values in components.items()},
         }
-        length = len(completion.token_ids)
         if advantages is not None:
-            row["advantage"] = advantages[i] if length else 0.0
-        rows.append(row | {"length": length, "finish_reason": completion.finish_reason})
+            row["advantage"] = advantages[i]
+        rows.append(row | {"length": lengths[i], "finish_reason": one.finish_reason})
     return rows
 
 
@@ -220,11 +220,15 @@ def merge_rows(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> lis
 
 
 def _first_advantages(batch: RolloutBatch) -> list[float]:
-    """Of the token after each prompt, which is another sequence's where a completion is empty."""
+    """Of each trajectory's first sampled token; 0 where it has none."""
     assert batch.advantages is not None
-    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in batch.prompts], dtype=torch.int64)
-    first = batch.cu_seqlens[:-1] + prompt_lengths.to(batch.cu_seqlens.device)
-    return batch.advantages[first.clamp(max=batch.num_tokens - 1)].float().tolist()
+    index = batch.sampled_index
+    owners = batch.to_tokens(torch.arange(batch.num_trajectories, device=index.device))[index]
+    # Written from the last to the first, so that the first stays.
+    found = batch.advantages.new_zeros(batch.num_trajectories)
+    for owner, value in zip(reversed(owners.tolist()), reversed(batch.advantages[index].tolist()), strict=True):
+        found[owner] = value
+    return found.float().tolist()
 
 
 def _column(values: Tensor | None, num: int) -> list[float]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import rich
@@ -34,7 +33,7 @@ from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import completion_rows, shorten, spread_by_reward
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
 def files(folder: Path) -> list[str]:
@@ -48,8 +47,8 @@ def read(path: Path) -> dict[str, list[Any]]:
 
 def test_a_completion_without_tokens_has_no_advantage() -> None:
     prompts = [Prompt(0, "?", [1, 2], {}), Prompt(1, "!", [3], {})]
-    nothing = Completion("", np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "length")
-    batch = RolloutBatch.pack(prompts, [[nothing], [nothing]])
+    nothing = Sample([], [], [], "", "length")
+    batch = RolloutBatch.pack(single_turns(prompts, [[nothing], [nothing]]))
     batch.advantages = torch.tensor([5.0, 5.0, 7.0])
     assert [row["advantage"] for row in completion_rows(batch, 1)] == [0.0, 0.0]
 
@@ -127,7 +126,7 @@ def test_wandb_gets_cells_without_control_characters(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb_logger, "log_table", lambda key, **kwargs: logged.extend(kwargs["data"]))
     written = "right\rwrong\x1b[2J \u202ex"
     completions = [[make_completion(written), make_completion("55")], [make_completion("9"), make_completion("99")]]
-    batch = RolloutBatch.pack([make_prompt(0, "2+2="), make_prompt(7, "3*3=")], completions)
+    batch = RolloutBatch.pack(single_turns([make_prompt(0, "2+2="), make_prompt(7, "3*3=")], completions))
     add_rewards(batch)
     table = CompletionsTable(1, num_logged=10, path=str(tmp_path / "completions"))
     loop = SimpleNamespace(callbacks=[table], loggers=[wandb_logger])

@@ -19,7 +19,7 @@ from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 from rlightning.rollout import OnCompleted, Sampling
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 
 def predict(folder: Path, callback: JSONLPredictions, module: ObservedModule | None = None) -> None:
@@ -65,7 +65,7 @@ class Dictated(ActorGenerator):
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         done = {}
         for prompt in reversed(prompts):  # the last ones first: engines have an order of their own
             if len(self.asked) == self.dies_after and self.how is not None:
