@@ -14,10 +14,10 @@ import torch
 from make_model import make_tokenizer
 
 from rlightning.balance import balance, deal_groups
-from rlightning.callbacks.completions_table import completion_rows, write_parquet
 from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
+from rlightning.report.trajectories import summary_rows, trajectory_table, write_trajectories
 from rlightning.rewards import RewardRunner
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import make_samples
@@ -232,18 +232,18 @@ def metrics(size: Size) -> Work:
 
 
 def rows(size: Size) -> Work:
-    """``completion_rows``, advantages among them."""
+    """``summary_rows``, advantages among them."""
     batch = make_batch(size, texts=True)
-    return Work(lambda: completion_rows(batch, 1), batch.num_tokens)
+    return Work(lambda: summary_rows(batch, 1), batch.num_tokens)
 
 
 def parquet(size: Size) -> Work:
-    """``write_parquet`` of these rows."""
+    """``write_trajectories`` of the batch's table."""
     batch = make_batch(size, texts=True)
-    made, path = completion_rows(batch, 1), Path(tempfile.mkdtemp()) / "rows.parquet"
+    made, path = trajectory_table(batch, 1), Path(tempfile.mkdtemp()) / "rows.parquet"
 
     def run() -> None:
-        write_parquet(made, path)
+        write_trajectories(made, path)
         path.unlink()
 
     return Work(run, batch.num_tokens)

@@ -60,7 +60,7 @@ def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"])
 def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folder: str, tmp_path: Path) -> None:
     arguments = SMALL | {"loss_aggregation": aggregation, "updates_per_rollout": 2, "entropy_coef": 0.01}
     start: Weights = {}

@@ -188,15 +188,15 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
     ("algorithm", "defaults"),
     [
         (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss"}),
-        (GRPO, {"loss_aggregation": "sequence_mean"}),
+        (GRPO, {"loss_aggregation": "trajectory_mean"}),
         (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "loss_aggregation": "constant"}),
         (DAPO, {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
         (RLOO, {"kl_coef": 0.03, "kl_estimator": "k1", "kl_placement": "reward", "loss_aggregation": "constant"}),
         (REINFORCEPlusPlus, {"clip_low": 0.2, "discount": 1.0, "kl_estimator": "k1", "kl_placement": "reward"}),
         (REINFORCEPlusPlusBaseline, {"kl_estimator": "k2", "kl_placement": "loss", "loss_aggregation": "token_mean"}),
-        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0, "loss_aggregation": "sequence_mean"}),
+        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0, "loss_aggregation": "trajectory_mean"}),
         (CISPO, {"max_ratio": 5.0, "min_ratio": 0.0, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
-        (SAPO, {"temperature_positive": 1.0, "temperature_negative": 1.05, "loss_aggregation": "sequence_mean"}),
+        (SAPO, {"temperature_positive": 1.0, "temperature_negative": 1.05, "loss_aggregation": "trajectory_mean"}),
         (SFT, {"generates": False, "completion_column": "completion", "loss_aggregation": "token_mean"}),
     ],
 )

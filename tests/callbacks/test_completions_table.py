@@ -30,9 +30,10 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 from rlightning.callbacks import CompletionsTable
-from rlightning.callbacks.completions_table import completion_rows, shorten, spread_by_reward
+from rlightning.callbacks.completions_table import shorten
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.report.trajectories import spread_by_reward, summary_rows
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
@@ -50,19 +51,20 @@ def test_a_completion_without_tokens_has_no_advantage() -> None:
     nothing = Sample([], [], [], "", "length")
     batch = RolloutBatch.pack(single_turns(prompts, [[nothing], [nothing]]))
     batch.advantages = torch.tensor([5.0, 5.0, 7.0])
-    assert [row["advantage"] for row in completion_rows(batch, 1)] == [0.0, 0.0]
+    assert [row["advantage"] for row in summary_rows(batch, 1)] == [0.0, 0.0]
 
 
 def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
     make_trainer(tmp_path, CompletionsTable(2), max_steps=5).fit(ObservedModule(), loader(5))
     assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
     table = read(tmp_path / "completions" / "step_000002.parquet")
-    assert list(table) == [
+    assert list(table)[:12] == [
         "step",
         "group",
         "prompt_index",
         "prompt",
         "completion",
+        "status",
         "reward",
         "reward/exact",
         "reward/format",
@@ -165,7 +167,7 @@ def test_a_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_markup_in_a_completion_is_text() -> None:
     batch = make_batch()
     add_rewards(batch)
-    row = completion_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
+    row = summary_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
     assert shorten(row["completion"], 20) == "[/bold] | <b> x"
     assert spread_by_reward([row], 5) == [row]
 
@@ -187,7 +189,7 @@ def test_a_step_without_an_update_is_shown_too(tmp_path: Path) -> None:
     add_rewards(batch)
     fire(loop, PlainModule(), "on_reward_end", batch)
     fire(loop, PlainModule(), "on_train_batch_end", None, None, 0)
-    assert "advantage" not in read(tmp_path / "completions" / "step_000001.parquet")
+    assert read(tmp_path / "completions" / "step_000001.parquet")["advantage"] == [None] * 4
 
 
 def test_a_refill_replaces_what_was_kept(tmp_path: Path) -> None:
