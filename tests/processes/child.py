@@ -8,6 +8,7 @@ import sys
 
 from rlightning.processes.process_group import end_with_parent
 from rlightning.rpc import serve_parent
+from rlightning.rpc.peer import Method
 
 
 async def describe() -> list[object]:
@@ -34,7 +35,12 @@ async def main() -> None:
     end_with_parent(lifeline)
     if "early" in sys.argv:
         await leave(3)
-    methods = {"describe": describe, "start_child": start_child, "backtrack": backtrack, "leave": leave}
+    methods: dict[str, Method] = {
+        "describe": describe,
+        "start_child": start_child,
+        "backtrack": backtrack,
+        "leave": leave,
+    }
     parent = await serve_parent(connection, methods)
     if "late" not in sys.argv:
         await parent.notify("ready", "here")
