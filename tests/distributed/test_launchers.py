@@ -168,7 +168,9 @@ def failing(
     return process.returncode, output
 
 
-@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "lightning"), (1, "torchrun")])
+@pytest.mark.parametrize(
+    ("rank", "by"), [(0, "lightning"), pytest.param(1, "lightning", marks=pytest.mark.slow), (1, "torchrun")]
+)
 def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"raise-{rank}-{by}", rank, "raise", by)
     assert code == 1
