@@ -35,7 +35,7 @@ class GRPO(GroupModule):
         dual_clip: float | None = None,
         scale_by_std: bool = True,
         kl_coef: float = 0.0,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         super().__init__(model, kl_coef=kl_coef, loss_aggregation=loss_aggregation, **kwargs)

@@ -26,7 +26,7 @@ class GSPO(GroupModule):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)

@@ -23,7 +23,7 @@ class SAPO(GroupModule):
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)

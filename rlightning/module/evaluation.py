@@ -16,7 +16,7 @@ from rlightning.parallel.collectives import all_reduce
 from rlightning.rewards import FailureCount, RewardRunner
 from rlightning.rollout import Generator
 from rlightning.rollout.requests import validation_sampling
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 if TYPE_CHECKING:
     from rlightning.data import ValidationSet
@@ -31,24 +31,25 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     Args:
         batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
             of the last prompts: then all values are 0, and weigh nothing.
-        num_samples: completions a prompt.
+        num_samples: trajectories a prompt; a group of fewer, of which some were not sampled, has no pass@k above them.
 
     Returns:
         reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
     """
     assert batch.rewards is not None
-    decisive = next(iter(batch.reward_components.values()), batch.rewards)
+    decisive = next(iter(batch.scores.values()), batch.rewards)
     passed = Counter(batch.group_ids[decisive >= PASS_REWARD].tolist())
-    groups = sorted(set(batch.group_ids.tolist()))
-    num_sequences = max(batch.num_sequences, 1)
+    groups = Counter(batch.group_ids.tolist())
+    num_trajectories = max(batch.num_trajectories, 1)
     result = {
-        "reward": batch.rewards.nan_to_num().sum().item() / num_sequences,
-        "length": batch.completion_lengths.sum().item() / num_sequences,
-        "truncated": sum(c.is_truncated for c in batch.completions) / num_sequences,
+        "reward": batch.rewards.nan_to_num().sum().item() / num_trajectories,
+        "length": batch.completion_lengths.sum().item() / num_trajectories,
+        "truncated": sum(one.is_truncated for one in batch.trajectories) / num_trajectories,
     }
     k = 1
     while k <= num_samples:
-        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / max(len(groups), 1)
+        tried = {group: number for group, number in groups.items() if number >= k}
+        result[f"pass@{k}"] = sum(pass_at_k(n, passed[g], k) for g, n in sorted(tried.items())) / max(len(tried), 1)
         k *= 2
     return result
 
@@ -57,11 +58,15 @@ class EvaluationSteps(UpdateModule):
     """An UpdateModule whose completions are rewarded in validation and test, and returned in prediction.
 
     Attributes:
+        count_timeouts: whether trajectories that have run out of time count as sampled.
         rewarder: of the reward functions.
         generator: completes prompts; the callback that owns the engine sets it.
         validation_failures: of the validation that runs, by the set's number.
     """
 
+    batch_type: type[RolloutBatch] = RolloutBatch
+    """The class of the batches; a subclass of it has further fields, which travel with the batch."""
+    count_timeouts: bool
     rewarder: RewardRunner
     generator: Generator | None = None
     validation_failures: dict[int, FailureCount]
@@ -99,18 +104,27 @@ class EvaluationSteps(UpdateModule):
         """As :meth:`on_validation_epoch_end`."""
         self.on_validation_epoch_end()
 
-    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
         """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
         on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
-        completions = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
-        return list(zip(prompts, completions, strict=True))
+        groups = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
+        return list(zip(prompts, groups, strict=True))
 
-    def begin_rewards(self, prompt: Prompt, completions: list[Completion]) -> None:
-        """Called with each prompt's completions while others are still generated."""
+    def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Called with each prompt's trajectories while others are still generated."""
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Reward each completion: [N]."""
+        """Reward each trajectory: [M]."""
         raise NotImplementedError
+
+    def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the batch of the trajectories that count as sampled; the others reach no loss, baseline or mean."""
+        counted = [m for m, one in enumerate(batch.trajectories) if self._is_sampled(one)]
+        return batch if len(counted) == batch.num_trajectories else batch.select(counted)
+
+    def _is_sampled(self, trajectory: Trajectory) -> bool:
+        """Whether it ended by itself, by a limit, or, with ``count_timeouts``, by time."""
+        return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
     def _engine(self) -> Generator:
@@ -132,8 +146,8 @@ class EvaluationSteps(UpdateModule):
         num_samples = chosen.samples_per_prompt
         with self.rewarder.counting(failures):
             sampling = validation_sampling(self.sampling, chosen)
-            completions = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
-            batch = RolloutBatch.pack(prompts, completions)
+            groups = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
+            batch = self.select_sampled(self.batch_type.pack(groups))
             batch.rewards = self.compute_rewards(batch)
         self.log_dict(
             {f"{prefix}/{chosen.name}/{name}": value for name, value in batch_metrics(batch, num_samples).items()},

@@ -49,7 +49,7 @@ class UpdateModule(PolicyModule):
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         prompts_per_step: prompts a rollout, over all ranks.
-        samples_per_prompt: completions of each prompt, which form its group.
+        samples_per_prompt: trajectories of each prompt, which form its group.
         updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
         epochs_per_rollout: passes over each rollout.
         max_tokens_per_microbatch: the most tokens that one forward pass sees.
@@ -194,7 +194,7 @@ class UpdateModule(PolicyModule):
         return {"optim/skipped": 1.0} | rates
 
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
-        """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
+        """The rollout's minibatches, each the trajectories of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
         plan, seed = self.plan, minibatch_seed(self.weight_version)
@@ -206,7 +206,9 @@ class UpdateModule(PolicyModule):
 
         Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
         """
-        counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
+        counts = torch.tensor(
+            [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories], dtype=torch.float64
+        )
         totals = LossTotals(*self.all_sum(counts).tolist())
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
         for number, sequences in enumerate(microbatches, start=1):
@@ -232,10 +234,10 @@ class UpdateModule(PolicyModule):
             values[component.name], details = returned_loss(term, batch.num_tokens, component.name)
             metrics |= details
         if self.generates:
-            gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
+            gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
             metrics["rollout_gap_mean"] = gap
             means.add_max("policy/rollout_gap_max", gap)
-        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.completion_mask)
+        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.is_sampled)
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 
     def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
@@ -245,7 +247,7 @@ class UpdateModule(PolicyModule):
             return loss, metrics
         assert batch.old_logprobs is not None
         weights, corrected = self.active_correction.weigh(
-            batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+            batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
         )
         return loss * weights, metrics | corrected
 
@@ -270,17 +272,17 @@ class UpdateModule(PolicyModule):
 
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
-            which are averaged over completion tokens and logged as ``policy/<name>``.
+            which are averaged over sampled tokens and logged as ``policy/<name>``.
         """
         if self.policy_objective is None:
             raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
         return self.policy_objective(logprobs, batch)
 
     def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
+        """Log-probabilities and entropies of the sampled tokens under the actor, at the sampler's temperature.
 
         Returns:
-            [T] and [T], float32; 0 on prompts.
+            [T] and [T], float32; 0 where not sampled.
         """
         return packed_logprobs(
             self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0

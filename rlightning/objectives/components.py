@@ -31,7 +31,7 @@ class ForwardPass(NamedTuple):
     """What the actor's forward pass over a micro-batch gave.
 
     Attributes:
-        logprobs: [T] float32, of the completion tokens, with gradient; 0 on prompts.
+        logprobs: [T] float32, of the sampled tokens, with gradient; 0 elsewhere.
         entropy: [T] float32, of the distributions that they were sampled from; with gradient where a loss needs it.
     """
 
@@ -44,7 +44,7 @@ class LossComponent:
     """One term of the loss.
 
     Attributes:
-        name: the term is logged as ``policy/<name>``, its mean over completion tokens.
+        name: the term is logged as ``policy/<name>``, its mean over sampled tokens.
         term: gives [T] values for a micro-batch, and [T] values by name, without gradient, for the metrics.
         weight: of the term in the loss; with 0 it is only logged.
         denominator: what the sum over tokens is divided by, see :func:`~rlightning.objectives.aggregation.aggregate`.
@@ -78,8 +78,18 @@ def sum_components(
         if component.weight:
             weighted, kind = component.weight * values[component.name], component.denominator
             sums[kind] = sums[kind] + weighted if kind in sums else weighted
-    mask, bounds, totals = batch.completion_mask, batch.cu_seqlens, batch.totals
-    shares = [aggregate(summed, mask, bounds, kind, totals, constant=constant) for kind, summed in sums.items()]
+    shares = [
+        aggregate(
+            summed,
+            batch.is_sampled,
+            batch.cu_seqlens,
+            kind,
+            batch.totals,
+            trajectory_lengths=batch.to_tokens(batch.completion_lengths),
+            constant=constant,
+        )
+        for kind, summed in sums.items()
+    ]
     return sum(shares[1:], shares[0])
 
 
@@ -119,7 +129,7 @@ class ClippedSurrogate:
         if self.level == "token":
             log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
         else:
-            log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.completion_mask, batch.cu_seqlens)
+            log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.is_sampled, batch.cu_seqlens)
         return clipped_loss(
             log_ratio,
             batch.advantages,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import check_rules
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample, Trajectory
 from rlightning.types.trajectory import TEMPERATURES
 
 
@@ -84,8 +84,8 @@ def temperature_rule(temperature: float) -> dict[str, bool]:
 
 Request = tuple[Prompt, int]
 """A prompt with the number of its random stream."""
-OnCompleted = Callable[[Prompt, list[Completion]], None]
-"""Called with a prompt and all of its completions while others are still generated, once or, for some, not at all."""
+OnCompleted = Callable[[Prompt, list[Trajectory]], None]
+"""Called with a prompt and all of its trajectories while others are still generated, once or, for some, not at all."""
 
 
 TakePrompts = Callable[[int], list[Prompt]]
@@ -104,8 +104,8 @@ class Generator(Protocol):
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
+    ) -> list[list[Trajectory]]:
+        """Make ``num_samples`` trajectories of each prompt, in the prompts' order."""
         raise NotImplementedError
 
     def exchange(
@@ -115,24 +115,28 @@ class Generator(Protocol):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Hand in prompts to train on and get as many completed ones: these, or earlier ones where some are in flight.
+    ) -> list[list[Trajectory]]:
+        """Hand in prompts to train on and get the trajectories of as many: these, or earlier ones that were in flight.
 
         Args:
             prompts: of this rank.
-            num_samples: completions of each.
+            num_samples: trajectories of each.
             sampling: how.
             on_completed: called as of :meth:`generate`.
             take_prompts: gives further ones to be in flight.
         """
-        return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        return self.generate(prompts, num_samples, sampling, on_completed)
 
 
-class RolloutEngine(Generator, Protocol):
+class RolloutEngine(Protocol):
     """An engine that holds a copy of the policy and samples from it."""
 
     weight_version: int | None
     """The version of the weights it holds; None before the first ones came."""
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
+        """Sample each prompt ``num_samples`` times, in the prompts' order."""
+        raise NotImplementedError
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""

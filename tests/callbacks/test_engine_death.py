@@ -153,7 +153,7 @@ def test_a_run_survives_one_death_a_step(
         assert all(sample["token_ids"].tobytes() in kept for group in asked.finished for sample in group)
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
-        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert batch.weight_versions[batch.is_sampled].unique().tolist() == [step]
         assert np.isfinite(batch.rollout_logprobs.numpy()).all()
         assert metrics["policy/rollout_gap_max"] < 1e-4  # sampled from the current weights, before and after
     assert len(witness.validations) == 1
@@ -162,6 +162,7 @@ def test_a_run_survives_one_death_a_step(
     assert [in_session(session) for session in assassin.sessions] == [[]] * 6
 
 
+@pytest.mark.slow
 def test_of_two_engines_on_a_device_one_may_die(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +178,7 @@ def test_of_two_engines_on_a_device_one_may_die(
     assert len(assassin.sessions) == 3
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
-        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert batch.weight_versions[batch.is_sampled].unique().tolist() == [step]
         assert metrics["policy/rollout_gap_max"] < 1e-4
     assert {path.name for path in tmp_path.glob("engine*.log")} == {"engine.0.log", "engine.1.log"}
     assert [in_session(session) for session in assassin.sessions] == [[]] * 3
@@ -229,6 +230,7 @@ class EditAndKill(RLCallback):
         kill_core(module.generator.engine)
 
 
+@pytest.mark.slow
 def test_engine_is_not_restarted_on_another_tokenizer(tmp_path: Path) -> None:
     rewarded: list[str] = []
 
@@ -262,6 +264,7 @@ class MoveAndKill(RLCallback):
             kill_core(module.generator.engine)
 
 
+@pytest.mark.slow
 def test_engine_is_restarted_after_its_models_folder_was_moved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

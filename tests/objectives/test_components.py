@@ -24,10 +24,10 @@ def per_token(forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[s
 
 def make_forward(batch: RolloutBatch) -> ForwardPass:
     """Log-probabilities 1, 2, 3, ... and entropies 10, 20, 30, ... of the completion tokens; NaN on prompts."""
-    counted = batch.completion_mask.long().cumsum(0).double()
+    counted = batch.is_sampled.long().cumsum(0).double()
     return ForwardPass(
-        torch.where(batch.completion_mask, counted, torch.nan).requires_grad_(),
-        torch.where(batch.completion_mask, 10 * counted, torch.nan).requires_grad_(),
+        torch.where(batch.is_sampled, counted, torch.nan).requires_grad_(),
+        torch.where(batch.is_sampled, 10 * counted, torch.nan).requires_grad_(),
     )
 
 
@@ -38,7 +38,7 @@ def total(components: list[LossComponent], forward: ForwardPass, batch: RolloutB
 
 def test_each_component_has_its_own_weight_and_denominator() -> None:
     batch = make_batch([[[1, 2, 0], [3]]])  # completions of three tokens and of one
-    batch.totals = LossTotals(tokens=8, sequences=4)  # of another such micro-batch, too
+    batch.totals = LossTotals(tokens=8, sequences=4, trajectories=4)  # of another such micro-batch, too
     forward = make_forward(batch)
     components = [
         LossComponent("by token", per_token, denominator="token_mean"),
@@ -51,7 +51,7 @@ def test_each_component_has_its_own_weight_and_denominator() -> None:
     # Tokens 1, 2, 3 and 4: (1 + 2 + 3 + 4) / 8; 2 * (2 + 4) / 4; -3 * 10 / (4 * 5); -0.1 * 100 / 8.
     assert loss.item() == pytest.approx(1.25 + 3.0 - 1.5 - 1.25)
     loss.backward()
-    sampled = batch.completion_mask
+    sampled = batch.is_sampled
     assert forward.logprobs.grad is not None and forward.entropy.grad is not None
     # 1/8 - 3/20 each, and 2/4 over the sequence's number of tokens.
     assert forward.logprobs.grad[sampled].tolist() == pytest.approx([-0.025 + 1 / 6] * 3 + [-0.025 + 0.5])
@@ -63,7 +63,7 @@ def test_terms() -> None:
     batch = make_batch([[[1, 0]]])
     batch.advantages, batch.ref_logprobs = torch.full((4,), 2.0), torch.zeros(4)
     forward = make_forward(batch)
-    sampled = batch.completion_mask
+    sampled = batch.is_sampled
     assert reinforce(forward.logprobs, batch)[0][sampled].tolist() == [-2.0, -4.0]
     assert cross_entropy(forward.logprobs, batch)[0][sampled].tolist() == [-1.0, -2.0]
     assert ReferenceKL("k2")(forward, batch)[0][sampled].tolist() == [0.5, 2.0]
@@ -74,7 +74,7 @@ def test_components_of_one_denominator_are_one_sum() -> None:
     """The bits are those of a loss that is added up token by token."""
     torch.manual_seed(0)
     batch = make_batch([[[1, 2, 0], [3, 1]], [[2], [0]]])
-    batch.totals = LossTotals(tokens=7, sequences=4)
+    batch.totals = LossTotals(tokens=7, sequences=4, trajectories=4)
     logprobs, entropies = torch.randn(batch.num_tokens), torch.randn(batch.num_tokens)
     batch.ref_logprobs = torch.randn(batch.num_tokens)
     components = [
@@ -83,5 +83,5 @@ def test_components_of_one_denominator_are_one_sum() -> None:
         LossComponent("entropy", entropy, weight=-0.7),
     ]
     by_hand = logprobs + 0.3 * (logprobs - batch.ref_logprobs) - 0.7 * entropies
-    expected = torch.where(batch.completion_mask, by_hand, 0).sum() / 7
+    expected = torch.where(batch.is_sampled, by_hand, 0).sum() / 7
     assert torch.equal(total(components, ForwardPass(logprobs, entropies), batch), expected)

@@ -329,7 +329,7 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert [event for event in witness.events if "sync" in event] == [f"sync {version}" for version in range(5)]
     for step, batch in enumerate(witness.batches):
         assert batch.num_sequences == 8
-        versions = batch.weight_versions[batch.completion_mask].unique().tolist()
+        versions = batch.weight_versions[batch.is_sampled].unique().tolist()
         assert versions and set(versions) <= {step - 1, step}
     assert folder is None or list(folder.iterdir()) == []
 
@@ -529,6 +529,7 @@ def test_run_continues_after_one_server_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
+@pytest.mark.slow
 def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
