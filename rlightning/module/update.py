@@ -206,10 +206,7 @@ class UpdateModule(PolicyModule):
 
         Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
         """
-        counts = torch.tensor(
-            [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories], dtype=torch.float64
-        )
-        totals = LossTotals(*self.all_sum(counts).tolist())
+        totals = LossTotals(*self.all_sum(count_units(minibatch)).tolist())
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
         for number, sequences in enumerate(microbatches, start=1):
             batch = self.to_microbatch(minibatch, sequences)
@@ -287,3 +284,16 @@ class UpdateModule(PolicyModule):
         return packed_logprobs(
             self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
         )
+
+
+def count_units(minibatch: RolloutBatch) -> Tensor:
+    """Set the ``group_lengths`` of this rank's part of a minibatch; groups are whole on a rank.
+
+    Returns:
+        [4] float64, its sampled tokens, sequences, trajectories and groups.
+    """
+    ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
+    lengths = minibatch.completion_lengths
+    minibatch.group_lengths = lengths.new_zeros(len(ids)).index_add(0, group, lengths)[group]
+    counts = [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories, len(ids)]
+    return torch.tensor(counts, dtype=torch.float64)

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
 from rlightning.types import LossTotals
 
-Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "group_mean", "constant"]
 
 
 def aggregate(
@@ -19,6 +19,7 @@ def aggregate(
     totals: LossTotals,
     *,
     trajectory_lengths: Tensor | None = None,
+    group_lengths: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
     """Reduce a loss a token to this micro-batch's share of the loss of the whole optimizer step.
@@ -31,6 +32,7 @@ def aggregate(
     - trajectory_mean: every trajectory weighs the same, however many sequences it has:
       ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
     - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences``; a trajectory of two weighs as two.
+    - group_mean: every group weighs the same, however many tokens and trajectories it has: ``sum_g mean_t / groups``.
     - constant: ``sum / (trajectories * constant)``: as token_mean without the bias of long batches towards small
       steps (Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the limit on completion tokens).
 
@@ -39,8 +41,9 @@ def aggregate(
         mask: [T] bool, the sampled tokens; a value outside counts for nothing, even if it is not finite.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
         kind: which of the above.
-        totals: sampled tokens, sequences and trajectories of the whole optimizer step.
+        totals: sampled tokens, sequences, trajectories and groups of the whole optimizer step.
         trajectory_lengths: [T], for "trajectory_mean": sampled tokens of the whole trajectory that each token is of.
+        group_lengths: [T], for "group_mean": sampled tokens of the whole group that each token is of.
         constant: tokens, for the last kind.
 
     Returns:
@@ -56,6 +59,9 @@ def aggregate(
         case "trajectory_mean":
             assert trajectory_lengths is not None
             return (values / trajectory_lengths.float().clamp(min=1)).sum() / max(totals.trajectories, 1.0)
+        case "group_mean":
+            assert group_lengths is not None
+            return (values / group_lengths.float().clamp(min=1)).sum() / max(totals.groups, 1.0)
         case "constant":
             assert constant is not None
             return values.sum() / (max(totals.trajectories, 1.0) * constant)

@@ -2,8 +2,8 @@
 
     loss = sum over components of weight * sum over tokens of term / denominator
 
-A term gives a value for each token, neither masked nor averaged. Denominators count tokens or sequences of the whole
-optimizer step: all micro-batches, all ranks, all accumulation.
+A term gives a value for each token, neither masked nor averaged. Denominators count tokens, sequences, trajectories or groups of the
+whole optimizer step: all micro-batches, all ranks, all accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +86,7 @@ def sum_components(
             kind,
             batch.totals,
             trajectory_lengths=batch.to_tokens(batch.completion_lengths),
+            group_lengths=None if batch.group_lengths is None else batch.to_tokens(batch.group_lengths),
             constant=constant,
         )
         for kind, summed in sums.items()

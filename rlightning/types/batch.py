@@ -40,6 +40,7 @@ class LossTotals(NamedTuple):
     tokens: float
     sequences: float
     trajectories: float
+    groups: float
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class RolloutBatch:
         completion_lengths: [M] int64, sampled tokens of each trajectory, in all of its branches, of which a micro-batch
             may have some.
         group_ids: [M] int64, equal for trajectories of one prompt.
+        group_lengths: [M] int64, sampled tokens of each trajectory's whole group, of which a micro-batch may have some;
+            set for an update.
         reasons: N of them, why each branch began.
         trajectories: M of them, without their branches, which are the tensors; :meth:`unpack` puts them together.
         rewards: [M] float64.
@@ -92,6 +95,7 @@ class RolloutBatch:
     reasons: list[str] = field(metadata=axis("N"))
     trajectories: list[Trajectory] = field(metadata=axis("M"))
     rewards: Tensor | None = field(default=None, metadata=axis("M"))
+    group_lengths: Tensor | None = field(default=None, metadata=axis("M"))
     scores: dict[str, Tensor] = field(default_factory=dict, metadata=axis("M"))
     advantages: Tensor | None = field(default=None, metadata=axis("T"))
     old_logprobs: Tensor | None = field(default=None, metadata=axis("T"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from random_trajectories import random_groups
 from torch import Tensor
 
+from rlightning.module.update import count_units
 from rlightning.objectives import (
     Aggregation,
     RolloutCorrection,
@@ -69,7 +70,7 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
     old = -torch.rand(total, generator=generator) * 3
     new = (old + 0.3 * torch.randn(total, generator=generator)).requires_grad_()
     advantages = torch.randn(total, generator=generator)
-    totals = LossTotals(float(mask.sum()), 12, 12)
+    totals = LossTotals(float(mask.sum()), 12, 12, 12)
     sampled = torch.zeros(12).index_add(0, torch.arange(12).repeat_interleave(lengths), mask.float())
     own_lengths = sampled.repeat_interleave(lengths)
 
@@ -99,23 +100,25 @@ class PlacedBatch(RolloutBatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(RANDOM, st.sampled_from(KINDS))
+@given(RANDOM, st.sampled_from([*KINDS, "group_mean"]))
 def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random.Random, kind: Aggregation) -> None:
     batch = PlacedBatch.pack(random_groups(draw))
     batch.place = torch.arange(batch.num_tokens)
+    num_groups = count_units(batch)[-1].item()
     batch.advantages = batch.to_tokens(torch.tensor([draw.gauss(0, 1) for _ in batch.trajectories]).double())
     logprobs = torch.tensor([-draw.random() for _ in range(batch.num_tokens)]).double().requires_grad_()
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
         counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
-        return LossTotals(*(sum(column) for column in zip(*counts, strict=True)))
+        return LossTotals(*(sum(column) for column in zip(*counts, strict=True)), groups=num_groups)
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
         assert part.place is not None and part.advantages is not None
         losses = -part.advantages * logprobs[part.place].exp()
-        lengths = part.to_tokens(part.completion_lengths)
-        bounds = part.cu_seqlens
-        return aggregate(losses, part.is_sampled, bounds, kind, totals, trajectory_lengths=lengths, constant=7.0)
+        assert part.group_lengths is not None
+        own, groups = part.to_tokens(part.completion_lengths), part.to_tokens(part.group_lengths)
+        lengths: dict[str, Tensor] = {"trajectory_lengths": own, "group_lengths": groups}
+        return aggregate(losses, part.is_sampled, part.cu_seqlens, kind, totals, **lengths, constant=7.0)
 
     whole = share(batch, count([batch]))
     # Whole trajectories go to ranks, in any order; each rank cuts its own by sequences, branches of one apart.
