@@ -2,8 +2,8 @@
 
     loss = sum over components of weight * sum over tokens of term / denominator
 
-A term gives a value for each token, neither masked nor averaged. Denominators count tokens, sequences, trajectories or groups of the
-whole optimizer step: all micro-batches, all ranks, all accumulation.
+A term gives a value for each token, neither masked nor averaged. Denominators count tokens, sequences, trajectories or
+groups of the whole optimizer step: all micro-batches, all ranks, all accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
