@@ -11,14 +11,14 @@ import torch
 
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import ConfigError, EngineError, EngineStartError
-from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated, fire
-from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
-from rlightning.remote_code import trusts_remote_code
+from rlightning.models.remote_code import trusts_remote_code
+from rlightning.module.evaluation import validation_sampling
+from rlightning.parallel.collectives import any_rank, gather_objects, world_size
+from rlightning.report.late_loggers import is_service
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import MAX_DISTANCE
 from rlightning.rollout.engine_group import EngineGroup, check_group_size

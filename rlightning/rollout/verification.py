@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError, EngineError
+from rlightning.parallel.collectives import any_rank
 from rlightning.rollout.canary import MAX_DISTANCE, Canary
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.vllm_engine import VLLMEngine
