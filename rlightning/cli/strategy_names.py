@@ -31,13 +31,24 @@ CLASSES = {
     "RayController": "rlightning.controller.ray_controller.RayController",
     "rlightning.controller.RayController": "rlightning.controller.ray_controller.RayController",
 }
+OLD_PACKAGE = "rlightning.distributed"
+MOVED = {
+    f"{OLD_PACKAGE}.{name}": f"rlightning.{package}.{name}"
+    for name, package in (("FSDP", "parallel"), ("DDP", "parallel"), ("RayController", "controller"))
+}
 CHOICES = ("auto", "ddp", "fsdp2", "ray")
 
 _load_yaml = get_loader("yaml")
 
 
 def spell_out(value: Any, key: str = "") -> Any:
-    """A configuration, or the part of it under ``key``, with the strategy's name replaced by its class."""
+    """A configuration, or the part of it under ``key``, with the strategy's name replaced by its class.
+
+    Raises:
+        ConfigError: the name is one that the class had before.
+    """
+    if key.removesuffix(".class_path") in KEYS and isinstance(value, str) and value in MOVED:
+        raise ConfigError(f"{key}: {value} is now {MOVED[value]}.")
     if key in KEYS and isinstance(value, str):
         is_path = "." in value and not Path(value).is_file()
         return {"class_path": CLASSES.get(value, value)} if value in CLASSES or is_path else value

@@ -603,4 +603,4 @@ class RLModule(EvaluationSteps):
     @property
     def _has_own_rewards(self) -> bool:
         """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
-        return type(self).compute_rewards.__module__.partition(".")[0] == __package__
+        return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"
