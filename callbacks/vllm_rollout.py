@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,7 +16,6 @@ from rlightning.hooks import RLCallback, check_repeated, fire
 from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.models.remote_code import trusts_remote_code
-from rlightning.module.evaluation import validation_sampling
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.report.late_loggers import is_service
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
@@ -33,6 +32,9 @@ from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_print import WeightPrint
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from rlightning.rollout.ray_engines import RayEngines
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +242,14 @@ class VLLMRollout(RLCallback, Generator):
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def ray_engines(self) -> "RayEngines | None":
+        """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
+        if self.options.placement != "standalone" or self.options.engines:
+            return None
+        from rlightning.rollout.ray_engines import RayEngines
+
+        return RayEngines(self)
 
     def describe(self) -> str:
         """Return which engines there are, in a line; "" without any."""
@@ -510,7 +520,7 @@ class VLLMRollout(RLCallback, Generator):
         datamodule = getattr(trainer, "datamodule", None)
         for chosen in getattr(datamodule, "validation_sets", ()):
             try:
-                validation_sampling(sampling, chosen)
+                replace(sampling, temperature=chosen.temperature)
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
