@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,7 +30,6 @@ from rlightning.rollout.requests import (
     check_own_limit,
     check_requests,
     check_stop_tokens,
-    validation_sampling,
     with_run_seed,
 )
 from rlightning.rollout.standalone import StandaloneEngines
@@ -39,6 +38,9 @@ from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_print import WeightPrint
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
+
+if TYPE_CHECKING:
+    from rlightning.rollout.ray_engines import RayEngines
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +248,14 @@ class VLLMRollout(RLCallback, Generator):
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def ray_engines(self) -> "RayEngines | None":
+        """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
+        if self.options.placement != "standalone" or self.options.engines:
+            return None
+        from rlightning.rollout.ray_engines import RayEngines
+
+        return RayEngines(self)
 
     def describe(self) -> str:
         """Return which engines there are, in a line; "" without any."""
@@ -516,7 +526,7 @@ class VLLMRollout(RLCallback, Generator):
         datamodule = getattr(trainer, "datamodule", None)
         for chosen in getattr(datamodule, "validation_sets", ()):
             try:
-                validation_sampling(sampling, chosen)
+                replace(sampling, temperature=chosen.temperature)
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.metrics import pass_at_k
+from rlightning.module.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.rewards import FailureCount, RewardRunner

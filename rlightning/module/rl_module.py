@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.metrics import rollout_metrics
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
+from rlightning.module.metrics import rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
+from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
@@ -34,7 +35,6 @@ from rlightning.report.late_loggers import delay_loggers
 from rlightning.report.loggers import adapt_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
-from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 log = logging.getLogger(__name__)

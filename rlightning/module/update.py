@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import check_rules
-from rlightning.metrics import RunningMeans
 from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
 from rlightning.module.batching import assign_minibatches, minibatch_seed
+from rlightning.module.metrics import RunningMeans
 from rlightning.module.optimizers import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.returned_values import returned_loss

@@ -1,4 +1,4 @@
-"""What is changed, or called, of Lightning's Trainer and loops that has no public name."""
+"""What needs attributes of Lightning that are private to it."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from rlightning.parallel.barrier import barrier
 
 
 class DataPreparation:
-    """Has one process a host run ``prepare_data``, while the others wait at a barrier with a name and a timeout.
+    """Has ``prepare_data`` run on one process a host, while the others wait at a barrier with a name and a timeout.
 
-    With the Trainer's own they would wait on a group of their own for 27 years.
+    In the Trainer's own, whose place it takes, they wait on a group of their own for 27 years.
 
     Args:
         trainer: one that has not prepared its data yet.
