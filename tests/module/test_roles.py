@@ -78,12 +78,14 @@ class SquaredHead(GRPO):
 
 
 class Critic(nn.Module):
-    """A value for each token, of the token alone."""
+    """A value for each token, of the token alone; each rank draws weights of its own at first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(len(VOCABULARY), 4)
-        self.value = nn.Linear(4, 1)
+        with torch.random.fork_rng():
+            torch.manual_seed(int(os.environ.get("RANK", "0")))
+            self.embedding = nn.Embedding(len(VOCABULARY), 4)
+            self.value = nn.Linear(4, 1)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         values: Tensor = self.value(self.embedding(token_ids))[:, 0]
