@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
     from rlightning.callbacks.remotize_on_head_only import RemotizeOnHeadOnly
+    from rlightning.callbacks.rollout import RolloutCallback
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
+    from rlightning.callbacks.transformers_rollout import TransformersRollout
     from rlightning.callbacks.vllm_rollout import VLLMRollout
 
 __all__ = [
@@ -28,9 +30,11 @@ __all__ = [
     "OffloadDuringRollout",
     "RLProgressBar",
     "RemotizeOnHeadOnly",
+    "RolloutCallback",
     "RunReport",
     "SaveHF",
     "Throughput",
+    "TransformersRollout",
     "VLLMRollout",
 ]
 
@@ -44,9 +48,11 @@ _FILES = {
     "OffloadDuringRollout": "offload_during_rollout",
     "RLProgressBar": "progress_bar",
     "RemotizeOnHeadOnly": "remotize_on_head_only",
+    "RolloutCallback": "rollout",
     "RunReport": "run_report",
     "SaveHF": "save_hf",
     "Throughput": "throughput",
+    "TransformersRollout": "transformers_rollout",
     "VLLMRollout": "vllm_rollout",
 }
 
