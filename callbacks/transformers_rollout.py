@@ -136,7 +136,7 @@ class TransformersRollout(RolloutCallback):
         trainer, module, sampler = self._trainer, self._module, self.sampler
         fire(trainer, module, "on_weight_sync_start", module.weight_version)
         is_due = self.verification.evaluate(module, [sampler])
-        sampler.update_weights(module.named_weights, module.weight_version)
+        sampler.update_weights(module, module.weight_version)
         if sampler.can_sleep:
             fire(trainer, module, "on_engine_wake")
         if is_due:

@@ -1,6 +1,6 @@
 """What samples from the policy, whatever runs it and wherever it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from rlightning.types import Completion, Prompt
 from rlightning.types.trajectory import TEMPERATURES
 
 if TYPE_CHECKING:
-    from rlightning.rollout.weights import Weights
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,13 @@ class Generator(Protocol):
         return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
 
 
+class WeightSource(Protocol):
+    """Has weights to send, as a :class:`~rlightning.policy_module.PolicyModule` has its actor's."""
+
+    def named_weights(self) -> "Iterable[tuple[str, Tensor]]":
+        """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
+
+
 class Sampler(Protocol):
     """Holds a copy of the policy and samples from it; the asynchronous methods may be called for many prompts at once.
 
@@ -164,11 +171,11 @@ class Sampler(Protocol):
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
 
-    def update_weights(self, source: "Callable[[], Weights]", version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> None:
         """Take the actor's weights; called by all ranks, on the trainer's thread.
 
         Args:
-            source: gives names and tensors, whole or sharded, anew with each call.
+            source: has them; all ranks that hold shards call this alike.
             version: of these weights.
         """
 

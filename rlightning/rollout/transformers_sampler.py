@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -17,22 +17,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from rlightning.distributed.gathering import gather_into
 from rlightning.errors import EngineError
 from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.shards import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
-from rlightning.rollout.engine import Sampling
+from rlightning.rollout.engine import Sampling, WeightSource
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.vllm_engine import make_completions
-from rlightning.rollout.weights import Weights, gather_chunks, plan_chunks, weight_shapes
 from rlightning.types import Completion, RolloutBatch
 
 MAX_PROMPT_TOKENS = 8192
 """That one forward pass computes, unless a single prompt is longer."""
-GATHER_BYTES = 256 << 20
-"""Bytes of sharded weights that are gathered at a time."""
 
 
 @dataclass(eq=False)
@@ -143,7 +141,7 @@ class TransformersSampler:
     # Weights
 
     @torch.no_grad()
-    def update_weights(self, source: Callable[[], Weights], version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> None:
         """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
 
         Raises:
@@ -153,12 +151,10 @@ class TransformersSampler:
             self.weight_version = None
             self.wake()
             own = dict(named_weights(self.model))
-            shapes = weight_shapes(source())
-            if faults := sorted({shape.name for shape in shapes} ^ own.keys()):
+            given = dict(source.named_weights())
+            if faults := sorted(given.keys() ^ own.keys()):
                 raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
-            chunks, _ = plan_chunks(shapes, self.dtype, GATHER_BYTES)
-            for _ in gather_chunks(chunks, lambda slot: own[slot.name], source(), device=self.device):
-                pass
+            gather_into([own[name] for name in given], list(given.values()))
             self.weight_version = version
 
     @property

@@ -10,6 +10,7 @@ import engine_run
 import pytest
 import torch
 from tiny_models import save_tiny
+from torch import Tensor
 
 from rlightning.errors import EngineError
 from rlightning.models import load_config, load_policy, packed_logprobs
@@ -21,6 +22,16 @@ from rlightning.types import Completion, Prompt, RolloutBatch
 
 PROMPTS = [[1 + i % 10, 11, *range(1, 1 + i % 5), 12] for i in range(12)]
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
+
+
+class Source:
+    """A policy's weights, but one."""
+
+    def __init__(self, model: Any, without: str = "") -> None:
+        self.model, self.without = model, without
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return (pair for pair in named_weights(self.model) if pair[0] != self.without)
 
 
 def make_sampler(folder: str, files: ModelFiles, **options: Any) -> TransformersSampler:
@@ -46,7 +57,7 @@ def actor(folder: str) -> Any:
 @pytest.fixture(scope="module")
 def loaded(folder: str, files: ModelFiles, actor: Any) -> Iterator[TransformersSampler]:
     sampler = make_sampler(folder, files)
-    sampler.update_weights(lambda: named_weights(actor), 3)
+    sampler.update_weights(Source(actor), 3)
     yield sampler
     sampler.close()
 
@@ -111,7 +122,7 @@ def test_architectures_decode_as_the_trainer_computes(
     folder = save_tiny(kind, tmp_path, **config)
     model = load_policy(folder)
     sampler = make_sampler(folder, files, max_length=64)
-    sampler.update_weights(lambda: named_weights(model), 1)
+    sampler.update_weights(Source(model), 1)
     groups = sample(sampler, PROMPTS, replace(SAMPLING, max_new_tokens=16))
     sampler.close()
     assert gap(model, pack(PROMPTS, groups), 0.8) < 1e-5
@@ -144,7 +155,7 @@ def test_streams_do_not_depend_on_the_batch(
     together = sample(loaded, PROMPTS)
     alone = [group for prompt in PROMPTS for group in sample(loaded, [prompt])]
     few = make_sampler(folder, files, max_sequences=3)  # the others wait
-    few.update_weights(lambda: named_weights(actor), 3)
+    few.update_weights(Source(actor), 3)
     waiting = sample(few, PROMPTS)
     few.close()
     assert tokens(together) == tokens(alone) == tokens(waiting)
@@ -189,7 +200,7 @@ def test_too_long_request_is_refused(loaded: TransformersSampler) -> None:
 
 def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: ModelFiles, actor: Any) -> None:
     sampler = make_sampler(folder, replace(files, end_token_ids=()))  # which go on to their limit
-    sampler.update_weights(lambda: named_weights(actor), 3)
+    sampler.update_weights(Source(actor), 3)
     sampling = Sampling(max_new_tokens=200, seed=4)
 
     async def run() -> tuple[list[Completion], int, bool]:
@@ -213,13 +224,13 @@ def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: 
 
 def test_weights_that_come_meanwhile_sample_what_follows(folder: str, files: ModelFiles, actor: Any) -> None:
     sampler = make_sampler(folder, replace(files, end_token_ids=()))
-    sampler.update_weights(lambda: named_weights(actor), 3)
+    sampler.update_weights(Source(actor), 3)
 
     async def run() -> list[Completion]:
         first = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=1)))
         long = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=250), num_samples=2))
         await first  # so the other one has begun
-        sampler.update_weights(lambda: named_weights(actor), 4)
+        sampler.update_weights(Source(actor), 4)
         return await long
 
     for one in asyncio.run(run()):
@@ -233,16 +244,16 @@ def test_incomplete_weights_are_refused(folder: str, files: ModelFiles, actor: A
     with pytest.raises(EngineError, match="has no weights"):
         asyncio.run(sampler.sample(PROMPTS[0], SAMPLING))
     with pytest.raises(EngineError, match=r"not those of the sampler's model: model\.norm\.weight\.$"):
-        sampler.update_weights(lambda: (pair for pair in named_weights(actor) if pair[0] != "model.norm.weight"), 1)
+        sampler.update_weights(Source(actor, without="model.norm.weight"), 1)
     assert sampler.weight_version is None
-    sampler.update_weights(lambda: named_weights(actor), 1)
+    sampler.update_weights(Source(actor), 1)
     assert len(asyncio.run(sampler.sample(PROMPTS[0], SAMPLING, num_samples=2))) == 2
     sampler.close()
 
 
 def test_closed_sampler_fails_what_is_under_way(folder: str, files: ModelFiles, actor: Any) -> None:
     sampler = make_sampler(folder, replace(files, end_token_ids=()))
-    sampler.update_weights(lambda: named_weights(actor), 1)
+    sampler.update_weights(Source(actor), 1)
 
     async def run() -> None:
         first = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=1)))
