@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rlightning.callbacks.predictions import JSONLPredictions
     from rlightning.callbacks.progress_bar import RLProgressBar
     from rlightning.callbacks.remotize_on_head_only import RemotizeOnHeadOnly
-    from rlightning.callbacks.rollout import RolloutCallback
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
@@ -30,7 +29,6 @@ __all__ = [
     "OffloadDuringRollout",
     "RLProgressBar",
     "RemotizeOnHeadOnly",
-    "RolloutCallback",
     "RunReport",
     "SaveHF",
     "Throughput",

@@ -129,7 +129,8 @@ class TransformersSampler:
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`Sampler.score`."""
         scores = self._thread.submit(self.score_all, np.array([token_ids]))
-        return (await asyncio.wrap_future(scores))[0]
+        (logprobs,) = await asyncio.wrap_future(scores)
+        return np.asarray(logprobs)
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
@@ -221,8 +222,8 @@ class TransformersSampler:
             if admitted:
                 logits = self._read_prompts(admitted)
             else:
-                tokens = [sequence.token_ids[-1] for sequence in self._running]
-                logits = predict_next(self.model, self._cache, tokens, [one.length for one in self._running])
+                last = [sequence.token_ids[-1] for sequence in self._running]
+                logits = predict_next(self.model, self._cache, last, [one.length for one in self._running])
             chosen = admitted or self._running
             tokens, logprobs = choose_tokens(
                 logits,
@@ -249,12 +250,12 @@ class TransformersSampler:
                 if admitted and num_tokens > MAX_PROMPT_TOKENS:
                     break
                 admitted.append(self._waiting.popleft())
+            self._running += admitted
         return admitted
 
     def _read_prompts(self, admitted: list[_Sequence]) -> torch.Tensor:
         """Compute their prompts, each once; the logits of each sequence's first token [N, V]."""
-        first = len(self._running)
-        self._running += admitted
+        first = len(self._running) - len(admitted)
         requests = list(dict.fromkeys(sequence.request for sequence in admitted))
         rows: dict[_Request, list[int]] = {request: [] for request in requests}
         for row, sequence in enumerate(admitted, start=first):
@@ -335,4 +336,5 @@ def draw_uniforms(sampling: Sampling, number: int) -> list[float]:
         number: of the sample among the request's.
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed + number
-    return np.random.Generator(np.random.Philox(seed)).random(sampling.max_new_tokens).tolist()
+    drawn: list[float] = np.random.Generator(np.random.Philox(seed)).random(sampling.max_new_tokens).tolist()
+    return drawn
