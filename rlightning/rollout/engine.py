@@ -130,6 +130,10 @@ class Generator(Protocol):
         """
         return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
 
+    def describe(self) -> str:
+        """Return what samples, in a line; "" to say nothing of it."""
+        return ""
+
 
 class WeightSource(Protocol):
     """Has weights to send, as a :class:`~rlightning.policy_module.PolicyModule` has its actor's."""

@@ -137,6 +137,7 @@ def test_score_is_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
     assert [x for score in scores for x in score] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+@torch.no_grad()
 def test_greedy_takes_the_trainers_likeliest_token(loaded: TransformersSampler, actor: Any) -> None:
     greedy = Sampling(temperature=0.0, max_new_tokens=8)
     for prompt, (one,) in zip(PROMPTS, sample(loaded, PROMPTS, greedy, 1), strict=True):
