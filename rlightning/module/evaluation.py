@@ -135,7 +135,8 @@ class EvaluationSteps(UpdateModule):
         """
         if self.generator is None:
             raise ConfigError(
-                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
+                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout or TransformersRollout to "
+                "trainer.callbacks."
             )
         return self.generator
 
