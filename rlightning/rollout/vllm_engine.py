@@ -227,7 +227,7 @@ def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence
     Args:
         files: of the policy.
         prompt: [P] tokens.
-        outputs: see :meth:`~rlightning.rollout.vllm_server.VLLMServer.generate`.
+        outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
     """
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
