@@ -14,9 +14,9 @@ from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import OnCompleted, Sampling
-from rlightning.rollout.engine import Request
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.transformers_sampler import TransformersSampler
 from rlightning.types import Completion, RolloutBatch
 
