@@ -19,7 +19,6 @@ from rlightning.rollout.requests import (
     check_own_limit,
     check_requests,
     check_stop_tokens,
-    validation_sampling,
 )
 from rlightning.rollout.sampler import Request
 from rlightning.rollout.verification import Verification
@@ -259,7 +258,7 @@ class RolloutCallback(RLCallback, Generator):
         datamodule = getattr(trainer, "datamodule", None)
         for chosen in getattr(datamodule, "validation_sets", ()):
             try:
-                validation_sampling(sampling, chosen)
+                replace(sampling, temperature=chosen.temperature)
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
