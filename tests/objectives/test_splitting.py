@@ -110,7 +110,7 @@ def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
         counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
-        return LossTotals(*(sum(column) for column in zip(*counts, strict=True)), groups=num_groups)
+        return LossTotals(*map(sum, zip(*counts, strict=True)), num_groups)
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
         assert part.place is not None and part.advantages is not None
