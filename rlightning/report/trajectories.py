@@ -242,8 +242,13 @@ def _sample(branches: Sequence[Branch], turn: int, saved: dict[str, Any]) -> Sam
         for place, owner in enumerate(branch.turns)
         if owner == turn and branch.is_sampled[place]
     ]
-    columns = ([getattr(b, name)[i] for b, i in places] for name in ("token_ids", "logprobs", "weight_versions"))
-    return Sample(*columns, saved["text"], saved["finish_reason"])
+    return Sample(
+        token_ids=[branch.token_ids[place] for branch, place in places],
+        logprobs=[branch.logprobs[place] for branch, place in places],
+        weight_versions=[branch.weight_versions[place] for branch, place in places],
+        text=saved["text"],
+        finish_reason=saved["finish_reason"],
+    )
 
 
 def _first_advantages(batch: RolloutBatch) -> list[float]:
