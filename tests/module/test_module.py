@@ -586,7 +586,7 @@ def test_no_engine(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
     with pytest.raises(
-        ConfigError, match=r"GRPO has nothing to generate with\. Add VLLMRollout to trainer\.callbacks\."
+        ConfigError, match=r"GRPO has nothing to generate with\. Add VLLMRollout or TransformersRollout to trainer\.callbacks\."
     ):
         trainer.fit(module, make_data(tmp_path))
     assert module.actor is None
