@@ -585,9 +585,8 @@ def test_no_rewards_for_what_derives_from_ours(model_folder: str, tmp_path: Path
 def test_no_engine(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
-    with pytest.raises(
-        ConfigError, match=r"GRPO has nothing to generate with\. Add VLLMRollout or TransformersRollout to trainer\.callbacks\."
-    ):
+    message = r"GRPO has nothing to generate with\. Add VLLMRollout or TransformersRollout to trainer\.callbacks\."
+    with pytest.raises(ConfigError, match=message):
         trainer.fit(module, make_data(tmp_path))
     assert module.actor is None
 
