@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.distributed import platform
 from rlightning.memory_plan.devices import peak_flops
-from rlightning.models.flops import sequence_flops
+from rlightning.models.counts import sequence_flops
 from rlightning.phases import PhaseTimer
 from rlightning.types import RolloutBatch
 

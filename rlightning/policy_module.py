@@ -23,9 +23,9 @@ from rlightning.models import (
     packed_logprobs,
     save_policy,
 )
+from rlightning.models.counts import sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
-from rlightning.models.flops import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.shards import named_weights, rounded_vectors
 from rlightning.optimization import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
@@ -160,7 +160,7 @@ class PolicyModule(Ranks, SavedModule):
             return num_layers if self.gradient_checkpointing else 0
         if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
             return 0
-        from rlightning.memory_plan.running import decide_checkpointing
+        from rlightning.memory_plan.decisions import decide_checkpointing
 
         count, reason = decide_checkpointing(self.trainer, self)
         if self.trainer.is_global_zero:

@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
-from rlightning.memory_plan.phases import total
-from rlightning.memory_plan.report import TITLES, describe_checkpointing, describe_spread
-from rlightning.memory_plan.running import find_rollout, parallelism_of, plan_run
-from rlightning.models.architecture import build_empty
+from rlightning.memory_plan.decisions import plan_run
+from rlightning.memory_plan.report import describe_checkpointing, describe_phases, describe_spread
+from rlightning.memory_plan.work import Parallelism, PlannedRollout
 from rlightning.models.attention import describe_attention
+from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
 from rlightning.optimizers.moments import bytes_per_parameter
 
@@ -33,13 +33,13 @@ def describe_start(trainer: Any, module: Any) -> str:
         module: a :class:`~rlightning.policy_module.PolicyModule`, before its weights are loaded.
     """
     is_fit = trainer.state.fn == "fit"
-    num_parameters = sum(parameter.numel() for parameter in build_empty(module.model_config).parameters())
+    num_parameters = count_weights(module.model_config).total
     rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
     if is_fit and hasattr(module, "plan"):
         rows["batch"] = module.plan.describe(trainer.world_size)
     if is_fit:
         rows["memory"] = describe_memory(trainer, module)
-    rollout = find_rollout(trainer)
+    rollout = next((one for one in trainer.callbacks if isinstance(one, PlannedRollout)), None)
     if rollout is not None:
         rows["engine"] = rollout.describe()
     if is_fit and trainer.ckpt_path is not None:
@@ -69,7 +69,7 @@ def describe_model(trainer: Any, module: Any, num_parameters: int) -> str:
 
 def describe_layout(trainer: Any) -> str:
     """Return how many ranks there are, of which devices, and what each holds."""
-    parallelism, device = parallelism_of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
+    parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
     return (
@@ -86,12 +86,7 @@ def describe_memory(trainer: Any, module: Any) -> str:
         plan = plan_run(trainer, module)
     except ConfigError as error:
         return f"not planned: {error.line}"
-    phases = {phase: parts for phase, parts in plan.phases().items() if parts}
-    sizes = ", ".join(f"{TITLES[phase]} {total(parts) / 2**30:.1f}" for phase, parts in phases.items())
-    return (
-        f"{sizes} of {plan.device_memory / 2**30:.1f} GiB on each rank (planned); gradient checkpointing "
-        f"{describe_checkpointing(plan)}"
-    )
+    return f"{describe_phases(plan)} on each rank (planned); gradient checkpointing {describe_checkpointing(plan)}"
 
 
 def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:

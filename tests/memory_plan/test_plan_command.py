@@ -10,10 +10,10 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
+from rlightning.distributed.platform import GIB
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.command import plan
-from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory, split_device_memory
-from rlightning.memory_plan.settings import count_devices
+from rlightning.memory_plan.command import count_devices, plan
+from rlightning.memory_plan.devices import DEVICES, read_device_memory, split_device_memory
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from rlightning.models.flops import model_flops, sequence_flops, visible_pairs
+from rlightning.models.counts import model_flops, sequence_flops, visible_pairs
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS: dict[str, dict[str, Any]] = {
