@@ -61,9 +61,6 @@ class PlannedRollout(Protocol):
     def max_new_tokens(self) -> int:
         """Tokens of the longest training completion."""
 
-    def describe(self) -> str:
-        """Return which engines there are, in a line."""
-
     def plan_memory(self, work: "Work", max_prompt_tokens: int) -> RolloutMemory:
         """Return what sampling takes of a rank's CUDA device.
 
