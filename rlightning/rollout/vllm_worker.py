@@ -10,9 +10,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from rlightning.distributed.platform import synchronize_stream
+from rlightning.processes.process_group import die_with_parent
 from rlightning.rollout.load_check import ReadWeights, unset_parameters
 from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
-from rlightning.rollout.process_group import die_with_parent
 from rlightning.rollout.stored_form import StoredForm
 from rlightning.rollout.weights import ReceivingEnd, open_end
 
