@@ -12,7 +12,7 @@ from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.memory_plan.decisions import plan_run
-from rlightning.memory_plan.report import describe_checkpointing, describe_phases, describe_spread
+from rlightning.memory_plan.report import describe_checkpointing, describe_moved, describe_phases, describe_spread
 from rlightning.memory_plan.work import Parallelism
 from rlightning.models.attention import describe_attention
 from rlightning.models.counts import count_weights
@@ -85,7 +85,9 @@ def describe_memory(trainer: Any, module: Any) -> str:
         plan = plan_run(trainer, module)
     except ConfigError as error:
         return f"not planned: {error.line}"
-    return f"{describe_phases(plan)} on each rank (planned); gradient checkpointing {describe_checkpointing(plan)}"
+    moved = describe_moved(plan)
+    text = f"{describe_phases(plan)} on each rank (planned); gradient checkpointing {describe_checkpointing(plan)}"
+    return f"{text}; while the engine is awake, {moved}" if moved else text
 
 
 def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:

@@ -103,19 +103,24 @@ def format_limits(plan: MemoryPlan) -> str:
     return align(rows)
 
 
+def describe_moved(plan: MemoryPlan) -> str:
+    """Return what waits in the host's memory while the engine is awake; "" if nothing does."""
+    moved = plan.moved()
+    names = " and ".join(moved.by_name())
+    return f"the host's memory holds {names} ({moved.total / GIB:.1f} GiB)" if moved.total else ""
+
+
 def describe_engine(plan: MemoryPlan) -> str:
     """Return what the engine does with its share, and which one to give it."""
-    engine, memory, moved = plan.engine, plan.device_memory, plan.moved()
+    engine, memory = plan.engine, plan.device_memory
     text = (
         f"gpu_memory_utilization {engine.utilization:g} is {engine.utilization * memory / GIB:.1f} GiB: "
         f"weights {engine.weights / GIB:.1f}, activations {engine.activations / GIB:.1f}, KV cache "
         f"{max(engine.kv_cache(memory), 0) / GIB:.1f}, which holds {engine.num_sequences(memory):,} sequences of "
         f"{plan.work.longest:,} tokens at once (the engine works on up to {engine.max_sequences:,})."
     )
-    if moved.total:
-        names = " and ".join(moved.by_name())
-        text += f"\nWhile it is awake, {names} wait in the host's memory ({moved.total / GIB:.1f} GiB)"
-        text += ", or it would lack room."
+    if moved := describe_moved(plan):
+        text += f"\nWhile it is awake, {moved}, or it would lack room."
     suggested = plan.suggested_utilization()
     if suggested is None:
         return f"{text}\nSuggested: none, there is no room for an engine beside this trainer."

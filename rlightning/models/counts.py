@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rlightning.models.layers import decoder_layers
 from rlightning.models.shards import named_weights
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 """What architectures call the size of a dense feed-forward; GPT-2's n_inner may be None."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

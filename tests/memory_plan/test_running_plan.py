@@ -10,11 +10,11 @@ import torch
 from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
-from rlightning.callbacks import VLLMRollout
+from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, VLLMRollout
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.command import parse_work
 from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, read_run
-from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.start_block import describe_memory
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
@@ -45,6 +45,15 @@ def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path:
         assert getattr(got, name).to_dict() == getattr(expected, name).to_dict()
     same = {"config": expected.config, "reference": expected.reference, "is_compiled": True}
     assert replace(got, **same) == expected  # type: ignore[arg-type]
+
+
+def test_parts_that_callbacks_move_each_step_are_planned_away(run: tuple[Any, Any]) -> None:
+    trainer, module = run
+    trainer.callbacks += [MakeRoomForEngine(), OffloadDuringRollout(parameters=True)]
+    work = read_run(trainer, module)
+    assert work.moved_each_step == {"optimizer_state", "parameters", "reference_model"} <= set(PhaseBytes.__slots__)
+    trainer.callbacks.pop()  # the other moves what an engine lacks, which the plan finds out by itself
+    assert read_run(trainer, module).moved_each_step == set()
 
 
 @pytest.mark.slow
@@ -94,6 +103,10 @@ def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monk
     assert describe_memory(trainer, module) == (
         f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB "
         "on each rank (planned); gradient checkpointing auto (0 of 2 layers)"
+    )
+    trainer.callbacks.append(OffloadDuringRollout())
+    assert describe_memory(trainer, module).endswith(
+        "; while the engine is awake, the host's memory holds optimizer state (0.0 GiB)"
     )
 
 
