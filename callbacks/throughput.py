@@ -88,7 +88,7 @@ def device_peak(device: torch.device | None) -> float | None:
 
 
 def update_flops(module: Any, batch: RolloutBatch) -> float:
-    """Operations of an update of this rank: see :mod:`rlightning.models.flops`. 0 where the model is not known.
+    """Operations of an update of this rank: see :mod:`rlightning.models.counts`. 0 where the model is not known.
 
     Read from what the batch has on the host: nothing waits for the device.
 

@@ -60,7 +60,7 @@ def cache_by_config(
     results: dict[Any, R] = {}
 
     @wraps(function)
-    def find(config: PreTrainedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
+    def find(config: PreTrainedConfig, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = (config.to_json_string(use_diff=False), args, *sorted(kwargs.items()))
         if key not in results:
             results[key] = function(config, *args, **kwargs)
