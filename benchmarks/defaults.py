@@ -99,7 +99,7 @@ def write_questions(path: Path, count: int = 4096) -> str:
 def plan(arguments: argparse.Namespace, job: Job) -> Any:
     """What `rlightning plan` computes for the same file on the same device."""
 
-    from rlightning.memory_plan.command import parse_work
+    from rlightning.cli.plan import parse_work
     from rlightning.memory_plan.phases import MemoryPlan
 
     _, command = write_run(arguments, job)

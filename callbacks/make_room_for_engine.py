@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
-from rlightning.distributed import platform
-from rlightning.distributed.platform import GIB
+from rlightning.parallel import device as platform
+from rlightning.parallel.device import GIB
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.host_memory import HostMemory
-from rlightning.distributed.platform import GIB
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
+from rlightning.parallel.device import GIB
+from rlightning.parallel.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlightning.distributed.platform import GIB
 from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.parallel.device import GIB
 
 ROUND_TOKENS = 256
 """Micro-batches are suggested in multiples of this."""

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from rlightning.data.prompt_limit import PROMPT_TOKENS
-from rlightning.distributed.platform import GIB
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.phases import MemoryPlan
@@ -13,6 +12,7 @@ from rlightning.memory_plan.report import sum_up
 from rlightning.memory_plan.work import Parallelism, Work, read_precision
 from rlightning.models import load_config
 from rlightning.models.layers import should_compile
+from rlightning.parallel.device import GIB
 
 
 def read_run(trainer: Any, module: Any) -> Work:

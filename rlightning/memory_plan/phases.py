@@ -5,9 +5,9 @@ from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from rlightning.distributed.platform import GIB
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Work
+from rlightning.parallel.device import GIB
 from rlightning.rollout.vllm.memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").

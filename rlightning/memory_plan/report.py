@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlightning.distributed.platform import GIB
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.memory_plan.work import Parallelism
+from rlightning.parallel.device import GIB
 
 TITLES = {"score": "log-probs"}
 """Of the columns that are not called as the phase is."""

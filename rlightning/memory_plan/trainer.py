@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from rlightning.distributed.gathering import GATHER_BYTES
 from rlightning.memory_plan.activations import KEPT, UPDATE, ActivationBytes, Bytes, Decoder, fit_activations
 from rlightning.memory_plan.work import Work
 from rlightning.models.counts import Weights, count_weights, head_size
 from rlightning.models.output_layer import chunk_tokens
-from rlightning.optimizers import StoredMomentsAdamW
-from rlightning.optimizers.moments import bytes_per_parameter
+from rlightning.optim import StoredMomentsAdamW
+from rlightning.optim.moments import bytes_per_parameter
+from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.rollout.weights import plan_chunks
 
 
@@ -109,7 +109,7 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """What gathers shards for the bucket, beyond it (distributed/gathering.py)."""
+        """What gathers shards for the bucket, beyond it (parallel/gathering.py)."""
         rollout, parallelism = self.work.rollout, self.work.parallelism
         if rollout is None or parallelism.kind != "fsdp":
             return 0

@@ -7,12 +7,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import PreTrainedConfig
 
-from rlightning.batch_plan import BatchPlan
-from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
-from rlightning.models.sharding import CPUOffload
-from rlightning.optimizers import OptimizerStates
+from rlightning.models.sharded_policy import CPUOffload
+from rlightning.optim import OptimizerStates
+from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.vllm.memory import EngineMemory
+from rlightning.types.batch_plan import BatchPlan
 
 Checkpointing = bool | Literal["auto"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -86,7 +86,7 @@ class Parallelism:
     Attributes:
         kind: everything on one device, a copy on each, or shards.
         ranks: in all.
-        tensor_parallel_size: see :class:`~rlightning.distributed.FSDP` for this and the next four.
+        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP` for this and the next four.
         shard_size: data-parallel ranks that share one copy, all of them unless hybrid.
         cpu_offload: see there.
         reshard_after_forward: see there.

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.layers import decoder_layers
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from rlightning.batch_plan import BatchPlan
 from rlightning.memory_plan.devices import read_device_memory
 from rlightning.memory_plan.work import Parallelism, RolloutMemory, Work
 from rlightning.rollout.vllm.memory import EngineMemory, read_engine
+from rlightning.types.batch_plan import BatchPlan
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

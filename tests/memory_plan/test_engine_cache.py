@@ -11,9 +11,9 @@ from planned import TWO_PROMPTS
 from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.distributed.platform import MemoryUse
 from rlightning.errors import ConfigError
 from rlightning.models import load_config
+from rlightning.parallel.device import MemoryUse
 from rlightning.rollout.vllm import memory
 from rlightning.rollout.vllm.memory import kv_cache_setting, read_engine
 

@@ -18,13 +18,13 @@ from planned import (
 )
 from transformers import Qwen3Config
 
-from rlightning.distributed.platform import GIB
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import read_device_memory
 from rlightning.memory_plan.phases import ENGINE_CONTEXT_BYTES, FRESH_FRAGMENTATION, MemoryPlan, PhaseBytes
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Parallelism, RolloutMemory, Work
+from rlightning.parallel.device import GIB
 
 REFERENCE = {name: 2 * number / GIB for name, number in (("0.6B", 596_049_920), ("1.7B", 1_720_574_976))}
 """GiB that a reference model takes less than when this was measured: it was held in float32."""

@@ -10,10 +10,10 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
-from rlightning.distributed.platform import GIB
+from rlightning.cli.plan import count_devices, plan
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.command import count_devices, plan
 from rlightning.memory_plan.devices import DEVICES, read_device_memory, split_device_memory
+from rlightning.parallel.device import GIB
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_configuration_is_planned(project: Path) -> None:
 @pytest.mark.long
 def test_options_are_those_of_fit(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
-        "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.parallel.FSDP\n"
         "    init_args: {tensor_parallel_size: 2, shard_size: 2}\n"
         "  callbacks: [{class_path: OffloadDuringRollout, init_args: {parameters: true}}]\n"
     )
@@ -146,7 +146,7 @@ def test_mistakes_are_those_of_fit(project: Path, options: list[str], message: s
 
 def test_shard_size_not_dividing_ranks_is_refused(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
-        "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.parallel.FSDP\n"
         "    init_args: {shard_size: 3}\n"
     )
     with pytest.raises(ConfigError, match="shard_size=3 does not divide 4 data-parallel ranks"):

@@ -10,9 +10,9 @@ from engine_models import Actor, engine_config, make_prompt, send, started
 from tiny import save_byte_model
 from tiny_models import save_tiny
 
+from rlightning.cli.plan import parse_work, plan
 from rlightning.errors import EngineError
 from rlightning.memory_plan.activations import Decoder, measure_activations
-from rlightning.memory_plan.command import parse_work, plan
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
 from rlightning.rollout import Sampling

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.platform import GIB, memory_use
 from rlightning.errors import ConfigError
 from rlightning.models.counts import cached_numbers, count_weights, head_size, inner_size, num_key_value_heads
+from rlightning.parallel.device import GIB, memory_use
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
