@@ -8,9 +8,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models.sharded_policy import CPUOffload
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.sharding import CPUOffload
 from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
 
