@@ -98,12 +98,12 @@ def write_questions(path: Path, count: int = 4096) -> str:
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:
     """What `rlightning plan` computes for the same file on the same device."""
-    from rlightning.cli.plan import PlanCLI
+
+    from rlightning.cli.plan import parse_work
     from rlightning.memory_plan.phases import MemoryPlan
-    from rlightning.memory_plan.settings import read_work
 
     _, command = write_run(arguments, job)
-    return MemoryPlan(read_work(PlanCLI(args=command).config["fit"]), device_memory(arguments.device))
+    return MemoryPlan(parse_work(command), device_memory(arguments.device))
 
 
 def device_memory(device: str) -> int:
@@ -135,7 +135,7 @@ def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
     row["first step, s"] = steps[0]["time/step"] if steps else None
     row["of it engine's start, s"] = steps[0].get("time/engine_start") if steps else None
     row["layers checkpointed"] = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
-    row["planned to wait on the host"] = ", ".join(planned.away()) or "nothing"
+    row["planned to wait on the host"] = ", ".join(planned.moved().by_name()) or "nothing"
     return row | {"end": "ok" if run.exit_code == 0 else describe_end(run)}
 
 

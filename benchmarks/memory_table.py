@@ -49,8 +49,6 @@ GIB = 2**30
 BLOCK_TOKENS = 256
 START_SECONDS = 60.0
 """With less time left no run is begun."""
-FOREIGN = ("CUDA contexts", "allocator's slack", "engine's weights", "engine's activations", "KV cache")
-"""Parts of a phase that are not tensors of the trainer."""
 
 
 def make_job(
@@ -75,15 +73,14 @@ def make_job(
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:
     """The plan of a job, with the engine's share that it suggests, which the job is given."""
-    from rlightning.cli.plan import PlanCLI
+
+    from rlightning.cli.plan import parse_work
     from rlightning.memory_plan.devices import read_device_memory
     from rlightning.memory_plan.phases import MemoryPlan
-    from rlightning.memory_plan.settings import read_work
 
     def read() -> Any:
         _, command = write_run(arguments, job)
-        work = read_work(PlanCLI(args=command).config["fit"])
-        return MemoryPlan(work, read_device_memory(arguments.device_memory))
+        return MemoryPlan(parse_work(command), read_device_memory(arguments.device_memory))
 
     share = read().suggested_utilization()
     if share is None:
@@ -109,16 +106,16 @@ def tabulate_phases(run: Run, planned: Any, model: str) -> Rows:
     """A row a phase: the most of all steps after the first, in which torch.compile works."""
     traces = [row for row in run.read_trace("peaks") if int(row["step"]) > 1]
     rows: Rows = []
-    awake = sum(planned.generate().values())
+    awake = planned.generate().total
     for phase, parts in planned.phases().items():
         measured = [row for row in traces if row["phase"] == phase]
-        if not parts or not measured:
+        if not measured:
             continue
         used, needed, allocated = (
             max(int(row[name]) for row in measured) / GIB for name in ("used", "needed", "allocated")
         )
-        total = max(sum(parts.values()), awake if phase == "sync" else 0) / GIB
-        own = sum(size for name, size in parts.items() if name not in FOREIGN) / GIB
+        total = max(parts.total, awake if phase == "sync" else 0) / GIB
+        own = parts.tensors / GIB
         row = {"model": model, "phase": phase, "device, GiB": used, "needed": needed, "planned": total}
         row |= {"planned / needed": None}
         row |= {"tensors, GiB": allocated, "planned tensors": own, "planned / tensors": None}
@@ -141,7 +138,7 @@ def measure_longest(arguments: argparse.Namespace, name: str, timeout: float) ->
     original = arguments.model
     arguments.model = stretch_positions(original, arguments.positions, arguments.out / name / "model")
     first = make_job(arguments, f"{name}/longest", BLOCK_TOKENS, PROMPT_TOKENS + BLOCK_TOKENS, [])
-    longest = plan(arguments, first).longest_sequence(True)
+    longest = plan(arguments, first).longest_sequence()
     tried = max(int(arguments.fraction * longest) // BLOCK_TOKENS * BLOCK_TOKENS, PROMPT_TOKENS + BLOCK_TOKENS)
     probes = [
         callback("synthetic.Schedule", sizes=[[arguments.prompts, 16]]),
@@ -154,7 +151,7 @@ def measure_longest(arguments: argparse.Namespace, name: str, timeout: float) ->
     used = {phase: max((int(p["used"]) for p in peaks if p["phase"] == phase), default=0) for phase in planned.phases()}
     row: dict[str, Any] = {"model": name, "planned longest": longest, "tried": tried}
     for phase in ("generate", "update"):
-        row |= {f"{phase}, GiB": used[phase] / GIB, f"{phase} planned": sum(planned.phases()[phase].values()) / GIB}
+        row |= {f"{phase}, GiB": used[phase] / GIB, f"{phase} planned": planned.phases()[phase].total / GIB}
     return [row | {"steps": len(run.metrics()), "end": "ok" if run.exit_code == 0 else describe_end(run)}], run
 
 

@@ -8,8 +8,6 @@ from rlightning.errors import check_rules
 from rlightning.hooks import RunCallback
 from rlightning.parallel import device as platform
 
-_GIB = 2**30
-
 
 class EmptyCacheAfterUpdate(RunCallback):
     """Returns the caching allocator's unused blocks to the device after an update, and before an engine wakes there.
@@ -106,10 +104,10 @@ class EmptyCacheAfterUpdate(RunCallback):
         after = platform.memory_use(device)
         assert after is not None
         metrics = {
-            f"memory/{moment}/reserved_before_gib": before.reserved / _GIB,
-            f"memory/{moment}/reserved_after_gib": after.reserved / _GIB,
-            f"memory/{moment}/allocated_before_gib": before.allocated / _GIB,
-            f"memory/{moment}/allocated_after_gib": after.allocated / _GIB,
+            f"memory/{moment}/reserved_before_gib": before.reserved / platform.GIB,
+            f"memory/{moment}/reserved_after_gib": after.reserved / platform.GIB,
+            f"memory/{moment}/allocated_before_gib": before.allocated / platform.GIB,
+            f"memory/{moment}/allocated_after_gib": after.allocated / platform.GIB,
             f"memory/{moment}/empty_cache_ms": cost_ms,
         }
         self.last |= metrics

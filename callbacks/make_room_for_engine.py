@@ -4,12 +4,10 @@ import logging
 from typing import Any
 
 from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
-from rlightning.hooks import RunCallback
 from rlightning.parallel import device as platform
+from rlightning.parallel.device import GIB
 
 log = logging.getLogger(__name__)
-
-_GIB = 2**30
 
 MARGIN_BYTES = 1 << 30
 """Left free beyond what the engine takes, for what the trainer gathers meanwhile."""
@@ -17,7 +15,7 @@ NOISE_BYTES = 64 << 20
 """By which what others hold differs from one time to the next without an engine that sleeps or wakes."""
 
 
-class MakeRoomForEngine(RunCallback):
+class MakeRoomForEngine(OffloadDuringRollout):
     """Gives an engine on the same device the memory that it needs when it wakes, if that much is not free.
 
     First what PyTorch's allocator keeps for later goes back to the device, then optimizer state and gradients wait in
@@ -31,81 +29,61 @@ class MakeRoomForEngine(RunCallback):
         engine_bytes: that the engine gives back when it sleeps; 0 until it has slept.
     """
 
-    runs_in = "workers"
+    moved_each_step = frozenset[str]()
+    """Nothing: the memory plan counts for itself what makes room."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(parameters=True)
         self.engine_bytes = 0
         self._others_awake = 0
-        self._offload = OffloadDuringRollout(parameters=True)
         self._told: set[str] = set()
 
     def begin_run(self) -> None:
         """Another run has another engine."""
+        super().begin_run()
         self.engine_bytes = self._others_awake = 0
         self._told.clear()
 
-    def drop_step(self) -> None:
-        """See :class:`OffloadDuringRollout`."""
-        self._offload.drop_step()
-
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """Make room for all that the engine is about to take; have the parameters there, which are about to be read."""
-        if self._offload.num_bytes or not self._has_room(trainer, module):
-            self._offload.on_weight_sync_start(trainer, module, weight_version)
-            self._tell_of_offload("optimizer state and gradients wait", 0)
-
-    def on_engine_wake(self, trainer: Any, module: Any) -> None:
-        """Make room for its KV cache."""
-        if not self._has_room(trainer, module):
-            before = self._offload.num_bytes
-            self._offload.on_engine_wake(trainer, module)
-            self._tell_of_offload("parameters, which it has, wait", before)
-
     def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """See what others than this process hold while the engine is awake."""
+        """Measure what others than this process hold while the engine is awake."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None:
             self._others_awake = max(self._others_awake, _held_by_others(memory))
 
     def on_engine_sleep(self, trainer: Any, module: Any) -> None:
-        """See how much of it the engine gives back, and take the device again."""
+        """Measure how much of it the engine gives back, and take the device again."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None and self._others_awake:
             self.engine_bytes = max(self.engine_bytes, self._others_awake - _held_by_others(memory))
-        self._offload.on_engine_sleep(trainer, module)
+        super().on_engine_sleep(trainer, module)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Have all tensors back on the device, to be saved."""
-        self._offload.on_save_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Have all tensors back on the device."""
-        super().on_exception(trainer, pl_module, exception)
-        self._offload.on_exception(trainer, pl_module, exception)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take everything back; end of the host memory."""
-        super().teardown(trainer, pl_module, stage)
-        self._offload.teardown(trainer, pl_module, stage)
-
-    def _has_room(self, trainer: Any, module: Any) -> bool:
-        """Whether the device has what the engine lacks, after the allocator has given back its unused blocks."""
+    def is_needed(self, trainer: Any, module: Any) -> bool:
+        """Whether the engine lacks memory, after the allocator has given back its unused blocks."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
         if memory is None or not self.engine_bytes or _lacking(memory, self._others_awake) <= 0:
-            return True
+            return False
         platform.empty_cache(device)
-        kept, wanted = (memory.reserved - memory.allocated) / _GIB, self.engine_bytes / _GIB
+        kept, wanted = (memory.reserved - memory.allocated) / GIB, self.engine_bytes / GIB
         self._tell("what PyTorch keeps for later", f"({kept:.1f} GiB now) makes room for its {wanted:.1f} GiB")
         memory = platform.memory_use(device)
         assert memory is not None
-        return _lacking(memory, self._others_awake) <= 0
+        return _lacking(memory, self._others_awake) > 0
+
+    def _offload_state(self, trainer: Any, module: Any) -> None:
+        before = self.num_bytes
+        super()._offload_state(trainer, module)
+        self._tell_of_offload("optimizer state and gradients wait", before)
+
+    def _offload_parameters(self, trainer: Any, module: Any) -> None:
+        before = self.num_bytes
+        super()._offload_parameters(trainer, module)
+        self._tell_of_offload("parameters, which it has, wait", before)
 
     def _tell_of_offload(self, what: str, before: int) -> None:
-        moved = self._offload.num_bytes - before
+        moved = self.num_bytes - before
         if moved > 0:
-            self._tell(what, f"in the host's memory until it sleeps ({moved / _GIB:.1f} GiB now)")
+            self._tell(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
 
     def _tell(self, what: str, how: str) -> None:
         """Say once what is done from now on where it is needed."""

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
+from rlightning.parallel.device import GIB
 from rlightning.parallel.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
-
-_GIB = 2**30
 
 
 class OffloadDuringRollout(RunCallback):
@@ -70,25 +69,34 @@ class OffloadDuringRollout(RunCallback):
         self._is_engine_awake = False
         self._offload_seconds = 0.0
 
+    @property
+    def moved_each_step(self) -> frozenset[str]:
+        """The parts of a phase that a memory plan leaves out while an engine is awake."""
+        parts = {"optimizer_state"} if self.optimizer else set()
+        return frozenset(parts | ({"parameters", "reference_model"} if self.parameters else set()))
+
     # Away
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         """Make room for the engine."""
-        if getattr(module, "generates", True):
+        if getattr(module, "generates", True) and self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
         """Make room for the engine, also in a validation; the parameters are about to be read."""
         self._weights.give_back()
-        self._offload_state(trainer, module)
+        if self.is_needed(trainer, module):
+            self._offload_state(trainer, module)
 
     def on_engine_wake(self, trainer: Any, module: Any) -> None:
         """Move the parameters: the engine has them."""
         self._is_engine_awake = True
-        if self.parameters:
-            begun = perf_counter()
-            self._weights.take(_parameters(trainer, module), self.device_type)
-            self._offload_seconds += perf_counter() - begun
+        if self.parameters and self.is_needed(trainer, module):
+            self._offload_parameters(trainer, module)
+
+    def is_needed(self, trainer: Any, module: Any) -> bool:
+        """Whether anything has to be moved now."""
+        return True
 
     # And back
 
@@ -128,7 +136,7 @@ class OffloadDuringRollout(RunCallback):
         try:
             self.teardown(trainer, module, "fit")
         except torch.OutOfMemoryError:
-            log.error("%.1f GiB stay on the host: the engine still has their memory.", self.num_bytes / _GIB)
+            log.error("%.1f GiB stay on the host: the engine still has their memory.", self.num_bytes / GIB)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Take everything back; end of the host memory."""
@@ -152,6 +160,11 @@ class OffloadDuringRollout(RunCallback):
             self._state.take(gradients, self.device_type)
         self._offload_seconds += perf_counter() - begun
 
+    def _offload_parameters(self, trainer: Any, module: Any) -> None:
+        begun = perf_counter()
+        self._weights.take(_parameters(trainer, module), self.device_type)
+        self._offload_seconds += perf_counter() - begun
+
     def _restore(self, module: Any) -> None:
         num_bytes = self.num_bytes
         if num_bytes:
@@ -159,7 +172,7 @@ class OffloadDuringRollout(RunCallback):
             self._weights.give_back()
             self._state.give_back()
             self.last = {
-                "memory/offloaded_gib": num_bytes / _GIB,
+                "memory/offloaded_gib": num_bytes / GIB,
                 "time/offload": self._offload_seconds,
                 "time/restore": perf_counter() - begun,
             }

@@ -14,7 +14,8 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.hooks import fire
-from rlightning.memory_plan.running import check_engine
+from rlightning.memory_plan.decisions import check_engine
+from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.report.late_loggers import is_service
@@ -211,6 +212,23 @@ class VLLMRollout(RolloutCallback):
         options, size = self.options, self.options.devices_per_engine
         per_host = options.num_engines * (world_size() // size if options.placement == "colocated" else 1)
         return options.describe(self._engines.config, len(options.engines) or per_host)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest training completion."""
+        return self.sampling.max_new_tokens
+
+    def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
+        """Return what sampling takes of a rank's CUDA device; see ``rlightning.memory_plan.work.PlannedRollout``."""
+        engine = self.options.plan_memory(
+            work.config,
+            work.batch,
+            max_prompt_tokens=max_prompt_tokens,
+            longest=work.longest,
+            num_ranks=work.parallelism.ranks,
+        )
+        itemsize = getattr(torch, self.options.engine_dtype(torch.device("cuda"))).itemsize
+        return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
 
     @property
     def engine(self) -> VLLMEngine | None:

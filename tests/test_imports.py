@@ -102,14 +102,6 @@ LAYERS = (
 )
 """Packages, the highest first; what else is in ``rlightning`` itself is a leaf, below all of them."""
 NOT_OF_CALLBACKS = {"cli", "algorithms", "module"}
-EXCEPTIONS = {
-    ("memory_plan/running.py", "cli"): "finds the rollout callback by its dotted path",
-    ("memory_plan/settings.py", "cli"): "finds callbacks and strategies by their dotted paths",
-    ("memory_plan/settings.py", "module"): "refuses a precision of the Trainer's",
-    ("rollout/engine_cache.py", "memory_plan"): "the memory of vLLM's engine is planned there",
-    ("rollout/engine_options.py", "memory_plan"): "the memory of vLLM's engine is planned there",
-}
-"""By file and package, the imports of what is not below, and why they are still there."""
 
 
 def layer(name: str) -> int:
@@ -141,7 +133,7 @@ def test_packages_import_only_what_is_below() -> None:
         if path != PACKAGE / "__init__.py":
             name = str(path.relative_to(ROOT if path.parent == CALLBACKS else PACKAGE))
             found |= {(name, other) for other in packages_not_below(path)}
-    assert found == set(EXCEPTIONS)
+    assert found == set()
 
 
 def test_leaves_import_each_other_in_no_circle() -> None:

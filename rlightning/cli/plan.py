@@ -1,14 +1,26 @@
 """``rlightning plan``: the memory of a run, from its configuration and the model's, on any machine."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+from rlightning.cli.config_keys import find_class
 from rlightning.cli.lightning_cli import RLCLI
+from rlightning.controller.ray_controller import RayController
+from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import DEVICES, OPTION, read_device_memory, split_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
-from rlightning.memory_plan.settings import read_work
-from rlightning.module.trainer_options import check_options
+from rlightning.memory_plan.work import Parallelism, PlannedRollout, Work, read_precision
+from rlightning.models import describe_length_limit, load_config, max_model_length
+from rlightning.models.tensor_parallel import check_tensor_parallel
+from rlightning.module.trainer_options import check_options, check_precision
+from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
+from rlightning.types.batch_plan import BatchPlan
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
@@ -41,7 +53,7 @@ class PlanCLI(RLCLI):
 
 
 def plan(options: list[str]) -> str:
-    """The plan as text.
+    """Return the plan as text.
 
     Args:
         options: what follows the command.
@@ -57,5 +69,113 @@ def plan(options: list[str]) -> str:
             f"How much memory has each rank's GPU? Add {OPTION} 80GB, say, or one of {', '.join(DEVICES)}."
         )
     device_memory = read_device_memory(size)
-    config: Any = PlanCLI(args=["fit", *rest]).config["fit"]
-    return format_plan(MemoryPlan(read_work(config), device_memory))
+    return format_plan(MemoryPlan(parse_work(["fit", *rest]), device_memory))
+
+
+def parse_work(args: list[str]) -> Work:
+    """Return what a command of ``fit`` would do.
+
+    Args:
+        args: the command and its options.
+
+    Raises:
+        ConfigError: as ``fit`` would, where it shows without building anything.
+    """
+    config: Any = PlanCLI(args=args).config["fit"]
+    trainer, model = config["trainer"], arguments(config["model"])
+    trusts = bool(model.get("trust_remote_code"))
+    model_config = load_config(model["model"], trust_remote_code=trusts)
+    parallelism = read_parallelism(trainer)
+    check_tensor_parallel(model["model"], model_config, parallelism.tensor_parallel_size)
+    batch = read_batch(model)
+    batch.check_world_size(parallelism.ranks)
+    check_precision(str(trainer["precision"]))
+    reference = model.get("reference_model") or model["model"]
+    positions = max_model_length(model_config)
+    work = Work(
+        config=model_config,
+        reference=load_config(reference, trust_remote_code=trusts) if model.get("kl_coef") else None,
+        batch=batch,
+        longest=min(batch.max_tokens_per_microbatch, positions),
+        precision=read_precision(trainer["precision"]),
+        gradient_checkpointing=model.get("gradient_checkpointing", "auto"),
+        is_compiled=model.get("compile") is not False and parallelism.tensor_parallel_size == 1,
+        optimizer_states=model.get("optimizer_states", "float32"),
+        parallelism=parallelism,
+    )
+    if not getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True):
+        return work
+    callbacks = make_callbacks(config)
+    new_tokens = next((one.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
+    prompt_tokens = arguments(config["data"]).get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)
+    if new_tokens is not None:
+        batch.check_sequence_length(prompt_tokens, new_tokens, positions, describe_length_limit(model_config))
+    return work.beside(callbacks, prompt_tokens)
+
+
+def read_batch(model: Mapping[str, Any]) -> BatchPlan:
+    """Return the arithmetic of a step; what an algorithm has no key for is as in most."""
+    return BatchPlan(
+        prompts_per_step=model.get("prompts_per_step", 32),
+        samples_per_prompt=model.get("samples_per_prompt", 1),
+        updates_per_rollout=model.get("updates_per_rollout", 1),
+        epochs_per_rollout=model.get("epochs_per_rollout", 1),
+        max_tokens_per_microbatch=model.get("max_tokens_per_microbatch", 16384),
+    )
+
+
+def arguments(section: Any) -> dict[str, Any]:
+    """Return the arguments of a class that a section names."""
+    return {} if section is None else dict((section.get("init_args") or {}).items())
+
+
+def make_callbacks(config: Any) -> list[object]:
+    """Make those callbacks that a plan asks: the engine's, listed or in a section of its own, and what offloads."""
+    listed = config["trainer"]["callbacks"] or []
+    sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]
+    kinds = [(find_class(section["class_path"], [], "trainer.callbacks"), arguments(section)) for section in sections]
+    return [kind(**given) for kind, given in kinds if hasattr(kind, "plan_memory") or hasattr(kind, "moved_each_step")]
+
+
+def count_devices(devices: Any) -> int:
+    """Return how many devices ``trainer.devices`` asks for on a host; one for "auto", which another machine decides."""
+    text = str(devices).strip("[]() ")
+    if text == "auto":
+        return 1
+    parts = [part for part in text.split(",") if part.strip()]
+    is_list = "," in text or isinstance(devices, list | tuple)
+    count = len(parts) if is_list else int(text) if text.isdigit() else 0
+    if count < 1:
+        raise ConfigError(f"trainer.devices={devices} does not say how many there are. Use a number, such as 8.")
+    return count
+
+
+def read_parallelism(trainer: Any) -> Parallelism:
+    """Return how models are spread over ranks; with a controller those of its workers."""
+    devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
+    kind, given = find_strategy(trainer["strategy"], devices * nodes)
+    if issubclass(kind, RayController):
+        devices, nodes = given.get("num_workers") or devices * nodes, 1
+        workers = spell_out(given.get("worker_strategy") or "fsdp2", WORKERS_KEY)
+        kind, given = find_strategy(workers, devices)
+    strategy = kind(**given)
+    if isinstance(strategy, FSDP):
+        strategy.num_nodes, strategy.parallel_devices = nodes, [torch.device("cpu")] * devices
+        strategy.check_world_size()
+    return Parallelism.of(strategy, devices * nodes)
+
+
+def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
+    """Return the class of a strategy and its arguments; names of this package's classes stand for these by now."""
+    given: dict[str, Any] = {}
+    if not isinstance(strategy, str):
+        found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")
+        given = arguments(strategy) | dict(strategy.get("dict_kwargs") or {})
+    elif strategy == "auto":
+        found = SingleDeviceStrategy if ranks == 1 else DDPStrategy
+    else:
+        found = DDPStrategy if strategy.startswith("ddp") else Strategy
+    if not issubclass(found, FSDP | DDPStrategy | SingleDeviceStrategy | RayController):
+        name = strategy if isinstance(strategy, str) else strategy["class_path"]
+        raise ConfigError(f"trainer.strategy={name} cannot be planned. Use fsdp2 or ddp.")
+    return found, given

@@ -4,7 +4,6 @@ import re
 
 from rlightning.errors import ConfigError
 
-GIB = 1 << 30
 OPTION = "--device-memory"
 """Of ``rlightning plan``: a size, or a name of :data:`DEVICES`."""
 DEVICES = {
@@ -39,7 +38,7 @@ From NVIDIA's data sheets, half of what these give "with sparsity": A10, A100, D
 (whose SXM, PCIe and NVL boards differ, and are told apart by name), H200, L4, L40S; and from the white paper of the Ada
 architecture for the RTX 4090.
 """
-UNITS = {"GB": 10**9, "GIB": GIB, "MB": 10**6, "MIB": 1 << 20}
+UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
 
 def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
@@ -72,7 +71,7 @@ def read_device_memory(text: str) -> int:
     """
     named = {name.upper(): size for name, size in DEVICES.items()}.get(text.strip().upper())
     if named is not None:
-        return int(named * GIB)
+        return int(named * UNITS["GIB"])
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B)", text.strip(), flags=re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ConfigError(

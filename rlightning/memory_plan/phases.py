@@ -1,17 +1,14 @@
-"""Bytes on a rank's device in each phase of a step, and what fits."""
+"""Bytes on a rank's device in each phase of a step, and what fits: every decision about memory follows from these."""
 
-from collections.abc import Collection
-from dataclasses import replace
-from typing import Literal
+from bisect import bisect_right
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
 
-from rlightning.memory_plan.devices import GIB
-from rlightning.memory_plan.engine_memory import EnginePlan, plan_engine
-from rlightning.memory_plan.trainer_memory import TRANSIENT_PARTS, TrainerMemory
-from rlightning.memory_plan.work import Checkpointing, Work
-
-Phase = Literal["sync", "generate", "score", "update"]
-ENGINE_PARTS = ("engine's weights", "engine's activations", "KV cache")
-"""What the engine's share of the device pays for."""
+from rlightning.memory_plan.trainer import TrainerMemory
+from rlightning.memory_plan.work import Work
+from rlightning.parallel.device import GIB
+from rlightning.rollout.vllm.memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -24,206 +21,261 @@ FRESH_FRAGMENTATION = 0.06
 """Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
 FREE_SHARE = 0.1
 """Of the device, that the update leaves free where it is chosen how many layers are checkpointed."""
-MODELS = ("parameters", "reference model")
+STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "reference_model"})
+MOVES = (STATE, STATE | MODELS)
+"""What waits in the host's memory while an engine is awake that lacks room: the first that is enough."""
+
+_transient, _engine = {"kind": "transient"}, {"kind": "engine"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBytes:
+    """Bytes of a rank's device at the peak of a phase."""
+
+    parameters: int = 0
+    reference_model: int = 0
+    optimizer_state: int = 0
+    gradients: int = 0
+    gathered_parameters: int = 0
+    activations: int = field(default=0, metadata=_transient)
+    logits_chunk: int = field(default=0, metadata=_transient)
+    layer_backward: int = field(default=0, metadata={"name": "a layer's backward", **_transient})
+    attention_workspace: int = field(default=0, metadata=_transient)
+    weight_bucket: int = 0
+    gathering_window: int = 0
+    allocator_slack: int = field(default=0, metadata={"name": "allocator's slack"})
+    contexts: int = field(default=0, metadata={"name": "CUDA contexts"})
+    engine_weights: int = field(default=0, metadata={"name": "engine's weights", **_engine})
+    engine_activations: int = field(default=0, metadata={"name": "engine's activations", **_engine})
+    kv_cache: int = field(default=0, metadata={"name": "KV cache", **_engine})
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(astuple(self))
+
+    @property
+    def transient(self) -> int:
+        """What comes and goes within the phase."""
+        return self._sum("transient")
+
+    @property
+    def engine(self) -> int:
+        """What the engine's share of the device pays for."""
+        return self._sum("engine")
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of the trainer: without other processes, the driver, and what PyTorch's allocator holds."""
+        return self.total - self.engine - self.contexts - self.allocator_slack
+
+    def _sum(self, kind: str) -> int:
+        sizes = zip(fields(self), astuple(self), strict=True)
+        return sum(size for part, size in sizes if part.metadata.get("kind") == kind)
+
+    def by_name(self) -> dict[str, int]:
+        """Bytes of each part that there is, by the name that a user reads."""
+        sizes = zip(fields(self), astuple(self), strict=True)
+        return {part.metadata.get("name", part.name.replace("_", " ")): size for part, size in sizes if size}
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of every phase on a rank's device, and what follows from them.
 
     Args:
         work: the run.
         device_memory: bytes of the device, as PyTorch reports them.
-        like: see :class:`TrainerMemory`.
     """
 
-    def __init__(self, work: Work, device_memory: int, *, like: TrainerMemory | None = None) -> None:
-        self.work, self.device_memory = work, device_memory
-        self.trainer = TrainerMemory(work, like)
-        self.tokens = work.batch.max_tokens_per_microbatch
+    work: Work
+    device_memory: int
 
-    def replace(self, **changes: object) -> "MemoryPlan":
-        """The same models under other settings; their configurations and the sequences' length must stay."""
-        work = replace(self.work, **changes)  # type: ignore[arg-type]
-        return MemoryPlan(work, self.device_memory, like=self.trainer)
+    def with_work(self, **changes: Any) -> "MemoryPlan":
+        """The plan of another run on the same device."""
+        return replace(self, work=replace(self.work, **changes))
 
-    def update(self, tokens: int | None = None, gradient_checkpointing: Checkpointing | None = None) -> dict[str, int]:
-        """By name, at the update's peak; for another micro-batch or with other checkpointing, where asked."""
-        tokens = self.tokens if tokens is None else tokens
-        return self._update(tokens, self.count_checkpointed_layers(tokens, gradient_checkpointing))
+    def with_engine(self, **changes: Any) -> "MemoryPlan":
+        """The plan of a run whose engine is another."""
+        assert self.work.rollout is not None
+        engine = replace(self.engine, **changes)
+        return self.with_work(rollout=replace(self.work.rollout, engine=engine))
 
-    def count_checkpointed_layers(
-        self, tokens: int | None = None, gradient_checkpointing: Checkpointing | None = None
-    ) -> int:
-        """How many layers' activations are computed twice: with "auto" as few as leave ``FREE_SHARE``, or all."""
-        wanted = self.work.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        num_layers = self.trainer.num_layers
-        if wanted != "auto":
-            return num_layers if wanted else 0
-        tokens, limit = self.tokens if tokens is None else tokens, (1 - FREE_SHARE) * self.device_memory
-        fitting = (count for count in range(num_layers) if total(self._update(tokens, count)) <= limit)
-        return next(fitting, num_layers)
+    @cached_property
+    def trainer(self) -> TrainerMemory:
+        """What the trainer takes."""
+        return TrainerMemory(self.work)
 
-    def _update(self, tokens: int, checkpointed_layers: int) -> dict[str, int]:
-        parts = self.trainer.update_parts(tokens, checkpointed_layers)
-        parts["weight bucket"] = self.trainer.bucket()
-        parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
-        return parts | self._beside_trainer()
+    @property
+    def engine(self) -> EngineMemory:
+        """What the engine does with its share; only where it shares the device."""
+        assert self.work.engine is not None
+        return self.work.engine
 
-    def score(self) -> dict[str, int]:
-        """By name, while log-probabilities are computed; empty where none are."""
-        if not self.work.is_scored:
-            return {}
-        parts = self.trainer.score_parts(self.tokens)
-        parts["weight bucket"] = self.trainer.bucket()
-        parts["allocator's slack"] = int(FRESH_FRAGMENTATION * transient(parts))
-        return parts | self._beside_trainer()
+    @property
+    def tokens(self) -> int:
+        """Of a full micro-batch."""
+        return self.work.batch.max_tokens_per_microbatch
 
-    def sync(self) -> dict[str, int]:
-        """By name, while weights are sent: an engine here has room for weights, not yet for its cache."""
-        if self.work.engine is None:
-            return {}
-        parts = self._resting([name for name in self.away() if name not in MODELS])
-        parts["gathering window"] = self.trainer.gathering_window()
-        parts |= self._beside_trainer()
-        if self.work.local_engine is not None:
-            parts["engine's weights"] = self.engine().weights
-        return parts
+    # The phases of a step
 
-    def generate(self) -> dict[str, int]:
-        """By name, while the engine generates."""
-        return {} if self.work.local_engine is None else self._generate(self.away())
+    def phases(self) -> dict[str, PhaseBytes]:
+        """Those that the run has: "sync", "generate", "score", "update"."""
+        phases = {"update": self.update()}
+        if self.work.is_scored:
+            phases = {"score": self.score(), **phases}
+        if self.work.engine is not None:
+            phases = {"generate": self.generate(), **phases}
+        if self.work.rollout is not None:
+            phases = {"sync": self.sync(), **phases}
+        return phases
 
-    def start(self) -> dict[str, int]:
-        """By name, when the engine comes up beside models that have just been loaded: nothing is offloaded yet."""
-        if self.work.local_engine is None:
-            return {}
-        parts = {"parameters": self.trainer.parameters(), "reference model": self.trainer.reference_parameters()}
-        return parts | self._beside_trainer(is_generating=True)
+    def update(self) -> PhaseBytes:
+        """The update of full micro-batches."""
+        return self.update_of(self.tokens, self.count_checkpointed_layers())
 
-    def phases(self) -> dict[Phase, dict[str, int]]:
-        """Each phase's bytes by name."""
-        return {"sync": self.sync(), "generate": self.generate(), "score": self.score(), "update": self.update()}
+    def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
+        """The worst moment of an update: after a micro-batch's forward or in a layer's backward.
 
-    def engine(self, utilization: float | None = None) -> EnginePlan:
-        """The engine's share, or another one, cut up."""
-        engine = self.work.local_engine
-        assert engine is not None
-        if utilization is not None:
-            engine = replace(engine, utilization=utilization)
-        return plan_engine(
-            engine,
-            self.work.config,
-            longest=self.work.longest,
-            weights=self.trainer.weights.total,
-            device_memory=self.device_memory,
+        Args:
+            tokens: of a micro-batch.
+            checkpointed_layers: whose activations are computed twice.
+        """
+        trainer = self.trainer
+        activations = trainer.activations(tokens, checkpointed_layers)
+        logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
+        layer = trainer.layer_backward(activations)
+        is_in_layer, most = layer + workspace > logits, max(logits, layer + workspace)
+        kept = max(int(activations.kept), int(activations.forward) - most)
+        # Moments are taken out when activations are gone.
+        moments = max(0, trainer.moments_at_a_time() - kept - most)
+        return self._with_slack(
+            replace(
+                self._models,
+                optimizer_state=trainer.optimizer_state() + moments,
+                gradients=trainer.gradients(),
+                gathered_parameters=trainer.gathered_parameters(),
+                activations=kept,
+                logits_chunk=0 if is_in_layer else logits,
+                layer_backward=layer if is_in_layer else 0,
+                attention_workspace=workspace if is_in_layer else 0,
+            )
         )
 
-    def away(self) -> dict[str, int]:
-        """Bytes by name that wait in the host's memory while the engine is awake.
+    def score(self) -> PhaseBytes:
+        """While log-probabilities are computed before the update."""
+        return self._with_slack(
+            replace(
+                self._models,
+                gathered_parameters=self.trainer.gathered_parameters(),
+                activations=int(self.trainer.activations(self.tokens).scoring),
+                logits_chunk=self.trainer.logits_chunk(self.tokens, has_gradient=False),
+            )
+        )
 
-        ``OffloadDuringRollout`` moves its own in each step, ``MakeRoomForEngine`` as little besides as makes room:
-        optimizer state, then also parameters.
-        """
-        engine = self.work.local_engine
-        state = ("optimizer state",) if self.work.offloads_optimizer else ()
-        listed = (*state, *(MODELS if self.work.offloads_parameters else ()))
-        choices = [listed]
-        if engine is not None and engine.can_sleep:
-            choices += [("optimizer state", *listed), ("optimizer state", *MODELS)]
-        sizes = self._models()
-        fitting = (names for names in choices if total(self._generate(names)) <= self.device_memory)
-        return {name: sizes[name] for name in next(fitting, choices[-1])}
+    def _with_slack(self, parts: PhaseBytes) -> PhaseBytes:
+        return replace(parts, allocator_slack=int(FRESH_FRAGMENTATION * parts.transient))
 
-    def _generate(self, away: Collection[str]) -> dict[str, int]:
-        return self._resting(away) | self._beside_trainer(is_generating=True)
+    def sync(self) -> PhaseBytes:
+        """While weights are sent: an engine here has room for weights, not yet for its cache."""
+        parts = replace(self._resting(self.away() - MODELS), gathering_window=self.trainer.gathering_window())
+        return parts if self.work.engine is None else replace(parts, engine_weights=self.engine.weights)
 
-    def _resting(self, away: Collection[str]) -> dict[str, int]:
+    def generate(self) -> PhaseBytes:
+        """While the engine generates."""
+        return self._generate(self.away())
+
+    def _generate(self, away: frozenset[str]) -> PhaseBytes:
+        return self._with_awake_engine(self._resting(away))
+
+    def start(self) -> PhaseBytes:
+        """When the engine comes up beside models that have just been loaded: nothing is moved away yet."""
+        return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
+
+    def _resting(self, away: frozenset[str]) -> PhaseBytes:
         """The trainer between two updates, its cache emptied."""
-        parts = {name: 0 if name in away else size for name, size in self._models().items()}
-        return parts | {"weight bucket": self.trainer.bucket(), "allocator's slack": EMPTIED_CACHE_BYTES}
+        return replace(self._models, allocator_slack=EMPTIED_CACHE_BYTES, **dict.fromkeys(away, 0))
 
-    def _models(self) -> dict[str, int]:
-        trainer = self.trainer
-        models = dict(zip(MODELS, (trainer.parameters(), trainer.reference_parameters()), strict=True))
-        return models | {"optimizer state": trainer.optimizer_state()}
+    @cached_property
+    def _models(self) -> PhaseBytes:
+        """What there is in every phase; of an engine that does not sleep, all."""
+        trainer, engine = self.trainer, self.work.engine
+        parts = PhaseBytes(
+            parameters=trainer.parameters(),
+            reference_model=trainer.reference_model(),
+            optimizer_state=trainer.optimizer_state(),
+            weight_bucket=trainer.weight_bucket(),
+            contexts=CONTEXT_BYTES + (0 if engine is None else engine.num_engines * ENGINE_CONTEXT_BYTES),
+        )
+        return parts if engine is None or engine.can_sleep else self._with_awake_engine(parts)
 
-    def _beside_trainer(self, *, is_generating: bool = False) -> dict[str, int]:
-        """What the driver and an engine here have; one that does not sleep has all of it at any time."""
-        parts = {"CUDA contexts": CONTEXT_BYTES}
-        engine = self.work.local_engine
-        if engine is None:
-            return parts
-        parts["CUDA contexts"] += engine.number * ENGINE_CONTEXT_BYTES
-        if is_generating or not engine.can_sleep:
-            planned = self.engine()
-            parts["engine's weights"] = planned.weights
-            parts["engine's activations"] = planned.activations
-            parts["KV cache"] = max(planned.kv_cache, 0)
-        return parts
+    def _with_awake_engine(self, parts: PhaseBytes) -> PhaseBytes:
+        engine, cache = self.engine, self.engine.kv_cache(self.device_memory)
+        return replace(
+            parts,
+            engine_weights=engine.weights,
+            engine_activations=engine.activations,
+            kv_cache=max(cache, 0),
+        )
 
     # What follows
 
-    def largest_microbatch(self, gradient_checkpointing: Checkpointing) -> int:
-        """The most tokens of a micro-batch whose update fits; 0 if none does."""
-        checkpointed_layers = self.trainer.num_layers if gradient_checkpointing else 0
-        low, high = 0, 1 << 24
-        while low < high:
-            middle = (low + high + 1) // 2
-            if total(self._update(middle, checkpointed_layers)) <= self.device_memory:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def count_checkpointed_layers(self) -> int:
+        """How many layers' activations are computed twice: with "auto" as few as leave ``FREE_SHARE``, or all."""
+        wanted, num_layers = self.work.gradient_checkpointing, self.trainer.num_layers
+        if wanted != "auto":
+            return num_layers if wanted else 0
+        limit = (1 - FREE_SHARE) * self.device_memory
+        fitting = (count for count in range(num_layers) if self.update_of(self.tokens, count).total <= limit)
+        return next(fitting, num_layers)
 
-    def longest_sequence(self, gradient_checkpointing: Checkpointing) -> int:
+    def away(self) -> frozenset[str]:
+        """The parts that wait in the host's memory while the engine is awake.
+
+        ``OffloadDuringRollout`` moves its own in each step, ``MakeRoomForEngine`` as little besides as makes room.
+        """
+        own = self.work.moved_each_step
+        if self.work.engine is None or not self.engine.can_sleep:
+            return own
+        choices = [own, *(own | moved for moved in MOVES)]
+        return next((away for away in choices if self._generate(away).total <= self.device_memory), choices[-1])
+
+    def moved(self) -> PhaseBytes:
+        """Those parts of the trainer that wait in the host's memory while the engine is awake."""
+        away = self.away()
+        return PhaseBytes(**{name: size for name, size in asdict(self._models).items() if name in away})
+
+    def largest_microbatch(self) -> int:
+        """The most tokens of a micro-batch whose update fits, with "auto" if all layers are checkpointed; 0 if none."""
+        checkpointed_layers = self.trainer.num_layers if self.work.gradient_checkpointing else 0
+        sizes = range(1, (1 << 24) + 1)
+        return bisect_right(sizes, self.device_memory, key=lambda n: self.update_of(n, checkpointed_layers).total)
+
+    def longest_sequence(self) -> int:
         """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
-        limits = [
-            self.largest_microbatch(gradient_checkpointing),
-            getattr(self.work.config.get_text_config(), "max_position_embeddings", None) or 1 << 30,
-        ]
-        if self.work.local_engine is not None:
+        positions: int | None = getattr(self.work.config.get_text_config(), "max_position_embeddings", None)
+        limits = [self.largest_microbatch(), positions or 1 << 30]
+        if self.work.engine is not None:
             share = self.suggested_utilization()
-            cache = 0 if share is None else max(self.engine(share).available, 0)
-            block = self.work.local_engine.block_tokens
-            limits.append(cache // self.engine().token // block * block)
-        return int(min(limits))
+            limits.append(0 if share is None else self.longest_cached(share))
+        return min(limits)
+
+    def longest_cached(self, utilization: float) -> int:
+        """Tokens of the longest sequence that the KV cache of an engine with another share has room for."""
+        return self.with_engine(utilization=utilization).engine.longest_sequence(self.device_memory)
 
     def available_utilization(self) -> float:
         """The largest share of the device that nothing else needs, in hundredths, rounded down; maybe below 0."""
-        engine = self.work.local_engine
-        assert engine is not None
         awake = [self.start(), self.generate()]
-        if not engine.can_sleep:
-            awake += [self.update(), self.score()]
-        beside = max(total(parts) - total(only_engine(parts)) for parts in awake)
+        if not self.engine.can_sleep:
+            awake += [self.update(), self.score()] if self.work.is_scored else [self.update()]
+        beside = max(parts.total - parts.engine for parts in awake)
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
         """Enough for all sequences at the longest length, or all that there is; None if that holds not even one."""
-        engine = self.work.local_engine
-        assert engine is not None
-        parts = self.engine()
-        wanted = parts.weights + parts.activations + engine.max_sequences * parts.sequence
+        engine = self.engine
+        wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)
-        return share if share > 0 and self.engine(share).num_sequences >= 1 else None
-
-
-def total(parts: dict[str, int]) -> int:
-    """All bytes of a phase."""
-    return sum(parts.values())
-
-
-def sum_up(phase: str, parts: dict[str, int]) -> str:
-    """A phase's arithmetic in one line."""
-    sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    return f"GiB in {phase}: {sizes} = {total(parts) / GIB:.1f}"
-
-
-def transient(parts: dict[str, int]) -> int:
-    """Those that come and go within the phase."""
-    return sum(parts.get(name, 0) for name in TRANSIENT_PARTS)
-
-
-def only_engine(parts: dict[str, int]) -> dict[str, int]:
-    """Those that the engine's share of the device pays for."""
-    return {name: size for name, size in parts.items() if name in ENGINE_PARTS}
+        is_enough = share > 0 and self.with_engine(utilization=share).engine.num_sequences(self.device_memory) >= 1
+        return share if is_enough else None

@@ -4,29 +4,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlightning.memory_plan.advice import advise
-from rlightning.memory_plan.devices import GIB
-from rlightning.memory_plan.phases import MemoryPlan, Phase, total
+from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.memory_plan.work import Parallelism
+from rlightning.parallel.device import GIB
 
-TITLES: dict[Phase, str] = {"sync": "sync", "generate": "generate", "score": "log-probs", "update": "update"}
-
+TITLES = {"score": "log-probs"}
+"""Of the columns that are not called as the phase is."""
 TOLERANCE = 0.04
 """So far below what was measured a plan may be (docs/plan.md)."""
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """The whole answer of ``rlightning plan``."""
+    """Return the whole answer of ``rlightning plan``."""
     parts = [describe(plan), format_phases(plan), format_limits(plan)]
-    if plan.work.local_engine is not None:
+    if plan.work.engine is not None:
         parts.append(describe_engine(plan))
     return "\n\n".join([*parts, conclude(plan)]) + "\n"
 
 
 def conclude(plan: MemoryPlan) -> str:
-    """Whether all fits, and what to change if it does not, or only just."""
+    """Return whether all fits, and what to change if it does not, or only just."""
     advice, heading = advise(plan), []
     if not advice:
-        advice = advise(MemoryPlan(plan.work, int((1 - TOLERANCE) * plan.device_memory), like=plan.trainer))
+        advice = advise(replace(plan, device_memory=int((1 - TOLERANCE) * plan.device_memory)))
         if not advice:
             return "Everything fits."
         heading = [f"It only just fits, and a plan may be {TOLERANCE:.0%} too low. With so much less memory:"]
@@ -34,7 +34,7 @@ def conclude(plan: MemoryPlan) -> str:
 
 
 def describe(plan: MemoryPlan) -> str:
-    """What the plan is for, in two lines."""
+    """Return what the plan is for, in two lines."""
     work, parallelism = plan.work, plan.work.parallelism
     return (
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
@@ -46,7 +46,7 @@ def describe(plan: MemoryPlan) -> str:
 
 
 def describe_spread(parallelism: Parallelism) -> str:
-    """What each of several ranks holds of the models, as the end of a clause; "" of a single one."""
+    """Return what each of several ranks holds of the models, as the end of a clause; "" of a single one."""
     spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
     if parallelism.tensor_parallel_size > 1:
         spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
@@ -54,71 +54,83 @@ def describe_spread(parallelism: Parallelism) -> str:
 
 
 def describe_checkpointing(plan: MemoryPlan) -> str:
-    """The setting, and what it comes to if that is to be found out."""
+    """Return the setting, and what it comes to if that is to be found out."""
     setting = plan.work.gradient_checkpointing
     if setting != "auto":
         return str(setting).lower()
     return f"auto ({plan.count_checkpointed_layers()} of {plan.trainer.num_layers} layers)"
 
 
+def describe_phases(plan: MemoryPlan) -> str:
+    """Return each phase's total in one line."""
+    sizes = (f"{TITLES.get(phase, phase)} {parts.total / GIB:.1f}" for phase, parts in plan.phases().items())
+    return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB"
+
+
+def sum_up(phase: str, parts: PhaseBytes) -> str:
+    """Return a phase's arithmetic in one line."""
+    sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.by_name().items())
+    return f"GiB in {phase}: {sizes} = {parts.total / GIB:.1f}"
+
+
 def format_phases(plan: MemoryPlan) -> str:
-    """GiB on a rank, a row for each part and a column for each phase."""
-    phases = {phase: parts for phase, parts in plan.phases().items() if parts}
-    names = dict.fromkeys(name for parts in (phases["update"], *phases.values()) for name in parts)
-    rows = [["GiB a rank", *(TITLES[phase] for phase in phases)]]
-    for name in names:
-        sizes = [parts.get(name, 0) for parts in phases.values()]
-        if any(sizes):
-            rows.append([name, *(f"{size / GIB:.2f}" if size else "-" for size in sizes)])
-    rows.append(["total", *(f"{total(parts) / GIB:.2f}" for parts in phases.values())])
-    rows.append(["left", *(f"{(plan.device_memory - total(parts)) / GIB:.2f}" for parts in phases.values())])
+    """Return GiB on a rank, a row for each part and a column for each phase."""
+    phases = plan.phases()
+    columns = [parts.by_name() for parts in phases.values()]
+    rows = [["GiB a rank", *(TITLES.get(phase, phase) for phase in phases)]]
+    for name in PhaseBytes(**dict.fromkeys(PhaseBytes.__slots__, 1)).by_name():
+        if any(name in column for column in columns):
+            rows.append([name, *(f"{column[name] / GIB:.2f}" if name in column else "-" for column in columns)])
+    rows.append(["total", *(f"{parts.total / GIB:.2f}" for parts in phases.values())])
+    rows.append(["left", *(f"{(plan.device_memory - parts.total) / GIB:.2f}" for parts in phases.values())])
     return align(rows)
 
 
 def format_limits(plan: MemoryPlan) -> str:
-    """What an update could be, by the settings that decide it."""
+    """Return what an update could be, by the settings that decide it."""
     parallelism = plan.work.parallelism
     is_sharded = parallelism.kind == "fsdp"
-    rows = [["gradient_checkpointing"], *([name] for name in ("false", "true"))]
-    choices = [(False, parallelism.reshard_after_forward), (True, parallelism.reshard_after_forward)]
-    if is_sharded:
-        choices = [(is_checkpointed, reshards) for is_checkpointed in (False, True) for reshards in (True, False)]
-        rows = [["gradient_checkpointing", "reshard_after_forward"]]
-        rows += [[str(checkpointed).lower(), str(reshards).lower()] for checkpointed, reshards in choices]
+    rows = [["gradient_checkpointing", *(["reshard_after_forward"] if is_sharded else [])]]
     rows[0] += ["activations, GiB", "update, GiB", "largest micro-batch", "longest sequence"]
-    for row, (is_checkpointed, reshards) in zip(rows[1:], choices, strict=True):
-        other = plan.replace(parallelism=replace(parallelism, reshard_after_forward=reshards))
-        update = other.update(gradient_checkpointing=is_checkpointed)
-        row += [f"{update['activations'] / GIB:.2f}", f"{total(update) / GIB:.2f}"]
-        limits = (other.largest_microbatch(is_checkpointed), other.longest_sequence(is_checkpointed))
-        row += [f"{limit:,}" if limit else "none" for limit in limits]
+    for is_checkpointed in (False, True):
+        for reshards in (True, False) if is_sharded else (parallelism.reshard_after_forward,):
+            spread = replace(parallelism, reshard_after_forward=reshards)
+            other = plan.with_work(parallelism=spread, gradient_checkpointing=is_checkpointed)
+            update, limits = other.update(), (other.largest_microbatch(), other.longest_sequence())
+            row = [str(is_checkpointed).lower(), *([str(reshards).lower()] if is_sharded else [])]
+            row += [f"{update.activations / GIB:.2f}", f"{update.total / GIB:.2f}"]
+            rows.append(row + [f"{limit:,}" if limit else "none" for limit in limits])
     return align(rows)
 
 
+def describe_moved(plan: MemoryPlan) -> str:
+    """Return what waits in the host's memory while the engine is awake; "" if nothing does."""
+    moved = plan.moved()
+    names = " and ".join(moved.by_name())
+    return f"the host's memory holds {names} ({moved.total / GIB:.1f} GiB)" if moved.total else ""
+
+
 def describe_engine(plan: MemoryPlan) -> str:
-    """What the engine does with its share, and which one to give it."""
-    engine = plan.work.local_engine
-    assert engine is not None
-    parts, suggested = plan.engine(), plan.suggested_utilization()
+    """Return what the engine does with its share, and which one to give it."""
+    engine, memory = plan.engine, plan.device_memory
     text = (
-        f"gpu_memory_utilization {engine.utilization:g} is {engine.utilization * plan.device_memory / GIB:.1f} GiB: "
-        f"weights {parts.weights / GIB:.1f}, activations {parts.activations / GIB:.1f}, KV cache "
-        f"{max(parts.kv_cache, 0) / GIB:.1f}, which holds {parts.num_sequences:,} sequences of {plan.work.longest:,} "
-        f"tokens at once (the engine works on up to {engine.max_sequences:,})."
+        f"gpu_memory_utilization {engine.utilization:g} is {engine.utilization * memory / GIB:.1f} GiB: "
+        f"weights {engine.weights / GIB:.1f}, activations {engine.activations / GIB:.1f}, KV cache "
+        f"{max(engine.kv_cache(memory), 0) / GIB:.1f}, which holds {engine.num_sequences(memory):,} sequences of "
+        f"{plan.work.longest:,} tokens at once (the engine works on up to {engine.max_sequences:,})."
     )
-    away = plan.away()
-    if any(away.values()):
-        names, size = " and ".join(away), sum(away.values()) / GIB
-        text += f"\nWhile it is awake, {names} wait in the host's memory ({size:.1f} GiB), or it would lack room."
+    if moved := describe_moved(plan):
+        text += f"\nWhile it is awake, {moved}, or it would lack room."
+    suggested = plan.suggested_utilization()
     if suggested is None:
         return f"{text}\nSuggested: none, there is no room for an engine beside this trainer."
-    held = min(plan.engine(suggested).num_sequences, engine.max_sequences)
+    held = min(plan.with_engine(utilization=suggested).engine.num_sequences(memory), engine.max_sequences)
     return f"{text}\nSuggested: rollout.gpu_memory_utilization: {suggested:.2f}, which holds {held:,} of them."
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """A table of text: the first column to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Return a table of text: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,16 +1,82 @@
-"""What a plan has to know of a run: its parallelism, its batch, its engine."""
+"""What a plan has to know of a run: its models, its batch, its parallelism, its engine."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from lightning.pytorch.strategies import DDPStrategy
 from transformers import PreTrainedConfig
 
+from rlightning.errors import ConfigError
 from rlightning.optim import OptimizerStates
+from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import CPUOffload
-from rlightning.rollout.engine_settings import BLOCK_TOKENS
+from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
 
 Checkpointing = bool | Literal["auto"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+PRECISIONS: dict[str, Precision] = {
+    "32": "32-true",
+    "32-true": "32-true",
+    "None": "32-true",
+    "bf16": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16-true": "bf16-true",
+}
+"""By the names that Lightning takes."""
+
+
+def read_precision(name: object) -> Precision:
+    """Return Lightning's name for a precision.
+
+    Raises:
+        ConfigError: if it is not one that can be planned.
+    """
+    if str(name) not in PRECISIONS:
+        raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
+    return PRECISIONS[str(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMemory:
+    """What sampling takes of a rank's device.
+
+    Attributes:
+        engine: on the rank's device; None if it has devices of its own.
+        bucket_bytes: what weights are sent through, see :func:`~rlightning.rollout.weights.plan_chunks`.
+        itemsize: bytes of a weight that is sent.
+    """
+
+    engine: EngineMemory | None = None
+    bucket_bytes: int = 2 << 30
+    itemsize: int = 2
+
+
+@runtime_checkable
+class PlannedRollout(Protocol):
+    """The callback that samples completions, as far as memory is concerned."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest training completion."""
+
+    def plan_memory(self, work: "Work", max_prompt_tokens: int) -> RolloutMemory:
+        """Return what sampling takes of a rank's CUDA device.
+
+        Args:
+            work: the run.
+            max_prompt_tokens: of the longest prompt.
+        """
+
+
+@runtime_checkable
+class PlannedOffload(Protocol):
+    """A callback that moves parts of the trainer's memory to the host."""
+
+    @property
+    def moved_each_step(self) -> frozenset[str]:
+        """Those that are moved in every step, as :class:`~rlightning.memory_plan.phases.PhaseBytes` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,38 +103,23 @@ class Parallelism:
     reduce_every_microbatch: bool = True
     has_gradient_buckets: bool = False
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """A rollout engine on each rank's device, or on those of some neighbours; or several there, taken together.
-
-    Attributes:
-        is_remote: whether it is on other devices instead, to which rank 0 sends the weights.
-        number: of engines there.
-        utilization: ``rollout.gpu_memory_utilization``.
-        can_sleep: whether it gives its memory back during an update.
-        bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
-        itemsize: bytes of a weight.
-        kv_itemsize: bytes of a number in the KV cache.
-        kv_cache_bytes: of it, as ``rollout.engine.kv_cache_memory_bytes`` says; None goes by the utilization.
-        block_tokens: of one of its blocks.
-        tensor_parallel_size: devices that it is spread over.
-        max_sequences: that it works on at once.
-        max_batched_tokens: that one of its forward passes sees.
-    """
-
-    is_remote: bool = False
-    number: int = 1
-    utilization: float = 0.45
-    can_sleep: bool = True
-    bucket_bytes: int = 2 << 30
-    itemsize: int = 2
-    kv_itemsize: int = 2
-    kv_cache_bytes: int | None = None
-    block_tokens: int = BLOCK_TOKENS
-    tensor_parallel_size: int = 1
-    max_sequences: int = 256
-    max_batched_tokens: int = 2048
+    @classmethod
+    def of(cls, strategy: Any, ranks: int) -> "Parallelism":
+        """Read a strategy that knows its devices."""
+        if isinstance(strategy, FSDP):
+            return cls(
+                kind="fsdp",
+                ranks=ranks,
+                tensor_parallel_size=strategy.tensor_parallel_size,
+                shard_size=strategy.shard_size or strategy.data_parallel_size,
+                cpu_offload=strategy.cpu_offload,
+                reshard_after_forward=strategy.reshard_after_forward,
+                reduce_every_microbatch=strategy.reduce_every_microbatch,
+            )
+        if isinstance(strategy, DDPStrategy):
+            has_views = bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False))
+            return cls(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
+        return cls(ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +136,46 @@ class Work:
         is_compiled: whether layers are compiled.
         optimizer_states: how AdamW's moments are kept.
         parallelism: how the models are spread over the ranks.
-        engine: None without rollouts.
-        offloads_optimizer: whether ``OffloadDuringRollout`` moves the optimizer's state in each step.
-        offloads_parameters: whether it moves parameters.
+        rollout: None without rollouts.
+        moved_each_step: parts that a callback moves to the host in each step.
     """
 
     config: PreTrainedConfig
     reference: PreTrainedConfig | None = None
     batch: BatchPlan
     longest: int
-    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "bf16-mixed"
+    precision: Precision = "bf16-mixed"
     gradient_checkpointing: Checkpointing = False
     is_compiled: bool = False
     optimizer_states: OptimizerStates = "float32"
     parallelism: Parallelism = Parallelism()
-    engine: Engine | None = None
-    offloads_optimizer: bool = False
-    offloads_parameters: bool = False
+    rollout: RolloutMemory | None = None
+    moved_each_step: frozenset[str] = frozenset()
+
+    def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
+        """Add what callbacks do in each step: those that sample completions or move memory to the host.
+
+        Args:
+            callbacks: of the trainer, in any order.
+            max_prompt_tokens: of the longest prompt.
+
+        Raises:
+            ConfigError: if the engines cannot be planned.
+        """
+        listed = list(callbacks)
+        moved = [one.moved_each_step for one in listed if isinstance(one, PlannedOffload)]
+        work = replace(self, moved_each_step=frozenset().union(*moved))
+        for one in listed:
+            if isinstance(one, PlannedRollout):
+                longest = min(self.longest, max_prompt_tokens + one.max_new_tokens)
+                work = replace(work, longest=longest)
+                return replace(work, rollout=one.plan_memory(work, max_prompt_tokens))
+        return work
 
     @property
-    def local_engine(self) -> Engine | None:
-        """The engine that shares the ranks' devices."""
-        return None if self.engine is None or self.engine.is_remote else self.engine
+    def engine(self) -> EngineMemory | None:
+        """The engines that share a rank's device."""
+        return None if self.rollout is None else self.rollout.engine
 
     @property
     def master_itemsize(self) -> int:

@@ -15,9 +15,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION
+from rlightning.models.counts import build_empty, head_size, is_set_for_all_layers, num_experts, num_key_value_heads
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
-from rlightning.models.sizes import head_size, is_set_for_all_layers, num_experts, num_key_value_heads
 from rlightning.parallel.sharding import local_tensor, named_weights
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -72,13 +72,6 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model='{model}' ({config.model_type}) cannot be built from its config.json: {describe_error(error)}."
         ) from error
-
-
-def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without memory for its weights, on the meta device."""
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return policy
 
 
 @torch.no_grad()

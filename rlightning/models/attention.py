@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from rlightning.models.sizes import head_size
+from rlightning.models.counts import head_size
 
 PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""

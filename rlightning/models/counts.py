@@ -1,6 +1,9 @@
-"""Floating point operations that a model's forward and backward passes need, from its configuration alone.
+"""A model's sizes, weights and floating point operations, from its configuration alone.
 
-A matrix product of [M, K] and [K, N] has ``2 M K N`` of them. What is not a matrix product (norms, activations,
+transformers has ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads`` and ``vocab_size`` for all models. The
+other sizes have other names in some, are left out by others, or differ from layer to layer.
+
+A matrix product of [M, K] and [K, N] has ``2 M K N`` operations. What is not a matrix product (norms, activations,
 softmax, rotary positions) counts for nothing, nor does what is computed twice to save memory: these are the model's
 operations, whatever the hardware makes of them (PaLM, arXiv:2204.02311, appendix B). For a sequence of ``L`` tokens, of
 which the output layer predicts ``M``:
@@ -18,17 +21,202 @@ is ``6 N L``, with ``N`` all weights, the embedding's too (tied ones once, of ex
 attention.
 """
 
+import math
+import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlightning.models.sizes import head_size, num_active_experts, num_experts
+from rlightning.models.layers import decoder_layers
+from rlightning.parallel.sharding import named_weights
 
-_COUNTED: dict[str, "ModelFlops"] = {}
+P = ParamSpec("P")
+R = TypeVar("R")
+INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
+"""What architectures call the size of a dense feed-forward; GPT-2's n_inner may be None."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+USUAL_FACTOR = 4
+"""Of the feed-forward's size to the hidden size, where no name or no value is given."""
+
+
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without memory for its weights, on the meta device."""
+    with torch.device("meta"):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return policy
+
+
+def cache_by_config(
+    function: Callable[Concatenate[PreTrainedConfig, P], R],
+) -> Callable[Concatenate[PreTrainedConfig, P], R]:
+    """Remember a function's results by what a configuration says and by further arguments, which are hashable."""
+    results: dict[Any, R] = {}
+
+    @wraps(function)
+    def find(config: PreTrainedConfig, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (config.to_json_string(use_diff=False), args, *sorted(kwargs.items()))
+        if key not in results:
+            results[key] = function(config, *args, **kwargs)
+        return results[key]
+
+    return find
+
+
+# Sizes
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Return the size of a query's head, in the layer that has the largest."""
+    text_config: Any = config.get_text_config()
+    return max(_read_all(config, ["head_dim"]), default=text_config.hidden_size // text_config.num_attention_heads)
+
+
+def num_key_value_heads(config: PreTrainedConfig) -> int:
+    """Return how many key/value heads a layer has, the layer that has most."""
+    text_config: Any = config.get_text_config()
+    return max(_read_all(config, ["num_key_value_heads"]), default=text_config.num_attention_heads)
+
+
+def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
+    """Return how many numbers a layer's KV cache holds of a token, on one of the ranks that split the layer.
+
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, whole on each rank.
+    """
+    text_config: Any = config.get_text_config()
+    latent = getattr(text_config, "kv_lora_rank", None)
+    if latent:
+        return int(latent + text_config.qk_rope_head_dim)
+    return 2 * max(num_key_value_heads(config) // tensor_parallel_size, 1) * head_size(config)
+
+
+def inner_size(config: PreTrainedConfig) -> int:
+    """Return the size between the two halves of a feed-forward, in the layer that has the widest."""
+    text_config: Any = config.get_text_config()
+    return max(_read_all(config, INNER_SIZES), default=USUAL_FACTOR * text_config.hidden_size)
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Return how many experts a router chooses from; 0 in a dense model."""
+    return max(_read_all(config, NUM_EXPERTS), default=0)
+
+
+def num_active_experts(config: PreTrainedConfig) -> int:
+    """Return how many of them a token goes through; 0 in a dense model."""
+    return max(_read_all(config, NUM_ACTIVE_EXPERTS), default=0) if num_experts(config) else 0
+
+
+def is_set_for_all_layers(config: Any, name: str) -> bool:
+    """Return whether a config has a value of this name, the same for all layers."""
+    try:
+        return getattr(config, name, None) is not None
+    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+        return False
+
+
+def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
+    """Return the values that layers have under any of some names, where they are not None or 0."""
+    text_config: Any = config.get_text_config()
+    parts = (text_config, getattr(text_config, "ffn_config", None))  # DBRX's feed-forward has a part of its own
+    return [value for part in parts for name in names for value in _read_layers(part, name) if value]
+
+
+def _read_layers(config: Any, name: str) -> Iterator[int | None]:
+    """Yield an attribute as the layers have it: one value, one a layer in a list, or one in a layer's own config."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+        yield from (getattr(layer, name, None) for layer in config.per_layer_config)
+        return
+    yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+# Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Numbers of weights, not bytes; tied ones count once.
+
+    Attributes:
+        total: of the model.
+        held: of them on a rank, the one that has most where they do not divide.
+        layer: of the largest layer, a tensor-parallel rank's part of it.
+        layers: of all layers, a tensor-parallel rank's part of them.
+        root: of the rest (embedding, last norm, output layer), a tensor-parallel rank's part of it.
+        head: of the output layer, a tensor-parallel rank's part of it.
+        largest: of the largest tensor.
+        is_tied: whether the output layer is the embedding.
+        shapes: names and full shapes, in the order in which they are sent to an engine.
+    """
+
+    total: int
+    held: int
+    layer: int
+    layers: int
+    root: int
+    head: int
+    largest: int
+    is_tied: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@cache_by_config
+def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
+    """Count a model's weights, and those of them that a rank holds.
+
+    Args:
+        config: the model's.
+        tensor_parallel_size: ranks that split each layer, after the plan that transformers ships with the model.
+        shard_size: ranks that share what is left, each a part of every tensor's first dimension (FSDP2).
+    """
+    policy = build_empty(config)
+    plan = (config.get_text_config().base_model_tp_plan or {}) if tensor_parallel_size > 1 else {}
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    assert embedding is not None and head is not None
+    names = {id(parameter): name for name, parameter in policy.base_model.named_parameters()}
+    parts = {}
+    for parameter in policy.parameters():
+        module, _, kind = names.get(id(parameter), "").rpartition(".")
+        is_vocabulary = parameter is embedding.weight or parameter is head.weight
+        style = "colwise" if is_vocabulary else _find_style(module, plan)
+        parts[id(parameter)] = _cut(tuple(parameter.shape), style, kind, tensor_parallel_size)
+    layers = [sum(math.prod(parts[id(p)]) for p in layer.parameters()) for layer in decoder_layers(policy)]
+    return Weights(
+        total=sum(parameter.numel() for parameter in policy.parameters()),
+        held=sum(-(-shape[0] // shard_size) * math.prod(shape[1:]) for shape in parts.values()),
+        layer=max(layers),
+        layers=sum(layers),
+        root=sum(math.prod(shape) for shape in parts.values()) - sum(layers),
+        head=math.prod(parts[id(head.weight)]),
+        largest=max(parameter.numel() for parameter in policy.parameters()),
+        is_tied=head.weight is embedding.weight,
+        shapes=tuple((name, tuple(tensor.shape)) for name, tensor in named_weights(policy)),
+    )
+
+
+def _find_style(module: str, plan: dict[str, str]) -> str:
+    """How tensor parallelism cuts a module, by its name below the base model; empty if it does not."""
+    patterns = (pattern for pattern in plan if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module))
+    return plan.get(next(patterns, ""), "")
+
+
+def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int, ...]:
+    """The part of a weight (or ``kind="bias"``) of ``shape`` that one of ``size`` tensor-parallel ranks holds."""
+    if style.startswith("colwise"):
+        return (-(-shape[0] // size), *shape[1:])
+    if style.startswith("rowwise") and kind == "weight":
+        return (shape[0], -(-shape[1] // size))
+    return shape
+
+
+# Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +275,10 @@ def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
     return seen * (seen + 1) / 2 + (lengths - seen) * seen
 
 
+@cache_by_config
 def model_flops(config: PreTrainedConfig) -> ModelFlops:
-    """Make the model without memory and count its matrices; the second time the answer is there.
-
-    Args:
-        config: of a causal language model.
-    """
-    key = config.to_json_string(use_diff=False)
-    if key not in _COUNTED:
-        _COUNTED[key] = _count(config)
-    return _COUNTED[key]
-
-
-def _count(config: PreTrainedConfig) -> ModelFlops:
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    """Count the matrices of a causal language model."""
+    policy = build_empty(config)
     text_config: Any = config.get_text_config()
     head: Any = policy.get_output_embeddings()
     heads: int = text_config.num_attention_heads

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
-from rlightning.models.architecture import build_empty
+from rlightning.models.counts import build_empty
 
 log = logging.getLogger(__name__)
 

@@ -182,7 +182,7 @@ class PolicyModule(Ranks, SavedModule):
             return num_layers if self.gradient_checkpointing else 0
         if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
             return 0
-        from rlightning.memory_plan.running import decide_checkpointing
+        from rlightning.memory_plan.decisions import decide_checkpointing
 
         count, reason = decide_checkpointing(self.trainer, self)
         if self.trainer.is_global_zero:

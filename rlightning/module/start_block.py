@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
-from rlightning.memory_plan.phases import total
-from rlightning.memory_plan.report import TITLES, describe_checkpointing, describe_spread
-from rlightning.memory_plan.running import parallelism_of, plan_run
-from rlightning.models.architecture import build_empty
+from rlightning.memory_plan.decisions import plan_run
+from rlightning.memory_plan.report import describe_checkpointing, describe_moved, describe_phases, describe_spread
+from rlightning.memory_plan.work import Parallelism
 from rlightning.models.attention import describe_attention
+from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
@@ -33,7 +33,7 @@ def describe_start(trainer: Any, module: Any) -> str:
         module: a :class:`~rlightning.module.policy_module.PolicyModule`, before its weights are loaded.
     """
     is_fit = trainer.state.fn == "fit"
-    num_parameters = sum(parameter.numel() for parameter in build_empty(module.model_config).parameters())
+    num_parameters = count_weights(module.model_config).total
     rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
     if is_fit and hasattr(module, "plan"):
         rows["batch"] = module.plan.describe(trainer.world_size)
@@ -68,7 +68,7 @@ def describe_model(trainer: Any, module: Any, num_parameters: int) -> str:
 
 def describe_layout(trainer: Any) -> str:
     """Return how many ranks there are, of which devices, and what each holds."""
-    parallelism, device = parallelism_of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
+    parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
     return (
@@ -85,12 +85,9 @@ def describe_memory(trainer: Any, module: Any) -> str:
         plan = plan_run(trainer, module)
     except ConfigError as error:
         return f"not planned: {error.line}"
-    phases = {phase: parts for phase, parts in plan.phases().items() if parts}
-    sizes = ", ".join(f"{TITLES[phase]} {total(parts) / 2**30:.1f}" for phase, parts in phases.items())
-    return (
-        f"{sizes} of {plan.device_memory / 2**30:.1f} GiB on each rank (planned); gradient checkpointing "
-        f"{describe_checkpointing(plan)}"
-    )
+    moved = describe_moved(plan)
+    text = f"{describe_phases(plan)} on each rank (planned); gradient checkpointing {describe_checkpointing(plan)}"
+    return f"{text}; while the engine is awake, {moved}" if moved else text
 
 
 def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:

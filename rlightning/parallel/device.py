@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlightning.parallel.execution_mode import is_controller
 
+GIB = 1 << 30
 HOST_THREADS = 4
 """Of torch's operations on the host, beside a GPU."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -11,22 +11,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedConfig
 
 from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError, check_rules
-from rlightning.memory_plan.engine_memory import kv_cache_setting
+from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
-from rlightning.rollout.engine_cache import check_cache
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import parse_url
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import free_devices
 from rlightning.rollout.sampler import Sampling
+from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
 from rlightning.seeds import mix_seed
+from rlightning.types.batch_plan import BatchPlan
 
 Placement = Literal["colocated", "standalone"]
 
@@ -205,8 +207,7 @@ class EngineOptions:
         """One of them, the ``number``-th, on a device that ``sharing`` of them share."""
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
-        dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if is_cuda else "float32")
-        given = {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
+        dtype, given = self.engine_dtype(device), self._given
         arguments: dict[str, Any] = {
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
@@ -230,12 +231,14 @@ class EngineOptions:
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
-        work = self._work(module, max_prompt_tokens, num_engines)
-        arguments |= derive_settings(work, given, is_cuda=is_cuda)
+        plan, longest_prompt = getattr(module, "plan", None), max_prompt_tokens or module.max_model_length
+        arguments |= derive_settings(self._work(plan, longest_prompt, num_engines), given, is_cuda=is_cuda)
         if not is_cuda:
             arguments |= read_prompts_whole(given, arguments)
-        check_cache(given, arguments, getattr(module, "model_config", None), is_cuda=is_cuda)
-        arguments |= kv_cache_setting(arguments, module.model_path, device, is_alone=sharing == 1)
+        check_kv_cache(arguments, model_config, is_cuda=is_cuda)
+        if arguments.get("kv_cache_memory_bytes") is None:
+            known = model_config or load_config(module.model_path)
+            arguments |= kv_cache_setting(arguments, known, device, is_alone=sharing == 1)
         return VLLMConfig(
             engine_args=arguments,
             device=device,
@@ -248,14 +251,50 @@ class EngineOptions:
             hang_timeout=self.hang_timeout,
         )
 
-    def _work(self, module: Any, max_prompt_tokens: int | None, num_engines: int) -> RolloutWork:
-        plan = getattr(module, "plan", None)
+    def plan_memory(
+        self, config: PreTrainedConfig, plan: BatchPlan, *, max_prompt_tokens: int, longest: int, num_ranks: int
+    ) -> EngineMemory | None:
+        """Return what the engines on a trainer's CUDA device take of it; None if they have devices of their own.
+
+        Args:
+            config: the actor's.
+            plan: of a step.
+            max_prompt_tokens: of the longest prompt.
+            longest: tokens of the longest sequence.
+            num_ranks: of the trainer.
+
+        Raises:
+            ConfigError: if the engines cannot be dealt out to the ranks.
+        """
+        size, device = self.devices_per_engine, torch.device("cuda")
+        if self.placement == "standalone":
+            return None
+        if num_ranks % size:
+            raise ConfigError(
+                f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring "
+                f"ranks, but there are {num_ranks} ranks. Set trainer.devices to a multiple of {size}."
+            )
+        work = self._work(plan, max_prompt_tokens, num_ranks // size * self.num_engines)
+        given = {"dtype": self.engine_dtype(device), "gpu_memory_utilization": self.memory_share / self.num_engines}
+        arguments = {"max_model_len": longest} | derive_settings(work, given | self._given, is_cuda=True)
+        return read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
+
+    def engine_dtype(self, device: torch.device) -> str:
+        """The name of the dtype that engines on a device compute in."""
+        default = "bfloat16" if device.type == "cuda" else "float32"
+        return default if self.dtype == "auto" else self.dtype
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The user's engine arguments, without counts that are left open."""
+        return {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
+
+    def _work(self, plan: BatchPlan | None, max_prompt_tokens: int, num_engines: int) -> RolloutWork:
         per_step = DEFAULT_PROMPTS * num_engines if plan is None else plan.prompts_per_step
-        in_flight = -(-(per_step + self.prompts_ahead(per_step)) // num_engines)
         return RolloutWork(
-            num_prompts=in_flight,
+            num_prompts=-(-(per_step + self.prompts_ahead(per_step)) // num_engines),
             samples_per_prompt=1 if plan is None else plan.samples_per_prompt,
-            max_prompt_tokens=max_prompt_tokens or module.max_model_length,
+            max_prompt_tokens=max_prompt_tokens,
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
+from rlightning.models.counts import num_experts
 from rlightning.models.rotary import describe_longrope_gap
-from rlightning.models.sizes import num_experts
 from rlightning.rollout.engine_arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}

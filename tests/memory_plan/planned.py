@@ -1,14 +1,13 @@
 """Plans that several tests look at: of the models whose memory was measured."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from transformers import Qwen3Config
 
-from rlightning.memory_plan.devices import GIB, read_device_memory
-from rlightning.memory_plan.phases import MemoryPlan
-from rlightning.memory_plan.work import Engine, Parallelism, Work
+from rlightning.memory_plan.devices import read_device_memory
+from rlightning.memory_plan.work import Parallelism, RolloutMemory, Work
+from rlightning.rollout.vllm.memory import EngineMemory, read_engine
 from rlightning.types.batch_plan import BatchPlan
 
 QWEN3: dict[str, Any] = {
@@ -33,38 +32,27 @@ TWO_PROMPTS = BatchPlan(
     epochs_per_rollout=1,
     max_tokens_per_microbatch=16384,
 )
-COLOCATED = Work(
-    config=SMALL,
-    reference=SMALL,
-    batch=TWO_PROMPTS,
-    longest=1280,
-    engine=Engine(utilization=0.3, max_sequences=128),
-)
+
+
+def engine_of(
+    config: Qwen3Config, *, longest: int = 1280, share: float = 0.3, max_sequences: int = 128
+) -> EngineMemory:
+    """An engine in bfloat16."""
+    arguments = {"max_model_len": longest, "max_num_seqs": max_sequences, "gpu_memory_utilization": share}
+    return read_engine(config, arguments | {"dtype": "bfloat16", "max_num_batched_tokens": 2048})
+
+
+def colocated(config: Qwen3Config, **engine: Any) -> Work:
+    """A run with a reference model, and an engine beside it."""
+    rollout = RolloutMemory(engine=engine_of(config, **engine))
+    return Work(config=config, reference=config, batch=TWO_PROMPTS, longest=1280, rollout=rollout)
+
+
+def with_engine(work: Work, **changes: Any) -> Work:
+    """The same run with another engine."""
+    assert work.rollout is not None and work.rollout.engine is not None
+    return replace(work, rollout=replace(work.rollout, engine=replace(work.rollout.engine, **changes)))
+
+
+COLOCATED = colocated(SMALL)
 FSDP_ALONE = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280, parallelism=Parallelism(kind="fsdp"))
-
-
-@cache
-def small() -> MemoryPlan:
-    return MemoryPlan(COLOCATED, H200)
-
-
-@cache
-def middle() -> MemoryPlan:
-    return MemoryPlan(replace(COLOCATED, config=MIDDLE, reference=MIDDLE), H200)
-
-
-@cache
-def large() -> MemoryPlan:
-    return MemoryPlan(replace(COLOCATED, config=LARGE, reference=None), H200)
-
-
-def plan_of(work: Work, device_memory: int) -> MemoryPlan:
-    """A plan that shares what was traced for the same model."""
-    same = small() if work.config is SMALL else middle() if work.config is MIDDLE else large()
-    return MemoryPlan(work, device_memory, like=same.trainer)
-
-
-def allocated(parts: dict[str, int]) -> float:
-    """GiB that PyTorch's tensors take in a phase, without what other processes, the driver and its cache hold."""
-    foreign = ("CUDA contexts", "allocator's slack", "engine's weights", "engine's activations", "KV cache")
-    return sum(size for name, size in parts.items() if name not in foreign) / GIB

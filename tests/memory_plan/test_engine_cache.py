@@ -12,12 +12,10 @@ from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.errors import ConfigError
-from rlightning.memory_plan import engine_memory
-from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine, read_engine
-from rlightning.memory_plan.settings import plan_rollout
-from rlightning.memory_plan.weights import count_weights
 from rlightning.models import load_config
 from rlightning.parallel.device import MemoryUse
+from rlightning.rollout.vllm import memory
+from rlightning.rollout.vllm.memory import kv_cache_setting, read_engine
 
 GPU = torch.device("cuda")
 ARGUMENTS: dict[str, Any] = {
@@ -40,9 +38,13 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(total: int) -> None:
         use = MemoryUse(allocated=0, reserved=0, peak=0, free=total, total=total)
-        monkeypatch.setattr(engine_memory, "memory_use", lambda device: use)
+        monkeypatch.setattr(memory, "memory_use", lambda device: use)
 
     return say
+
+
+def cache_of(folder: str, arguments: dict[str, Any], device: torch.device = GPU, **sharing: bool) -> dict[str, int]:
+    return kv_cache_setting(arguments, load_config(folder), device, **sharing)
 
 
 def token_bytes(folder: str, itemsize: int) -> int:
@@ -54,41 +56,34 @@ def test_gpu_kv_cache_never_exceeds_what_sequences_need(folder: str, device_of: 
     device_of(1 << 34)
     arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
     # 40 tokens are three blocks of 16, and there is one more for each of 8 sequences.
-    assert kv_cache_setting(arguments, folder, GPU) == {"kv_cache_memory_bytes": 8 * 64 * token_bytes(folder, 2)}
+    assert cache_of(folder, arguments) == {"kv_cache_memory_bytes": 8 * 64 * token_bytes(folder, 2)}
     larger = arguments | {"block_size": 64, "kv_cache_dtype": "fp8"}
-    assert kv_cache_setting(larger, folder, GPU) == {"kv_cache_memory_bytes": 8 * 128 * token_bytes(folder, 1)}
+    assert cache_of(folder, larger) == {"kv_cache_memory_bytes": 8 * 128 * token_bytes(folder, 1)}
     device_of(1 << 20)  # whatever is left of it
-    assert kv_cache_setting(arguments, folder, GPU) == {}
-    assert kv_cache_setting(arguments | {"kv_cache_memory_bytes": 7}, folder, GPU) == {}
+    assert cache_of(folder, arguments) == {}
 
 
 def test_engines_starting_together_get_explicit_cache_sizes(folder: str, device_of: Any) -> None:
     """Each would take what the other has taken for its own."""
     arguments = ARGUMENTS | {"gpu_memory_utilization": 0.5}
-    plan = plan_engine(
-        read_engine(arguments, itemsize=2),
-        load_config(folder),
-        longest=40,
-        weights=count_weights(load_config(folder)).total,
-        device_memory=1 << 21,
-    )
+    engine = read_engine(load_config(folder), arguments)
     for total in range(1 << 20, 1 << 23, 1 << 19):
         device_of(total)
-        available = plan.available + (total - (1 << 21)) // 2
-        if available < plan.sequence:
+        available = engine.available(1 << 21) + (total - (1 << 21)) // 2
+        if available < engine.sequence:
             with pytest.raises(ConfigError, match=r"^An engine's part of .*, 0\.5, has no room for a sequence of 40 "):
-                kv_cache_setting(arguments, folder, GPU, is_alone=False)
+                cache_of(folder, arguments, is_alone=False)
             continue
-        told = kv_cache_setting(arguments, folder, GPU, is_alone=False)["kv_cache_memory_bytes"]
-        assert told == min(int(0.9 * available), plan.wanted)
+        told = cache_of(folder, arguments, is_alone=False)["kv_cache_memory_bytes"]
+        assert told == min(int(0.9 * available), engine.wanted)
 
 
 def test_on_a_cpu_up_to_a_limit(folder: str) -> None:
     arguments = ARGUMENTS | {"dtype": "float32"}
-    told = kv_cache_setting(arguments, folder, torch.device("cpu"))
+    told = cache_of(folder, arguments, torch.device("cpu"))
     assert told == {"kv_cache_memory_bytes": 8 * 256 * token_bytes(folder, 4)}  # blocks of 128 tokens
     many = arguments | {"max_num_seqs": 1 << 20}
-    assert kv_cache_setting(many, folder, torch.device("cpu")) == {"kv_cache_memory_bytes": 1 << 30}
+    assert cache_of(folder, many, torch.device("cpu")) == {"kv_cache_memory_bytes": 1 << 30}
 
 
 @pytest.mark.parametrize(("number", "oversample"), [(1, 0.0), (3, 0.0), (3, 0.5)])
@@ -103,15 +98,13 @@ def test_the_plan_is_about_the_engines_that_fit_starts(
     rollout = VLLMRollout(max_new_tokens=24, engine=engine, num_engines=number, oversample=oversample)
     started = [one.engine_args for one in rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path)]
     assert len({arguments["seed"] for arguments in started}) == len(started) == number
-    section = {"engine": engine, "gpu_memory_utilization": 0.45, "sleep": True, "bucket_bytes": 1 << 30}
-    planned = plan_rollout(section | {"num_engines": number, "oversample": oversample}, batch, 1, 16)
-    assert planned is not None and planned.number == number
+    planned = rollout.options.plan_memory(config, batch, max_prompt_tokens=16, longest=40, num_ranks=1)
+    assert planned is not None and planned.num_engines == number
     completions = 4 * {(1, 0.0): 10, (3, 0.0): 4, (3, 0.5): 5}[number, oversample]  # of the prompts one may get
     assert planned.utilization == pytest.approx(0.45)
-    plan = plan_engine(planned, config, longest=40, weights=count_weights(config).total, device_memory=1 << 34)
     for arguments in started:
         assert number * arguments["gpu_memory_utilization"] == pytest.approx(0.45)
         assert arguments["max_num_seqs"] == planned.max_sequences / number == engine.get("max_num_seqs", completions)
-        assert arguments["max_num_batched_tokens"] == planned.max_batched_tokens / number == 2048
+        assert arguments["max_num_batched_tokens"] == 2048
         assert arguments["cudagraph_capture_sizes"][-1] == arguments["max_num_seqs"]
-        assert arguments["kv_cache_memory_bytes"] == plan.kv_cache / number
+        assert arguments["kv_cache_memory_bytes"] == planned.kv_cache(1 << 34) / number

@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.trace import Decoder, measure_activations
+from rlightning.memory_plan.activations import Decoder, measure_activations
 from rlightning.models import layers
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.layers import checkpoint_layers, compile_layers

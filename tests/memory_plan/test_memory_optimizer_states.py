@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, plan_of, small
+from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, colocated
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import read_device_memory
-from rlightning.memory_plan.phases import total
-from rlightning.memory_plan.trainer_memory import TrainerMemory
+from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Parallelism
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 
@@ -19,19 +19,19 @@ EMBEDDING = 151936 * 1024
 
 @pytest.mark.parametrize(("states", "num_bytes"), [("float32", 8), ("bfloat16", 4), ("8bit", 2 * (1 + 4 / 128))])
 def test_bytes_of_the_moments(states: Any, num_bytes: float) -> None:
-    plan = plan_of(replace(COLOCATED, optimizer_states=states), H200)
+    plan = MemoryPlan(replace(COLOCATED, optimizer_states=states), H200)
     assert plan.trainer.optimizer_state() == int(num_bytes * SIZE)
-    usual = plan_of(COLOCATED, H200)
-    assert total(usual.generate()) - total(plan.generate()) == 8 * SIZE - int(num_bytes * SIZE)
+    usual = MemoryPlan(COLOCATED, H200)
+    assert usual.generate().total - plan.generate().total == 8 * SIZE - int(num_bytes * SIZE)
 
 
 def test_step_memory_counts_one_portion_of_moments() -> None:
     """The largest parameter's two, in float32: more than a GiB. A step of float32 needs none besides its own."""
-    trainer = TrainerMemory(replace(FSDP_ALONE, optimizer_states="bfloat16"), small().trainer)
+    trainer = TrainerMemory(replace(FSDP_ALONE, optimizer_states="bfloat16"))
     assert trainer.moments_at_a_time() == 8 * EMBEDDING > StoredMomentsAdamW.bytes_at_a_time
-    assert TrainerMemory(FSDP_ALONE, small().trainer).moments_at_a_time() == 0
+    assert TrainerMemory(FSDP_ALONE).moments_at_a_time() == 0
     on_host = Parallelism(kind="fsdp", cpu_offload="optimizer")
-    assert TrainerMemory(replace(FSDP_ALONE, parallelism=on_host), small().trainer).moments_at_a_time() == 8 * EMBEDDING
+    assert TrainerMemory(replace(FSDP_ALONE, parallelism=on_host)).moments_at_a_time() == 8 * EMBEDDING
 
 
 @pytest.mark.long
@@ -40,9 +40,9 @@ def test_they_are_suggested_before_further_devices() -> None:
     cases: list[tuple[str, OptimizerStates]] = [("30GB", "bfloat16"), ("26GB", "8bit")]
     for device, suggested in cases:
         memory = read_device_memory(device)
-        work = replace(COLOCATED, config=MIDDLE, reference=None)
-        [sentence, _] = advise(plan_of(work, memory))
+        work = replace(colocated(MIDDLE), reference=None)
+        [sentence, _] = advise(MemoryPlan(work, memory))
         assert f"set model.optimizer_states: {suggested}, with model.gradient_checkpointing: auto" in sentence
         batch = replace(work.batch, max_tokens_per_microbatch=work.longest)
         followed = replace(work, optimizer_states=suggested, gradient_checkpointing=True, batch=batch)
-        assert total(plan_of(followed, memory).update()) <= memory
+        assert MemoryPlan(followed, memory).update().total <= memory

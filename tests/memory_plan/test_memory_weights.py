@@ -5,7 +5,7 @@ from planned import MIDDLE, SMALL
 from tiny_models import SIZES, tiny_config
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlightning.memory_plan.weights import count_weights
+from rlightning.models.counts import count_weights
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "phi3"])

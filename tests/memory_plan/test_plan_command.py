@@ -10,10 +10,10 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
-from rlightning.cli.plan import plan
+from rlightning.cli.plan import count_devices, plan
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory, split_device_memory
-from rlightning.memory_plan.settings import count_devices
+from rlightning.memory_plan.devices import DEVICES, read_device_memory, split_device_memory
+from rlightning.parallel.device import GIB
 
 
 @pytest.mark.parametrize(

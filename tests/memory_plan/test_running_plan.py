@@ -10,12 +10,11 @@ import torch
 from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
-from rlightning.callbacks import VLLMRollout
-from rlightning.cli.plan import PlanCLI
+from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, VLLMRollout
+from rlightning.cli.plan import parse_work
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.phases import MemoryPlan, total
-from rlightning.memory_plan.running import check_engine, decide_checkpointing, work_of
-from rlightning.memory_plan.settings import read_work
+from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, read_run
+from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.module.start_block import describe_memory
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
@@ -40,8 +39,7 @@ def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path:
         "rollout: {max_new_tokens: 40, gpu_memory_utilization: 0.3, sleep: false, engine: {max_num_seqs: 24}}\n"
         "trainer: {precision: bf16-mixed, max_steps: 3, accelerator: cpu, devices: 1}\n"
     )
-    config: Any = PlanCLI(args=["fit", "--config", str(tmp_path / "run.yaml")]).config["fit"]
-    expected, got = read_work(config), work_of(*run)
+    expected, got = parse_work(["fit", "--config", str(tmp_path / "run.yaml")]), read_run(*run)
     assert expected.is_compiled and not got.is_compiled  # a plan is for CUDA
     for name in ("config", "reference"):
         assert getattr(got, name).to_dict() == getattr(expected, name).to_dict()
@@ -49,11 +47,20 @@ def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path:
     assert replace(got, **same) == expected  # type: ignore[arg-type]
 
 
+def test_parts_that_callbacks_move_each_step_are_planned_away(run: tuple[Any, Any]) -> None:
+    trainer, module = run
+    trainer.callbacks += [MakeRoomForEngine(), OffloadDuringRollout(parameters=True)]
+    work = read_run(trainer, module)
+    assert work.moved_each_step == {"optimizer_state", "parameters", "reference_model"} <= set(PhaseBytes.__slots__)
+    trainer.callbacks.pop()  # the other moves what an engine lacks, which the plan finds out by itself
+    assert read_run(trainer, module).moved_each_step == set()
+
+
 @pytest.mark.slow
 def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = MemoryPlan(replace(work_of(*run), engine=None), 1 << 40)
+    bare = MemoryPlan(replace(read_run(*run), rollout=None), 1 << 40)
     run[0].callbacks = []
-    none, every = (total(bare.update(gradient_checkpointing=way)) for way in (False, True))
+    none, every = (bare.with_work(gradient_checkpointing=way).update().total for way in (False, True))
     half = (none + every) // 2
     counts = []
     for needed in (none, half, 0.9 * every):  # the last fits, though it leaves no tenth free
@@ -91,11 +98,15 @@ def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monk
     assert describe_memory(trainer, module) == ""  # a CPU has no plan
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
     monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
-    plan = MemoryPlan(work_of(trainer, module), 80 << 30)
-    sync, generate, score, update = (total(parts) / 2**30 for parts in plan.phases().values())
+    plan = MemoryPlan(read_run(trainer, module), 80 << 30)
+    sync, generate, score, update = (parts.total / 2**30 for parts in plan.phases().values())
     assert describe_memory(trainer, module) == (
         f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB "
         "on each rank (planned); gradient checkpointing auto (0 of 2 layers)"
+    )
+    trainer.callbacks.append(OffloadDuringRollout())
+    assert describe_memory(trainer, module).endswith(
+        "; while the engine is awake, the host's memory holds optimizer state (0.0 GiB)"
     )
 
 
@@ -104,5 +115,5 @@ def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:
     module.model_config.model_type, module.plan = "unheard_of", None
     assert decide_checkpointing(trainer, module) == (
         2,
-        "what they take is not known (GRPO in precision bf16-mixed has no plan)",
+        "what they take is not known (GRPO has no plan of a step's batch)",
     )

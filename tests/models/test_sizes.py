@@ -6,8 +6,7 @@ import pytest
 from tiny_models import tiny_config
 from transformers import AutoConfig
 
-from rlightning.memory_plan.engine_memory import plan_engine, read_engine
-from rlightning.models.sizes import (
+from rlightning.models.counts import (
     cached_numbers,
     head_size,
     inner_size,
@@ -15,6 +14,7 @@ from rlightning.models.sizes import (
     num_experts,
     num_key_value_heads,
 )
+from rlightning.rollout.vllm.memory import read_engine
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_tiny_models_write_what_transformers_writes() -> None:
 
 
 def test_an_engine_of_gpt2_is_planned() -> None:
-    engine = read_engine({"max_num_seqs": 2, "max_num_batched_tokens": 16}, itemsize=2)
-    found = plan_engine(engine, tiny_config("gpt2"), longest=32, weights=1000, device_memory=1 << 30)
+    arguments = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "dtype": "bfloat16"}
+    engine = read_engine(tiny_config("gpt2"), arguments)
     # 3 hidden states, 4 heads with keys and values of 8, and 3 of 4 x 32 inner; the sampler's three [2, 40] float32
-    assert found.activations == 2 * 16 * (3 * 32 + 12 * 8 + 3 * 128) + 3 * 4 * 2 * 40
-    assert found.token == 2 * 2 * 4 * 8 * 2  # keys and values of 2 layers
+    assert engine.activations == 2 * 16 * (3 * 32 + 12 * 8 + 3 * 128) + 3 * 4 * 2 * 40
+    assert engine.token == 2 * 2 * 4 * 8 * 2  # keys and values of 2 layers

@@ -10,11 +10,10 @@ from engine_models import Actor, engine_config, make_prompt, send, started
 from tiny import save_byte_model
 from tiny_models import save_tiny
 
-from rlightning.cli.plan import PlanCLI, plan
+from rlightning.cli.plan import parse_work, plan
 from rlightning.errors import EngineError
+from rlightning.memory_plan.activations import Decoder, measure_activations
 from rlightning.memory_plan.phases import MemoryPlan
-from rlightning.memory_plan.settings import read_work
-from rlightning.memory_plan.trace import Decoder, measure_activations
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
 from rlightning.rollout import Sampling
 from rlightning.types import RolloutBatch
@@ -106,9 +105,9 @@ def check_plan(kind: str) -> None:
     if kind in COMMON:
         assert "GiB each" in plan(["--config", "run.yaml", "--device-memory", "80GB"])
         return
-    work = read_work(PlanCLI(args=["fit", "--config", "run.yaml"]).config["fit"])
+    work = parse_work(["fit", "--config", "run.yaml"])
     planned = MemoryPlan(work, 80 << 30)
-    assert planned.trainer.weights.held > 0 and planned.engine().num_sequences > 0
+    assert planned.trainer.weights.held > 0 and planned.engine.num_sequences(80 << 30) > 0
     decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=True, is_compiled=True)
     assert measure_activations(work.config, decoder, 2 * work.longest, work.longest).kept > 0
 

@@ -1,0 +1,362 @@
+"""Bytes of activations: the model's own code run on tensors without memory, and what it would hold counted.
+
+A formula would have to follow what each architecture keeps. Here two and three layers of the model run forward and
+backward on fake tensors of a micro-batch's size, and every storage is counted from its making to its end. What the
+third layer adds is what each further one would.
+
+For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing (``E`` hidden size, ``H`` query heads,
+``K`` key/value heads, ``D`` head size, ``I`` intermediate size):
+
+    16E (two norms and their results, in bfloat16; 22E under autocast, with what the linear layers cast)
+    + 6HD + 6KD (queries' and keys' norms) + 4HD + 4KD + 4H (attention, its log-sum-exps) + 8I (feed-forward)
+
+and the norms' reciprocals. With torch 2.11 keys and values are repeated for the attention kernel: 8HD in place of
+4HD + 4KD. With checkpointing a layer keeps its input, E of the residual stream's type, and one at a time the rest.
+A compiled layer keeps less: the compiler computes again in the backward what is cheap to compute, such as norms,
+activation functions and casts. Which is which follows from the layer's graph, by the same partitioner.
+"""
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
+from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads
+from rlightning.models.layers import checkpoint_layers, decoder_layers
+from rlightning.models.policy import narrow_residuals
+
+CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
+
+
+class ActivationBytes(NamedTuple):
+    """What forward and backward of the decoder hold beside weights and gradients; numbers may be fractions.
+
+    Attributes:
+        kept: between forward and backward, the last hidden states included.
+        forward: at the peak of the forward pass.
+        backward: at the peak of the backward pass.
+        scoring: at the peak of a forward pass without gradient.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    scoring: float
+
+
+Bytes = NDArray[np.float64]
+"""[4], in the order of :class:`ActivationBytes`."""
+KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 0]))
+"""Which of them something adds to: the first alone, those of a forward with its backward, the backward's peak alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """How the decoder computes.
+
+    Attributes:
+        dtype: of the weights that the layers see.
+        is_autocast: whether linear layers cast to bfloat16.
+        gradient_checkpointing: whether a layer's activations are computed again.
+        is_compiled: whether layers are compiled.
+        tensor_parallel_size: ranks that split each layer.
+    """
+
+    dtype: torch.dtype
+    is_autocast: bool
+    gradient_checkpointing: bool
+    is_compiled: bool = False
+    tensor_parallel_size: int = 1
+
+
+@cache_by_config
+def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
+    """Return activations as a function of a micro-batch's tokens: [4] bytes for none, and [4] bytes more for each.
+
+    Args:
+        config: the model's.
+        decoder: how it computes.
+        longest: tokens of each sequence.
+
+    Raises:
+        ConfigError: as :func:`measure_activations`.
+    """
+    some, more = (np.array(measure_activations(config, decoder, longest * n, longest)) for n in (2, 4))
+    slope = (more - some) / (2 * longest)
+    return some - slope * (2 * longest), slope
+
+
+def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
+    """Return the bytes that a micro-batch's activations take in the whole decoder.
+
+    Args:
+        config: the model's.
+        decoder: how it computes.
+        tokens: of the micro-batch.
+        longest: tokens of its sequences.
+
+    Returns:
+        Those of two layers of each kind, and what a third one adds to them as often as there are further layers. Of
+        compiled layers only what they keep is told apart; what is on top of that for a moment is taken for eager.
+
+    Raises:
+        ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
+    """
+    layers, rest = np.zeros(4), np.full(4, -np.inf)
+    for kind, count in group_layers(config).items():
+        layer, beside = _trace_layer(config, decoder, kind, tokens, longest)
+        if decoder.is_compiled:
+            eager = replace(decoder, gradient_checkpointing=False)
+            whole = _trace_layer(config, eager, kind, tokens, longest)[0] if decoder.gradient_checkpointing else layer
+            saved = max(whole @ KEPT - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            if decoder.gradient_checkpointing:  # the backward has the activations of a layer at a time
+                beside -= saved * BACKWARD
+            else:
+                layer -= saved * UPDATE
+        layers += count * layer
+        rest = np.maximum(rest, beside)
+    return ActivationBytes(*(layers + rest).tolist())
+
+
+def _trace_layer(
+    config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int
+) -> tuple[Bytes, Bytes]:
+    """What a layer of a kind adds, and what there is beside the layers."""
+    two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
+    return three - two, 3 * two - 2 * three
+
+
+def _trace(config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int) -> Bytes:
+    with _fake_model(config, decoder, layers, tokens, longest) as (model, inputs, live):
+        if decoder.gradient_checkpointing:
+            checkpoint_layers(model, len(layers))
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
+        with _autocast(decoder), torch.no_grad():
+            hidden = model.base_model(**inputs).last_hidden_state
+        scoring = live.peak
+        del hidden
+        live.restart()
+        with _autocast(decoder):
+            hidden = model.base_model(**inputs).last_hidden_state
+        kept, forward = live.now, live.peak
+        live.restart()
+        hidden.backward(torch.empty_like(hidden))
+        return np.array([kept, forward, live.peak, scoring], float)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int) -> int:
+    """Bytes that a layer of a kind keeps for its backward once it is compiled, its result included."""
+    given: dict[str, Any] = {}
+    num_bytes = 0
+
+    def take(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        given.update(kwargs, hidden_states=args[0])
+
+    def count(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        nonlocal num_bytes
+        results: Any = gm.graph.output_node().args[0]
+        inputs = _storages(node for node in gm.graph.nodes if node.op == "placeholder")
+        num_bytes = sum(size for storage, size in _storages(results).items() if storage not in inputs)
+        return boxed_nop(gm, example_inputs)
+
+    with _fake_model(config, decoder, [kind], tokens, longest) as (model, inputs, _), _autocast(decoder):
+        (layer,) = decoder_layers(model)
+        hook = layer.register_forward_pre_hook(take, with_kwargs=True)
+        model.base_model(**inputs)
+        hook.remove()
+        compiled = aot_function(
+            lambda weights, hidden, others: functional_call(layer, weights, (hidden,), others),
+            fw_compiler=count,
+            bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it takes
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        hidden = given.pop("hidden_states").detach().requires_grad_()
+        compiled({**dict(layer.named_parameters()), **dict(layer.named_buffers())}, hidden, given)
+    return num_bytes
+
+
+def _storages(nodes: Iterable[Any]) -> dict[int, int]:
+    """The memory that nodes of a graph stand for, those that are tensors: an identity and bytes."""
+    values = (node.meta.get("val") for node in nodes if isinstance(node, torch.fx.Node))
+    storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+@contextmanager
+def _fake_model(
+    config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int
+) -> Iterator[tuple[Any, dict[str, Any], "LiveBytes"]]:
+    """The model with the given layers, and its inputs; inside, tensors have no memory, and their bytes are counted."""
+    config = shrink(config, layers, decoder.tensor_parallel_size)
+    try:
+        # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
+            )
+            narrow_residuals(model)
+            inputs = _inputs(tokens, longest)
+            given = [value for value in inputs.values() if isinstance(value, Tensor)]
+            with LiveBytes([*model.parameters(), *model.buffers(), *given]) as live:
+                yield model.eval(), inputs, live  # no dropout, as in training
+    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
+        # together; torch's partitioner has asserts, too.
+        lines = str(error).strip().splitlines() or [""]
+        raise ConfigError(
+            f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
+            f"({type(error).__name__}: {cut_line(lines[0], 160)}). Measure it on a GPU; memory/peak_gib is among the "
+            "metrics."
+        ) from error
+
+
+def _inputs(tokens: int, longest: int) -> dict[str, Any]:
+    """Those of a micro-batch of sequences of equal length."""
+    length = min(longest, tokens)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)
+    tensors = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return {**tensors, "max_length_q": length, "max_length_k": length, "use_cache": False}
+
+
+def _autocast(decoder: Decoder) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if decoder.is_autocast else nullcontext()
+
+
+def attention_as_on_cuda(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """:func:`~rlightning.models.attention.packed_attention` as a GPU would run it, on tensors that are on none."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    is_packed = kernel_obstacle(q.dtype, q.shape[-1], v.shape[-1]) is None
+    attend = varlen_attention if is_packed else padded_attention
+    bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    return attend(q, k, v, bounds, longest, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0), None
+
+
+AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
+
+    Args:
+        ignored: tensors whose storages are not counted, nor views of them.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most that were, since :meth:`restart`.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self.now = self.peak = 0
+
+    def restart(self) -> None:
+        """Begin to look for a new peak, among what is made from now on and what is alive."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+        result = grouped_product(*args, **kwargs or {}) if is_product else func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: Any) -> Tensor:
+    """Experts' products without values in any dtype, as autocast leaves them; torch's own are in bfloat16 alone."""
+    if right.ndim == 3:  # tokens times each expert's weights
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
+
+
+def group_layers(config: PreTrainedConfig) -> Counter[int]:
+    """Return the number of layers of each kind, by the first layer of that kind."""
+    text_config: Any = config.get_text_config()
+    lists = list(layer_lists(text_config).values())
+    firsts: dict[tuple[Any, ...], int] = {}
+    return Counter(
+        firsts.setdefault(tuple(values[layer] for values in lists), layer)
+        for layer in range(text_config.num_hidden_layers)
+    )
+
+
+def layer_lists(text_config: Any) -> dict[str, list[Any]]:
+    """Return what a configuration lists layer by layer, such as ``layer_types``, ``mlp_layer_types``."""
+    return {
+        name: value
+        for name, value in vars(text_config).items()
+        if "layer" in name and isinstance(value, list) and len(value) == text_config.num_hidden_layers
+    }
+
+
+def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
+    """Return the same architecture with the given layers only, a rank's part of each, and next to no vocabulary."""
+    small = copy.deepcopy(config)
+    text_config: Any = small.get_text_config()
+    heads, size = text_config.num_attention_heads, tensor_parallel_size
+    if size > 1 or vars(text_config).get("head_dim", 0) is None:
+        text_config.head_dim = head_size(config)
+    if size > 1:
+        text_config.num_key_value_heads = num_key_value_heads(config) // size
+        text_config.num_attention_heads = heads // size
+        text_config.intermediate_size = inner_size(config) // size
+    for name, values in layer_lists(text_config).items():
+        setattr(text_config, name, [values[layer] for layer in layers])
+    text_config.num_hidden_layers = len(layers)
+    text_config.vocab_size, text_config.pad_token_id = 8, None
+    if getattr(text_config, "rope_parameters", None):
+        text_config.rope_parameters = _unscaled(text_config.rope_parameters)
+    return small
+
+
+def _unscaled(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, of all layers or by their kind, without scaling: that takes no memory, but asks for values."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {kind: _unscaled(value) for kind, value in rope.items()}
+    return {**rope, "rope_type": "default"}

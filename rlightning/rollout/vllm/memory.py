@@ -1,0 +1,203 @@
+"""What vLLM engines take of a device: ``utilization x device = weights + activations + KV cache``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from rlightning.errors import ConfigError
+from rlightning.models.counts import cached_numbers, count_weights, head_size, inner_size, num_key_value_heads
+from rlightning.parallel.device import GIB, memory_use
+from rlightning.rollout.engine_settings import BLOCK_TOKENS
+
+CPU_CACHE_BYTES = 1 << 30
+"""The most that an engine on a CPU takes for its KV cache."""
+CPU_BLOCK_TOKENS = 128
+"""vLLM's default there."""
+WORTHWHILE = 0.9
+"""Of what there is for the KV cache. The rest covers what this arithmetic misses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What the engines on one device take of it, together.
+
+    Attributes:
+        num_engines: on the device.
+        utilization: the share of the device that they may take.
+        can_sleep: whether they give their memory back during an update.
+        weights: bytes of weights.
+        activations: bytes that a forward pass and sampling take; estimated.
+        token: bytes of the KV cache that one token takes.
+        block_tokens: of one block of a KV cache.
+        longest: tokens of the longest sequence.
+        max_sequences: that are worked on at once.
+        kv_cache_bytes: of the KV caches, as the user has named them; None goes by the utilization.
+    """
+
+    num_engines: int = 1
+    utilization: float
+    can_sleep: bool = True
+    weights: int
+    activations: int
+    token: int
+    block_tokens: int
+    longest: int
+    max_sequences: int
+    kv_cache_bytes: int | None = None
+
+    @property
+    def sequence(self) -> int:
+        """Bytes of the KV cache that one sequence of the longest length takes."""
+        return -(-self.longest // self.block_tokens) * self.block_tokens * self.token
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of the KV cache that all sequences at once take, or those that the user has named."""
+        # A block more for each: vLLM schedules a step ahead.
+        most = self.max_sequences * (self.sequence + self.block_tokens * self.token)
+        return most if self.kv_cache_bytes is None else self.kv_cache_bytes
+
+    def available(self, device_memory: int) -> int:
+        """Bytes of the device that there are for the KV cache; negative if there are none left."""
+        if self.kv_cache_bytes is not None:
+            return self.kv_cache_bytes
+        return int(self.utilization * device_memory) - self.weights - self.activations
+
+    def kv_cache(self, device_memory: int) -> int:
+        """Bytes that the KV cache takes; negative if there are none left."""
+        available = self.available(device_memory)
+        return self.wanted if self.wanted < WORTHWHILE * available else available
+
+    def num_sequences(self, device_memory: int) -> int:
+        """How many sequences of the longest length the cache holds at once."""
+        return max(self.kv_cache(device_memory), 0) // self.sequence
+
+    def longest_sequence(self, device_memory: int) -> int:
+        """Tokens of the longest sequence that the cache has room for."""
+        return max(self.available(device_memory), 0) // self.token // self.block_tokens * self.block_tokens
+
+
+def read_engine(
+    config: PreTrainedConfig,
+    arguments: Mapping[str, Any],
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    num_engines: int = 1,
+    can_sleep: bool = True,
+) -> EngineMemory:
+    """Return what engines take that start with the same arguments on the same device.
+
+    Args:
+        config: the model's.
+        arguments: of vLLM's EngineArgs for each of them, those of
+            :func:`~rlightning.rollout.engine_settings.derive_settings` among them.
+        block_tokens: of a block, where the arguments do not say.
+        num_engines: that start.
+        can_sleep: see :class:`EngineMemory`.
+    """
+    text_config: Any = config.get_text_config()
+    cache, named = str(arguments.get("kv_cache_dtype") or "auto"), arguments.get("kv_cache_memory_bytes")
+    size, itemsize = int(arguments.get("tensor_parallel_size") or 1), getattr(torch, arguments["dtype"]).itemsize
+    num_sequences = num_engines * int(arguments["max_num_seqs"])
+    # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
+    heads = text_config.num_attention_heads + 2 * num_key_value_heads(config)
+    width = 3 * text_config.hidden_size + (heads * head_size(config) + 3 * inner_size(config)) // size
+    activations = itemsize * num_engines * int(arguments["max_num_batched_tokens"]) * width
+    # The sampler works in float32 on logits, log-probabilities and noise.
+    activations += 3 * 4 * num_sequences * text_config.vocab_size
+    kv_itemsize = 1 if "fp8" in cache or "int8" in cache else itemsize
+    return EngineMemory(
+        num_engines=num_engines,
+        utilization=num_engines * float(arguments.get("gpu_memory_utilization", 0)),
+        can_sleep=can_sleep,
+        weights=num_engines * itemsize * count_weights(config).total // size,
+        activations=activations,
+        token=text_config.num_hidden_layers * cached_numbers(config, size) * kv_itemsize,
+        block_tokens=int(arguments.get("block_size") or block_tokens),
+        longest=int(arguments["max_model_len"]),
+        max_sequences=num_sequences,
+        kv_cache_bytes=None if named is None else num_engines * named,
+    )
+
+
+def kv_cache_setting(
+    arguments: Mapping[str, Any], config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
+) -> dict[str, int]:
+    """Return how large vLLM is to make the KV cache, where all sequences at once can use less than there is for it.
+
+    Args:
+        arguments: as of :func:`read_engine`, without ``kv_cache_memory_bytes``.
+        config: the model's.
+        device: what the engine runs on.
+        is_alone: whether no other engine starts there at the same time. vLLM would measure both otherwise.
+
+    Returns:
+        An argument more, or none.
+
+    Raises:
+        ConfigError: if it is not alone, and there is no room for any.
+    """
+    if device.type != "cuda":
+        wanted = read_engine(config, arguments, block_tokens=CPU_BLOCK_TOKENS).wanted
+        return {"kv_cache_memory_bytes": min(wanted, CPU_CACHE_BYTES)}
+    memory = memory_use(device)
+    if memory is None:
+        return {}
+    engine = read_engine(config, arguments)
+    available = engine.available(memory.total)
+    if engine.kv_cache(memory.total) < available:
+        return {"kv_cache_memory_bytes": engine.wanted}
+    if is_alone:
+        return {}
+    if available < engine.sequence:
+        raise ConfigError(
+            f"An engine's part of rollout.gpu_memory_utilization, {engine.utilization:g}, has no room for a sequence "
+            f"of {engine.longest:,} tokens beside its {engine.weights / GIB:.1f} GiB of weights and "
+            f"{engine.activations / GIB:.1f} GiB of activations. Raise it, or lower rollout.num_engines."
+        )
+    return {"kv_cache_memory_bytes": int(WORTHWHILE * available)}
+
+
+def check_kv_cache(arguments: Mapping[str, Any], config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
+    """Refuse a KV cache of the user's size that is too small for one sequence, which vLLM refuses as it starts.
+
+    It needs a block more than the sequence's, which vLLM reserves.
+
+    Args:
+        arguments: as of :func:`read_engine`.
+        config: the model's; None where a custom loop's module does not tell.
+        is_cuda: whether the engine runs on a GPU.
+
+    Raises:
+        ConfigError: with what is given and what is needed.
+    """
+    if config is not None and not _is_cached_whole(config):
+        return
+    length, blocks = int(arguments["max_model_len"]), arguments.get("num_gpu_blocks_override")
+    # Where vLLM chooses the size of blocks by the attention's kernel, the largest of its choices.
+    num_needed = -(-length // int(arguments.get("block_size") or CPU_BLOCK_TOKENS)) + 1
+    if blocks is not None and blocks < num_needed:
+        raise ConfigError(
+            f"rollout.engine.num_gpu_blocks_override={blocks} must be at least {num_needed}: the KV cache must hold a "
+            f"sequence of max_model_len={length} tokens, and one block is reserved. Leave it out."
+        )
+    cache = arguments.get("kv_cache_memory_bytes")
+    if cache is None or config is None:
+        return
+    engine = read_engine(config, arguments, block_tokens=BLOCK_TOKENS if is_cuda else CPU_BLOCK_TOKENS)
+    needed = engine.sequence + engine.block_tokens * engine.token
+    if cache < needed:
+        raise ConfigError(
+            f"rollout.engine.kv_cache_memory_bytes={cache} must be at least {needed}: the KV cache must hold a "
+            f"sequence of max_model_len={length} tokens, {engine.token} bytes each, and a reserved block. Leave it out."
+        )
+
+
+def _is_cached_whole(config: PreTrainedConfig) -> bool:
+    """Whether every layer caches every token, so that what a sequence takes is known."""
+    text_config: Any = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None) or []
+    return {"full_attention"}.issuperset(kinds) and getattr(text_config, "sliding_window", None) is None
