@@ -8,6 +8,7 @@ import sys
 
 from rlightning.processes.process_group import end_with_parent
 from rlightning.rpc import serve_parent
+from rlightning.rpc.peer import Method
 
 
 async def describe() -> list[object]:
@@ -29,17 +30,26 @@ async def leave(code: int) -> None:
     os._exit(code)
 
 
-async def main() -> None:
+async def serve() -> None:
     connection, lifeline = map(int, sys.argv[-2:])
     end_with_parent(lifeline)
     if "early" in sys.argv:
         await leave(3)
-    methods = {"describe": describe, "start_child": start_child, "backtrack": backtrack, "leave": leave}
+    methods: dict[str, Method] = {
+        "describe": describe,
+        "start_child": start_child,
+        "backtrack": backtrack,
+        "leave": leave,
+    }
     parent = await serve_parent(connection, methods)
     if "late" not in sys.argv:
         await parent.notify("ready", "here")
     await parent.closed
 
 
+def main() -> None:
+    asyncio.run(serve())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()
