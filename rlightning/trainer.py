@@ -15,22 +15,22 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
+import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.argument_checks import check_arguments, check_value
-from rlightning.checkpoint_search import FOLDER, settle_checkpoint
+from rlightning.cli.checkpoint_search import FOLDER, settle_checkpoint
 from rlightning.console import quieten
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
-from rlightning.distributed.ddp import replace_lightning_ddp
-from rlightning.distributed.launcher import check_launch
-from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.module.trainer_options import check_options
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.ddp import replace_lightning_ddp
+from rlightning.parallel.launcher import check_launch
+from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.strategy_names import find_strategy
 from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
-from rlightning.strategy_names import find_strategy
-from rlightning.trainer_options import check_options
 
 DEFAULTS: Mapping[str, Any] = {
     # The engine validates, and a run validates before its first step: a sanity check would be another validation.
@@ -56,7 +56,7 @@ class Trainer(lightning.pytorch.Trainer):
 
     Args:
         rollout: the callback that owns the engine; None for none; "auto": a ``VLLMRollout()``, unless ``callbacks`` has
-            one.
+            a rollout callback.
         options: of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default ``runs/<date>-<time>``.
 
     Raises:
@@ -218,8 +218,8 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapp
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])
     if rollout == "auto":
-        kind = find_callback("VLLMRollout")
-        rollout = None if any(isinstance(callback, kind) for callback in callbacks) else kind()
+        has_one = any(isinstance(callback, find_callback("RolloutCallback")) for callback in callbacks)
+        rollout = None if has_one else find_callback("VLLMRollout")()
     if isinstance(rollout, Callback):
         callbacks.insert(0, rollout)
     if options["barebones"]:
@@ -248,8 +248,8 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapp
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """That of the engine in front (:mod:`rlightning.hooks`), the others in their order."""
-    rollout = find_callback("VLLMRollout")
+    """The rollout callback in front (:mod:`rlightning.hooks`), the others in their order."""
+    rollout = find_callback("RolloutCallback")
     return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from rlightning.distributed.collectives import gather_objects, global_rank
 from rlightning.errors import ConfigError
-from rlightning.rollout.engine import Request, Sampling
+from rlightning.parallel.collectives import gather_objects, global_rank
+from rlightning.rollout.sampler import Request, Sampling
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
 
@@ -61,6 +61,18 @@ def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
     """
     is_wanted = sampling.seed is None and device.type == "cpu"
     return replace(sampling, seed=run_seed()) if is_wanted else sampling
+
+
+def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:
+    """Return how one prompt's completions are sampled, with a seed of their own.
+
+    Args:
+        sampling: of the rollout.
+        prompt: which may have a temperature and a limit of its own.
+        stream: number of its random stream.
+    """
+    seed = None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream)
+    return replace(sampling.of(prompt), seed=seed)
 
 
 def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:

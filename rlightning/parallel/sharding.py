@@ -1,0 +1,87 @@
+"""How a policy's weights are spread over ranks, and a rank's shard of one."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+CPUOffload = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread over the ranks.
+
+    Args:
+        mesh: all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
+        device: this rank's.
+        compute_dtype: of weights and activations in forward and backward; None is the weights' own.
+        cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
+        reshard_after_forward: whether a layer's gathered weights are let go of between its forward and its backward.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: CPUOffload = "none"
+    reshard_after_forward: bool = True
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """What FSDP shards over, and before it, with hybrid sharding, what it replicates over."""
+        return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where the shards are between their uses."""
+        return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
+
+
+def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases."""
+    yield from policy.named_parameters()
+    for prefix, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's part on this rank; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within, norms and biases have the values that an engine of ``dtype`` has; autocast rounds matrices alone."""
+    vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
+    masters = [vector.clone() for vector in vectors]
+    try:
+        for vector in vectors:
+            vector.copy_(vector.to(dtype))
+        yield
+    finally:
+        for vector, master in zip(vectors, masters, strict=True):
+            vector.copy_(master)
+
+
+def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor like ``tensor``, with other values on this rank, which may be on another device than the mesh's.
+
+    Args:
+        tensor: a DTensor, or a plain one, in whose place ``local`` is returned.
+        local: the values.
+        shape: of the whole, where it is not that of ``tensor``.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    names, layout = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
+    whole = tensor if shape is None else torch.empty(tuple(shape), device="meta")
+    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, whole.shape, whole.stride())
+    return rebuilt
