@@ -212,14 +212,16 @@ class LocalPool:
         self._calls: dict[int, _LocalCall] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[RewardThread, dict[bool, asyncio.Semaphore]] = {}
-        self._watch: Future[None] | None = None
+        self._watch_lock, self._is_watched = threading.Lock(), False
 
     def submit(self, function: Function, arguments: dict[str, Any]) -> "Future[Outcome]":
         """Start a call and return at once. Cancelling the future cancels the call."""
         outcome: Future[Outcome] = Future()
         self._start(_LocalCall(function, arguments, free_thread(), outcome))
-        if self._watch is None or self._watch.done():
-            self._watch = background_loop().submit(self._watch_loops())
+        with self._watch_lock:
+            is_watched, self._is_watched = self._is_watched, True
+        if not is_watched:
+            background_loop().submit(self._watch_loops())
         return outcome
 
     def close(self) -> None:
@@ -274,8 +276,12 @@ class LocalPool:
 
     async def _watch_loops(self) -> None:
         """Fail calls that block their loop, and start the others elsewhere, as long as there are calls."""
-        while self._calls:
+        while True:
             await asyncio.sleep(intervals.WORKER_POLL_INTERVAL)
+            with self._watch_lock:
+                self._is_watched = bool(self._calls)
+                if not self._is_watched:
+                    return
             for thread in {call.thread for call in list(self._calls.values())}:
                 calls = {key: call for key, call in list(self._calls.items()) if call.thread is thread}
                 if thread.blocked_seconds > intervals.REWARD_BLOCKED_GRACE:

@@ -6,7 +6,6 @@ The parent can read it while a call holds the interpreter's lock, and after a ca
 import asyncio
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -45,9 +44,9 @@ class ProgressFile:
     @classmethod
     def create(cls) -> "ProgressFile":
         """Return a new one, whose ``fd`` a child process can inherit."""
-        with tempfile.TemporaryFile() as file:
-            os.pwrite(file.fileno(), _FIELDS.pack(0, 0, 0), 0)
-            return cls(os.dup(file.fileno()))
+        fd = os.memfd_create("rlightning-progress")
+        os.pwrite(fd, _FIELDS.pack(0, 0, 0), 0)
+        return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
         """Show that the process gets on, and what it does; ``call`` 0 is the one before."""

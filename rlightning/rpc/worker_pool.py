@@ -67,6 +67,9 @@ class WorkerPool:
         setup: arguments of its ``setup``, called first.
         start_timeout: seconds for that.
         finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
+
+    Attributes:
+        deaths: the budget of restarts that no call explains.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class WorkerPool:
         self._waiting: deque[_Call] = deque()
         self._keys = itertools.count(1)
         self._num_closed = 0
-        self._deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
+        self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def call(self, *arguments: Any, hang_timeout: float) -> Any:
         """Run a call in a worker; it is repeated in another one if a worker ends for a reason that is not this call.
@@ -117,11 +120,11 @@ class WorkerPool:
                     raise ConnectionLostError("the pool was closed") from None
                 if end.culprit == call.key:
                     raise end.error from None
-                if end.culprit is None and not self._deaths.take():
+                if not end.may_repeat:
                     raise end.error from None
                 call.is_alone = end.culprit is None and len(end.calls) > 1
             else:
-                self._deaths.reset()
+                self.deaths.reset()
                 return result
             finally:
                 worker.calls.pop(call.key, None)
@@ -214,11 +217,19 @@ class _Call:
 
 
 class _End(NamedTuple):
-    """How a worker ended: the key of the call that was the cause, its error, and the keys of all that it had."""
+    """How a worker ended.
+
+    Attributes:
+        culprit: the key of the call that was the cause; None if none is known to be.
+        error: of that call.
+        calls: the keys of all that it had.
+        may_repeat: whether the others may run again.
+    """
 
     culprit: int | None
     error: WorkerError
     calls: list[int]
+    may_repeat: bool
 
 
 class _Worker:
@@ -334,7 +345,8 @@ class _Worker:
         is_known = progress.is_executing or keys == [progress.call]
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
         error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
-        self.ended.set_result(_End(culprit, error, keys))
+        may_repeat = culprit is not None or not keys or self.pool.deaths.take()
+        self.ended.set_result(_End(culprit, error, keys, may_repeat))
 
     async def _write_stacks(self) -> None:
         """Have the process write the stacks of its threads."""
