@@ -120,7 +120,7 @@ def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, ti
         calls = [pool.call("a", str(tmp_path), hang_timeout=60) for _ in range(3)]
         for error in await asyncio.gather(*calls, return_exceptions=True):
             with pytest.raises(ProcessStartError, match=reason):
-                raise error  # type: ignore[misc]
+                raise error
         await pool.close()
 
     run(work())
