@@ -7,6 +7,8 @@ POLL_INTERVAL = 0.25
 """Between two checks of what may take long: a rank in a barrier, a child process, the start of an engine."""
 SHORT_POLL_INTERVAL = 0.02
 """Between two checks of what usually comes within milliseconds: an entry of a store, a file, the end of a process."""
+WORKER_POLL_INTERVAL = 0.1
+"""Between two checks whether a worker process gets on with its calls, and between two heartbeats of its event loop."""
 TRANSFER_POLL_INTERVAL = 0.0005
 """Between two checks whether a chunk of weights has arrived."""
 HEARTBEAT_INTERVAL = 2.0
@@ -76,9 +78,7 @@ TRACKER_GRACE = 60.0
 """For resource trackers to clean up, and then for what does not end by SIGKILL at once."""
 RANK_0_GRACE = 3.0
 """For rank 0 to report an error first, which is usually that of all ranks."""
-REWARD_KILL_GRACE = 2.0
-"""For a reward worker to end a call by itself after the call's timeout, before the worker is killed."""
 REWARD_BLOCKED_GRACE = 0.5
-"""Over a reward's timeout, after which an event loop without a heartbeat counts as blocked by it."""
+"""Over a call's timeout, after which its process or event loop counts as blocked by it."""
 CANCEL_GRACE = 2.0
 """For cancelled rewards to clean up."""

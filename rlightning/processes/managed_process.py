@@ -124,15 +124,13 @@ class ManagedProcess:
 
 
 def python_command(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
-    """Return the command that runs a module of rlightning in an interpreter, such as another environment's.
+    """Return the command that runs a module's ``main()`` in an interpreter, such as another environment's.
 
-    Another interpreter loads this very package from its folder, and nothing else of what is installed beside it. It
-    needs Python 3.10 and msgpack.
+    It loads this very package, and finds nothing else of what is installed beside it. It needs Python 3.10 and msgpack.
 
     Args:
         module: such as ``rlightning.environments.worker``.
         arguments: of the module.
         interpreter: its path.
     """
-    start = ["-P", "-m"] if interpreter == sys.executable else [str(BOOTSTRAP)]
-    return [interpreter, *start, module, *arguments]
+    return [interpreter, str(BOOTSTRAP), module, *arguments]

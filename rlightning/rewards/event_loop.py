@@ -1,254 +1,106 @@
-"""Reward functions on this process's event loop: async ones on it, the others each in a thread.
+"""Reward functions on an event loop: async ones on it, the others each in a thread.
 
-It is that of a process for them alone (:mod:`~rlightning.rewards.loop_worker`), or the trainer's, for functions that
-cannot be sent to another.
+It is the loop of a process for them alone (:mod:`~rlightning.rewards.worker`), or one in a thread of the trainer's
+process for functions that cannot be sent to another: one from the first call until the process ends. A client, a lock
+or a semaphore that a module keeps is bound to the event loop that first used it, and fails on any other.
 """
 
 import asyncio
 import inspect
+import itertools
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from rlightning import intervals
-from rlightning.rewards.calls import Answered, Call, Outcome, Report, failure, to_number
 from rlightning.rewards.lookup import unwrap
-from rlightning.rewards.loop_thread import OWNER, LoopThread, free_loop
+from rlightning.rewards.worker import Function, Outcome, failure, to_number
+from rlightning.rpc.client import LoopThread, background_loop
+from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 
 MAX_CONCURRENT = 64
 """Async calls of one pool that run at once."""
 
 
-class LoopFunction(NamedTuple):
-    """A reward function of this process.
-
-    Attributes:
-        function: if it is no ``async def`` itself it is called in a thread, and what it returns awaited on the loop.
-        is_async: whether it mostly waits, so that many calls may run at once.
-        timeout: seconds.
-    """
-
-    function: Callable[..., Any]
-    is_async: bool
-    timeout: float
-
-
-class EventLoopPool:
-    """Runs calls concurrently on the process's event loop: async functions on it, sync ones each in a daemon thread.
-
-    The loop outlives the pool, so that what a function keeps between its calls, such as an HTTP client, stays usable
-    for all of them (:mod:`~rlightning.rewards.loop_thread`).
-
-    A call that does not end in time is cancelled and counted as failed. If an async function blocks the loop for longer
-    than its timeout, it has failed too. The other calls wait for the loop for as long again; then they start anew on
-    another, until this one runs again.
+class CallRunner:
+    """Runs calls on an event loop, each with its function's timeout.
 
     Args:
-        functions: those that calls name by their index; None where a function does not run here.
-        num_threads: sync calls at once.
-        report: called in the loop's thread with each call as it is done; of a call that has been restarted maybe twice.
-    """
-
-    def __init__(self, functions: Sequence[LoopFunction | None], num_threads: int, report: Report) -> None:
-        self.functions = functions
-        self.num_threads = num_threads
-        self.report = report
-        self._calls: dict[LoopThread, _LoopCalls] = {}
-
-    def submit(self, calls: Sequence[Call]) -> None:
-        """Start calls and return at once."""
-        if not calls:
-            return
-        thread = free_loop()
-        if thread not in self._calls:
-            self._calls[thread] = _LoopCalls(thread, self.functions, self.num_threads, self.report)
-        self._calls[thread].add(calls)
-
-    def withdraw(self, samples: Collection[int]) -> None:
-        """Cancel the calls on some samples; their outcomes are not reported."""
-        for calls in self._calls.values():
-            calls.cancel([index for index, call in list(calls.pending.items()) if call.sample in samples])
-
-    def close(self) -> None:
-        """Cancel all calls, and let them clean up."""
-        for calls in self._calls.values():
-            calls.close()
-        self._calls.clear()
-
-    def replace_if_blocked(self) -> None:
-        """Fail a call that blocks its loop; start the others elsewhere if it goes on for as long again.
-
-        To be called every :data:`~rlightning.rewards.loop_thread.BEAT` by what waits for answers.
-        """
-        for calls in list(self._calls.values()):
-            block = calls.find_block()
-            if block is None:
-                continue
-            for index in block.causes:
-                call = calls.pending.pop(index, None)
-                if call is not None:  # else it has failed already, or has just ended after all
-                    self.report(Answered(call, block.outcome))
-            if block.is_lasting:
-                calls.thread.is_blocked = True
-                rest = list(calls.pending.values())
-                calls.cancel(list(calls.pending))
-                self.submit(rest)
-
-
-class _Block(NamedTuple):
-    """A loop that does not run, because of a call that is not a coroutine's.
+        loop: which does not run yet, or runs in this thread.
+        show: called with a call's key and True where a task of it goes on; with 0 and False where it stops, and every
+            ``intervals.WORKER_POLL_INTERVAL`` that the loop is free.
 
     Attributes:
-        causes: the calls that block it, by their numbers.
-        outcome: theirs.
-        is_lasting: whether the others should not wait any longer.
+        last_beat: when the loop was last free, as time.monotonic() counts.
+        lost_seconds: for which the loop was not, in all.
     """
 
-    causes: list[int]
-    outcome: Outcome
-    is_lasting: bool
+    def __init__(self, loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
+        self.last_beat, self.lost_seconds = time.monotonic(), 0.0
+        self._loop, self._show = loop, show
+        track_tasks(loop, show)
+        loop.call_soon(self._beat)
 
-
-class Owner(NamedTuple):
-    """A call, as the owner of the tasks that it creates."""
-
-    calls: "_LoopCalls"
-    number: int
-
-    @property
-    def call(self) -> Call | None:
-        """The call, unless it has ended."""
-        return self.calls.pending.get(self.number)
-
-
-class _LoopCalls:
-    """A pool's calls on one event loop."""
-
-    def __init__(
-        self, thread: LoopThread, functions: Sequence[LoopFunction | None], num_threads: int, report: Report
-    ) -> None:
-        self.thread = thread
-        self.functions = functions
-        self.report = report
-        self.pending: dict[int, Call] = {}
-        self._num_added = 0
-        self._slots = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_threads)}
-        """Of async calls, and of threads."""
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, asyncio.Future[Outcome]] = {}
-
-    def add(self, calls: Sequence[Call]) -> None:
-        """Start the calls as soon as the loop is free."""
-        added = dict(enumerate(calls, start=self._num_added))
-        self._num_added += len(added)
-        self.pending |= added
-        self.thread.loop.call_soon_threadsafe(self._start, added)
-
-    def cancel(self, indices: Sequence[int]) -> None:
-        """Cancel some calls."""
-        for index in indices:
-            self.pending.pop(index, None)
-        if indices:
-            self.thread.loop.call_soon_threadsafe(self._cancel_tasks, indices)
-
-    def close(self) -> None:
-        """Cancel all calls and wait until they have ended, unless the loop is blocked."""
-        self.pending.clear()
-        if not self.thread.is_blocked:
-            self.thread.run(self._cancel_all(), intervals.CANCEL_GRACE)
-
-    def find_block(self) -> _Block | None:
-        """The block of the loop, if it is longer than the timeout of the call that causes it.
-
-        Where no task does, as in a callback, all that are running count as its causes; where another pool's does, none.
-        """
-        blocked_seconds = time.monotonic() - self.thread.last_beat
-        if blocked_seconds < intervals.REWARD_BLOCKED_GRACE or not self.pending:
-            return None
-        owner = self.thread.current
-        if owner is None:
-            causes = [index for index in list(self._running) if index in self.pending]
-        else:
-            causes = [owner.number] if isinstance(owner, Owner) and owner.calls is self else []
-        pending = self.pending.copy()  # the loop may be free again at any moment
-        timed = [pending[index] for index in causes if index in pending] or pending.values()
-        timeout = max((self._function(call).timeout for call in timed), default=blocked_seconds)
-        if blocked_seconds < timeout + intervals.REWARD_BLOCKED_GRACE:
-            return None
-        frame = sys._current_frames().get(self.thread.ident)
-        stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
-        rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return _Block(
-            causes, Outcome.failed(f"{stack}{rule}"), blocked_seconds > 2 * timeout + intervals.REWARD_BLOCKED_GRACE
-        )
-
-    def _start(self, calls: dict[int, Call]) -> None:
-        for index, call in calls.items():
-            if index in self.pending:  # else it has been cancelled or restarted elsewhere
-                task = self.thread.loop.create_task(self._run_call(index, call))
-                self._tasks[index] = task
-                task.add_done_callback(partial(self._remove_task, index))
-
-    def _remove_task(self, index: int, task: "asyncio.Task[None]") -> None:
-        self._tasks.pop(index, None)
-
-    def _cancel_tasks(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            if index in self._tasks:
-                self._tasks[index].cancel()
-
-    async def _cancel_all(self) -> None:
-        ending: list[asyncio.Future[Any]] = [*self._tasks.values(), *self._running.values()]
-        for task in ending:
-            task.cancel()
-        if ending:
-            await asyncio.wait(ending, timeout=intervals.CANCEL_GRACE)
-
-    async def _run_call(self, index: int, call: Call) -> None:
-        function = self._function(call)
-        async with self._slots[function.is_async]:
-            OWNER.set(Owner(self, index))
-            self._running[index] = future = self._begin(function, call.arguments)
-            try:
-                await self._wait(future, function.timeout)
-            finally:
-                del self._running[index]
-                is_late = not future.done()
-                future.cancel()
+    async def run(self, key: int, function: Function, arguments: dict[str, Any]) -> Outcome:
+        """Return what comes of a call; one that takes too long is cancelled."""
+        if isinstance(function.function, Outcome):
+            return function.function
+        CALL.set(key)
+        future = self._begin(function.function, arguments)
+        try:
+            await self._wait(future, function.timeout)
+        finally:
+            is_late = not future.done()
+            future.cancel()
         if is_late:
-            error = f"TimeoutError: the reward function took more than its timeout={function.timeout:g} s"
-            outcome = Outcome.failed(error)
-        elif future.cancelled():
-            outcome = Outcome.failed("CancelledError: the reward function was cancelled by what it called")
-        else:
-            outcome = future.result()
-        if self.pending.pop(index, None) is not None:
-            self.report(Answered(call, outcome))
+            return Outcome.failed(
+                f"TimeoutError: the reward function took more than its timeout={function.timeout:g} s"
+            )
+        if future.cancelled():
+            return Outcome.failed("CancelledError: the reward function was cancelled by what it called")
+        return future.result()
+
+    async def finish(self) -> None:
+        """Cancel what calls have left running, and let that and asynchronous generators clean up."""
+        tasks = call_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
+        await self._loop.shutdown_asyncgens()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self.lost_seconds += max(now - self.last_beat - intervals.WORKER_POLL_INTERVAL, 0.0)
+        self.last_beat = now
+        self._show(0, False)
+        self._loop.call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
+
+    def _begin(self, function: Callable[..., Any], arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
+        if _is_coroutine_function(function):
+            return asyncio.ensure_future(await_result(partial(function, **arguments)))
+        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
+        return asyncio.ensure_future(self._call_in_thread(function, arguments))
 
     async def _wait(self, future: "asyncio.Future[Outcome]", timeout: float) -> None:
         """Wait for a call for the seconds of its timeout, those not counted in which another blocked the loop."""
-        start, lost = time.monotonic(), self.thread.lost_seconds
+        start, lost = time.monotonic(), self.lost_seconds
         while not future.done():
-            left = start + timeout + self.thread.lost_seconds - lost - time.monotonic()
+            left = start + timeout + self.lost_seconds - lost - time.monotonic()
             if left <= 0:
                 return
             # Not wait_for: that waits on for a function which ignores its cancellation.
             await asyncio.wait({future}, timeout=left)
 
-    def _begin(self, function: LoopFunction, arguments: dict[str, Any]) -> "asyncio.Future[Outcome]":
-        if _is_coroutine_function(function.function):
-            return asyncio.ensure_future(await_result(partial(function.function, **arguments)))
-        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
-        return asyncio.ensure_future(self._call_in_thread(function.function, arguments))
-
     async def _call_in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-        loop = self.thread.loop
-        future: asyncio.Future[Outcome | Awaitable[Any]] = loop.create_future()
+        future: asyncio.Future[Outcome | Awaitable[Any]] = self._loop.create_future()
 
         def run() -> None:
             try:
@@ -258,16 +110,21 @@ class _LoopCalls:
             except BaseException as error:
                 result = failure(error)
             with suppress(RuntimeError):  # the loop has ended with the process
-                loop.call_soon_threadsafe(_settle, future, result)
+                self._loop.call_soon_threadsafe(_settle, future, result)
 
         threading.Thread(target=run, name="reward", daemon=True).start()
         result = await future
         return result if isinstance(result, Outcome) else await await_result(lambda: result)
 
-    def _function(self, call: Call) -> LoopFunction:
-        function = self.functions[call.function]
-        assert function is not None
-        return function
+
+async def await_result(call: Callable[[], Any]) -> Outcome:
+    """Await what a call returns; whatever that raises, SystemExit included, becomes an outcome."""
+    try:
+        return Outcome(to_number(await call()))
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the loop
+        return failure(error)
 
 
 def _is_coroutine_function(function: Any) -> bool:
@@ -283,12 +140,173 @@ def _settle(future: "asyncio.Future[Any]", result: Outcome | Awaitable[Any]) -> 
         result.close()
 
 
-async def await_result(call: Callable[[], Any]) -> Outcome:
-    """Await what a call returns; whatever that raises, SystemExit included, becomes an outcome."""
-    try:
-        result = await call()
-        return result if isinstance(result, Outcome) else Outcome(to_number(result))
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit too, which would end the loop
-        return failure(error)
+class RewardThread(LoopThread):
+    """An event loop for calls in a thread of this process.
+
+    Attributes:
+        runner: of its calls.
+        current: the key of the call that the task which runs at the moment belongs to, or 0.
+        is_blocked: set for a loop that calls are no longer given to; the loop resets it when it is free again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("rewards")
+        self.current, self.is_blocked = 0, False
+        self.runner = self.run(self._make_runner())
+
+    async def _make_runner(self) -> CallRunner:
+        return CallRunner(self.loop, self._show)
+
+    def _show(self, call: int, is_executing: bool) -> None:
+        self.current = call
+        self.is_blocked = False
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds for which the loop has not been free."""
+        return time.monotonic() - self.runner.last_beat
+
+    def close(self) -> None:
+        """See :class:`LoopThread`; a blocked loop cannot be closed."""
+        if self.blocked_seconds < intervals.CANCEL_GRACE:
+            super().close()
+
+
+_threads: list[RewardThread] = []
+"""The process's loop, and those that took its place while it was blocked."""
+os.register_at_fork(after_in_child=_threads.clear)
+
+
+def free_thread() -> RewardThread:
+    """Return the process's event loop for rewards or, while that is blocked, another."""
+    for thread in _threads:
+        if not thread.is_blocked:
+            return thread
+    _threads.append(RewardThread())
+    return _threads[-1]
+
+
+class _LocalCall(NamedTuple):
+    """A call in this process: what it runs on, and what comes of it."""
+
+    function: Function
+    arguments: dict[str, Any]
+    thread: RewardThread
+    outcome: "Future[Outcome]"
+
+
+class LocalPool:
+    """Runs calls in this process: async functions on the loop of a thread, sync ones each in a daemon thread.
+
+    If an async function blocks the loop for longer than its timeout, it has failed. The other calls wait for the loop
+    for as long again; then they start anew on another, until this one runs again.
+
+    Args:
+        num_threads: sync calls at once.
+    """
+
+    _keys = itertools.count(1)
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._calls: dict[int, _LocalCall] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._slots: dict[RewardThread, dict[bool, asyncio.Semaphore]] = {}
+        self._watch_lock, self._is_watched = threading.Lock(), False
+
+    def submit(self, function: Function, arguments: dict[str, Any]) -> "Future[Outcome]":
+        """Start a call and return at once. Cancelling the future cancels the call."""
+        outcome: Future[Outcome] = Future()
+        self._start(_LocalCall(function, arguments, free_thread(), outcome))
+        with self._watch_lock:
+            is_watched, self._is_watched = self._is_watched, True
+        if not is_watched:
+            background_loop().submit(self._watch_loops())
+        return outcome
+
+    def close(self) -> None:
+        """Cancel all calls, and wait for them to clean up, unless their loop is blocked."""
+        threads = set(self._slots)
+        for call in list(self._calls.values()):
+            call.outcome.cancel()
+        for thread in threads:
+            if not thread.is_blocked:
+                with suppress(TimeoutError):
+                    thread.run(self._end_calls(thread), intervals.CANCEL_GRACE + intervals.REWARD_BLOCKED_GRACE)
+
+    def _start(self, call: _LocalCall) -> None:
+        key = next(self._keys)
+        self._calls[key] = call
+        slots = self._slots.setdefault(
+            call.thread, {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(self.num_threads)}
+        )
+        call.outcome.add_done_callback(lambda _: self._forget(key, call))
+        call.thread.loop.call_soon_threadsafe(self._make_task, key, call, slots[call.function.is_async])
+
+    def _make_task(self, key: int, call: _LocalCall, slots: asyncio.Semaphore) -> None:
+        if key in self._calls:  # else it has been cancelled
+            self._tasks[key] = task = call.thread.loop.create_task(self._run(key, call, slots))
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _run(self, key: int, call: _LocalCall, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            outcome = await call.thread.runner.run(key, call.function, call.arguments)
+        if self._calls.pop(key, None) is not None and call.outcome.set_running_or_notify_cancel():
+            call.outcome.set_result(outcome)
+
+    def _forget(self, key: int, call: _LocalCall) -> None:
+        """Cancel a call that is not waited for any more."""
+        if self._calls.pop(key, None) is not None:
+            self._cancel(key, call.thread)
+
+    def _cancel(self, key: int, thread: RewardThread) -> None:
+        def cancel() -> None:
+            if key in self._tasks:
+                self._tasks[key].cancel()
+
+        thread.loop.call_soon_threadsafe(cancel)
+
+    async def _end_calls(self, thread: RewardThread) -> None:
+        """Return when no call of this pool runs on the thread's loop, nor cleans up there."""
+        await asyncio.sleep(0)  # cancellations that were asked for
+        ending = [task for key, task in list(self._tasks.items()) if task.get_loop() is thread.loop]
+        ending += [task for task in call_tasks(thread.loop) if task.cancelling()]
+        if ending:
+            await asyncio.wait(ending, timeout=intervals.CANCEL_GRACE)
+
+    async def _watch_loops(self) -> None:
+        """Fail calls that block their loop, and start the others elsewhere, as long as there are calls."""
+        while True:
+            await asyncio.sleep(intervals.WORKER_POLL_INTERVAL)
+            with self._watch_lock:
+                self._is_watched = bool(self._calls)
+                if not self._is_watched:
+                    return
+            for thread in {call.thread for call in list(self._calls.values())}:
+                calls = {key: call for key, call in list(self._calls.items()) if call.thread is thread}
+                if thread.blocked_seconds > intervals.REWARD_BLOCKED_GRACE:
+                    self._check_block(thread, calls)
+
+    def _check_block(self, thread: RewardThread, calls: dict[int, _LocalCall]) -> None:
+        """Fail the call that blocks a loop for longer than its timeout; start the others elsewhere after as long again.
+
+        Where no task does, as in a callback, all that are running count as its causes; where another pool's does, none.
+        """
+        blocked, current = thread.blocked_seconds, thread.current
+        causes = [key for key in calls if key == current or (not current and key in self._tasks)]
+        timeout = max(calls[key].function.timeout for key in causes or calls)
+        if blocked < timeout + intervals.REWARD_BLOCKED_GRACE:
+            return
+        frame = sys._current_frames().get(thread.ident)
+        stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+        rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
+        for key in causes:
+            if self._calls.pop(key, None) is not None and calls[key].outcome.set_running_or_notify_cancel():
+                calls[key].outcome.set_result(Outcome.failed(f"{stack}{rule}"))
+        if blocked > 2 * timeout + intervals.REWARD_BLOCKED_GRACE:
+            thread.is_blocked = True
+            for key in calls:
+                call = self._calls.pop(key, None)
+                if call is not None:
+                    self._cancel(key, thread)
+                    self._start(call._replace(thread=free_thread()))

@@ -1,143 +1,122 @@
-"""Worker processes for reward functions: one that hangs or dies costs the sample that it was at, and is replaced."""
+"""Calls of reward functions: in worker processes, or in this process those that cannot be sent to another."""
 
-import math
-import multiprocessing
-import multiprocessing.connection
-import time
-from collections import deque
-from collections.abc import Collection, Sequence
+import asyncio
+import pickle
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from rlightning import intervals
-from rlightning.rewards.calls import Answered, Call, Outcome, Report
-from rlightning.rewards.sources import KeptSources
-from rlightning.rewards.worker import WorkerFunction
-from rlightning.rewards.worker_process import CallThread, WorkerProcess, describe_death, stack_in
+from rlightning.errors import RewardError
+from rlightning.foreign_text import cut, hidden
+from rlightning.processes.managed_process import python_command
+from rlightning.rewards.config import BoundReward
+from rlightning.rewards.event_loop import MAX_CONCURRENT, LocalPool
+from rlightning.rewards.sources import KeptSources, install
+from rlightning.rewards.worker import ASYNC, SYNC, Function, Outcome, Setup
+from rlightning.rpc import ProcessStartError, background_loop
+from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 
-MAX_CHUNK = 32
-"""Calls sent to a worker at once."""
+START_TIMEOUT = 300.0
+"""Seconds in which a worker must have imported the functions' modules."""
+MAX_QUEUED = 4
+"""Calls that a worker of sync functions has at once: one that it runs, and others that it need not wait for."""
+CALLERS = (" in run_call", " in await_result", " in _run_step")
+"""Ends of the lines of a stack at which our own frames begin."""
 
 
-class Worker(WorkerProcess):
-    """One process and the calls that it has not answered, in their order."""
+class RewardPool:
+    """Runs calls, each with its function's timeout, while the caller does something else.
 
-    def __init__(self, functions: Sequence[WorkerFunction | None], sources: KeptSources) -> None:
-        super().__init__("rlightning.rewards.worker", functions, sources)
-        self.calls: deque[Call] = deque()
-
-
-class WorkerPool:
-    """Runs calls in processes, each with its function's timeout, while the caller does something else.
+    Sync functions run in several processes, one call at a time. Async functions run in one, up to 64 calls at once, on
+    one event loop: what a function's module keeps between calls, such as an HTTP client, serves them all.
 
     Args:
-        functions: those that calls name by their index; None where a function does not run here.
+        functions: those that calls name by their index.
         sources: of the functions.
-        num_workers: processes at once.
-        report: called in a thread with each call as it is done, or once with the error that has ended all of them.
+        num_workers: processes of sync functions, and threads of this process, at once.
     """
 
-    def __init__(
-        self, functions: Sequence[WorkerFunction | None], sources: KeptSources, num_workers: int, report: Report
-    ) -> None:
-        self.functions = functions
-        self.sources = sources
-        self.num_workers = num_workers
-        self.report = report
-        self.workers: list[Worker] = []
-        self._thread = CallThread(self._hand_out, self._poll, self._end_workers, report)
+    def __init__(self, functions: Sequence[BoundReward], sources: KeptSources, num_workers: int) -> None:
+        self._functions = functions
+        self._workers = {
+            is_async: WorkerPool(
+                python_command("rlightning.rewards.worker", ASYNC if is_async else SYNC),
+                name="A reward worker",
+                num_workers=1 if is_async else num_workers,
+                max_calls=MAX_CONCURRENT if is_async else MAX_QUEUED,
+                setup=[self._make_setup(is_async, sources)],
+                start_timeout=START_TIMEOUT,
+                finish_timeout=3 * intervals.CANCEL_GRACE if is_async else 0.0,
+            )
+            for is_async in (False, True)
+        }
+        self._local = LocalPool(num_workers)
+        self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
+        self._running: set[Future[Outcome]] = set()
 
-    def submit(self, calls: Sequence[Call]) -> None:
-        """Let the calls be run; returns at once."""
-        self._thread.submit(calls)
+    def submit(self, index: int, arguments: dict[str, Any]) -> "Future[Outcome]":
+        """Start a call where its function runs, and return at once. Cancelling the future cancels the call.
+
+        Args:
+            index: of the function.
+            arguments: all keyword arguments.
+
+        Returns:
+            What comes of the call; a RewardError if no worker can start.
+        """
+        function = self._functions[index]
+        if function.pickled is None:
+            return self._local.submit(Function(function.function, function.is_async, function.timeout), arguments)
+        outcome = background_loop().submit(self._call(index, pickle.dumps(arguments)))
+        self._running.add(outcome)
+        outcome.add_done_callback(self._running.discard)
+        return outcome
 
     def close(self) -> None:
-        """End all processes and drop all calls; what is submitted later starts new ones."""
-        self._thread.close()
+        """Cancel all calls, let them clean up, and end the processes; what is submitted later starts new ones."""
+        for outcome in list(self._running):
+            outcome.cancel()
+        background_loop().run(self._close_workers())
+        self._local.close()
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
 
-    def withdraw(self, samples: Collection[int]) -> None:
-        """Drop the calls on some samples that have not begun."""
-        with self._thread.lock:
-            left = [call for call in self._thread.waiting if call.sample not in samples]
-            self._thread.waiting = deque(left)
+    async def _close_workers(self) -> None:
+        await asyncio.gather(*(workers.close() for workers in self._workers.values()))
 
-    def _end_workers(self) -> None:
-        for worker in list(self.workers):
-            self._remove(worker)
+    async def _call(self, index: int, arguments: bytes) -> Outcome:
+        function = self._functions[index]
+        workers = self._workers[function.is_async]
+        try:
+            return Outcome(*await workers.call(index, arguments, hang_timeout=function.timeout))
+        except WorkerHungError as error:
+            did = "async reward function blocked its event loop for" if function.is_async else "reward function took"
+            rule = f"TimeoutError: the {did} more than its timeout={function.timeout:g} s"
+            return Outcome.failed(f"{stack_in(error.stacks)}{rule}")
+        except WorkerDiedError as error:
+            rule = f"ProcessDied: the reward function ended its process ({error})"
+            return Outcome.failed(f"{stack_in(error.stacks)}{rule}")
+        except ProcessStartError as error:
+            line, _, log = str(error).partition("\n")
+            raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
-    def _hand_out(self, waiting: deque[Call]) -> bool:
-        """Give idle workers something to do, and start workers for what is left."""
-        for worker in list(self.workers):
-            if worker.is_ready and not worker.calls and waiting:
-                size = max(1, min(MAX_CHUNK, len(waiting) // (2 * self.num_workers)))
-                chunk = [waiting.popleft() for _ in range(size)]
-                try:
-                    worker.connection.send(chunk)
-                except OSError:  # it died while idle: no call is the cause
-                    waiting.extendleft(reversed(chunk))
-                    self._remove(worker)
-                    continue
-                worker.calls.extend(chunk)
-                worker.deadline = self._deadline(chunk[0])
-        num_starting = sum(not worker.is_ready for worker in self.workers)
-        while len(self.workers) < self.num_workers and num_starting < len(waiting):
-            self.workers.append(Worker(self.functions, self.sources))
-            num_starting += 1
-        return bool(waiting) or any(worker.calls for worker in self.workers)
+    def _make_setup(self, is_async: bool, sources: KeptSources) -> bytes:
+        functions = [
+            (f.pickled, f.timeout) if f.pickled is not None and f.is_async == is_async else None
+            for f in self._functions
+        ]
+        return pickle.dumps(Setup(functions, sources.modules, hidden(), sys.path))
 
-    def _poll(self) -> None:
-        """Wait for the next answers, deaths, deadlines or calls."""
-        polled = {worker.connection: worker for worker in self.workers if worker.calls or not worker.is_ready}
-        first_deadline = min((worker.deadline for worker in polled.values()), default=math.inf)
-        timeout = max(0.0, first_deadline - time.monotonic()) if polled else None
-        for connection in multiprocessing.connection.wait([*polled, self._thread.wakeup], timeout):
-            if connection is self._thread.wakeup:
-                continue
-            worker = polled.pop(connection)  # type: ignore[call-overload]
-            try:
-                message = worker.connection.recv()
-            except (EOFError, OSError):
-                self._remove_failed(worker)
-            else:
-                self._answer(worker, message)
-        for worker in polled.values():
-            # Poll once more: it may be this process that was not scheduled, and the answer has arrived meanwhile.
-            if time.monotonic() > worker.deadline and not worker.connection.poll():
-                self._remove_failed(worker)
 
-    def _answer(self, worker: Worker, message: Any) -> None:
-        if not worker.is_ready:
-            worker.is_ready = True
-            return
-        call = worker.calls.popleft()
-        if worker.calls:
-            worker.deadline = self._deadline(worker.calls[0])
-        self.report(Answered(call, message))
-
-    def _remove_failed(self, worker: Worker) -> None:
-        """Report the call that a hung or dead worker was at as failed, and put its others back."""
-        is_overdue = time.monotonic() > worker.deadline
-        exit_code, log = self._remove(worker)
-        if not worker.is_ready:
-            raise worker.start_error(exit_code, log)
-        if not worker.calls:
-            return
-        call = worker.calls.popleft()
-        self._thread.put_back(worker.calls)
-        error = describe_death(exit_code, log)
-        if is_overdue or log.startswith("Timeout"):
-            timeout = self._timeout(call)
-            error = f"{stack_in(log)}TimeoutError: the reward function took more than its timeout={timeout:g} s"
-        self.report(Answered(call, Outcome.failed(error)))
-
-    def _remove(self, worker: Worker) -> tuple[int, str]:
-        """End a worker; gives its exit code and its log."""
-        self.workers.remove(worker)
-        return worker.end()
-
-    def _timeout(self, call: Call) -> float:
-        function = self.functions[call.function]
-        assert function is not None
-        return function.timeout
-
-    def _deadline(self, call: Call) -> float:
-        return time.monotonic() + self._timeout(call) + intervals.REWARD_KILL_GRACE
+def stack_in(log: str) -> str:
+    """Return the function's frames, innermost first, from what faulthandler wrote about all threads."""
+    for section in re.split(r"\n(?=Current thread|Thread )", log):
+        frames = [line for line in section.splitlines() if line.startswith("  File ")]
+        ours = next((i for i, line in enumerate(frames) if line.endswith(CALLERS)), None)
+        if ours:
+            return "Stack (most recent call first):\n" + "\n".join(frames[:ours]) + "\n"
+    return ""

@@ -2,18 +2,18 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
-from rlightning.rewards.calls import Call, Outcome
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
-from rlightning.rewards.pools import Pools
+from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
+from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt, Trajectory
@@ -30,11 +30,11 @@ class _Begun(NamedTuple):
 
     Attributes:
         turns: the trajectory's, by which it is known again in a batch.
-        number: the calls'.
+        outcomes: by the functions' indices.
     """
 
     turns: tuple[Any, ...]
-    number: int
+    outcomes: "dict[int, Future[Outcome]]"
 
 
 class RewardRunner:
@@ -89,9 +89,8 @@ class RewardRunner:
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: Pools | None = None  # when there are calls
+        self._opened: RewardPool | None = None  # when there are calls
         self._begun: dict[int, _Begun] = {}  # by the turns' id()
-        self._num_samples = 0
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
@@ -136,16 +135,15 @@ class RewardRunner:
             if function.answer_check is None or not prompts:
                 continue
             column = function.columns[function.answer_check.parameter]
-            chosen = {self._num_samples + i: prompt for i, prompt in enumerate(choose_evenly(prompts))}
-            self._num_samples += len(chosen)
+            chosen = dict(enumerate(choose_evenly(prompts)))
             calls = []
-            for number, prompt in chosen.items():
+            for prompt in chosen.values():
                 text = function.answer_check.make_completion(prompt.columns.get(column))
                 given = {"prompt": prompt.text, "completion": text, "num_tokens": 0, "is_truncated": False}
                 given[TURNS] = [{"role": "assistant", "content": text}]
-                calls.append(Call(index, number, function.select(given, prompt.columns)))
+                calls.append(function.select(given, prompt.columns))
             try:
-                outcomes = self._run_for(calls, CHECK_SECONDS)
+                outcomes = self._run_for(index, calls, CHECK_SECONDS)
             finally:
                 self.close()
             report_unrewarded(function.name, column, chosen, outcomes, where, self.max_unrewarded_references)
@@ -169,12 +167,9 @@ class RewardRunner:
             trajectories: some of those that will be scored together; :meth:`score` must get their very ``turns``.
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
-        calls = []
         for trajectory in trajectories:
-            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, self._num_samples)
-            calls += self._calls(elsewhere, trajectory, self._num_samples)
-            self._num_samples += 1
-        self._pools.submit(calls)
+            outcomes = {f: self._submit(f, trajectory) for f in elsewhere}
+            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, outcomes)
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
         """Call every function on every trajectory, unless that was begun already.
@@ -188,26 +183,19 @@ class RewardRunner:
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
         self.sources.report_changes()
-        everywhere = range(len(self.functions))
-        here = [f for f in everywhere if not (self.functions[f].is_async or self.functions[f].pickled)]
-        samples: dict[int, int] = {}  # places in the batch, by the calls' numbers
-        calls = []
-        for sample, trajectory in enumerate(trajectories):
-            begun = self._begun.get(id(trajectory.turns))
-            if begun is not None and begun.number not in samples:
-                samples[begun.number] = sample
-                calls += self._calls(here, trajectory, begun.number)
-            else:
-                samples[self._num_samples] = sample
-                calls += self._calls(everywhere, trajectory, self._num_samples)
-                self._num_samples += 1
-        self._pools.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
-        self._begun.clear()
+        calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
+        for place, trajectory in enumerate(trajectories):
+            begun = self._begun.pop(id(trajectory.turns), None)
+            outcomes = begun.outcomes if begun is not None else {}
+            for function in range(len(self.functions)):
+                outcome = outcomes.get(function) or self._submit(function, trajectory)
+                calls[outcome] = (function, place)
+        self._cancel_begun()
         failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
         tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
-            self._pools.submit(calls)
-            self._collect(samples, tally)
+            for outcome in as_completed(calls):
+                tally.add(*calls[outcome], outcome.result())
             return tally.total()
         except BaseException:
             self.close()
@@ -215,49 +203,33 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the worker processes, and drop what was begun; later calls start them again."""
+        self._cancel_begun()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+    def _cancel_begun(self) -> None:
+        for begun in self._begun.values():
+            for outcome in begun.outcomes.values():
+                outcome.cancel()
         self._begun.clear()
 
     @property
-    def _pools(self) -> Pools:
+    def _pool(self) -> RewardPool:
         if self._opened is None:
-            self._opened = Pools(self.functions, self.sources, self.num_workers)
+            self._opened = RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened
 
-    def _calls(self, functions: Sequence[int], trajectory: "Trajectory", number: int) -> list[Call]:
-        given, columns = _given(trajectory), trajectory.prompt.columns
-        return [Call(f, number, self.functions[f].select(given, columns)) for f in functions]
+    def _submit(self, function: int, trajectory: "Trajectory") -> "Future[Outcome]":
+        arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
+        return self._pool.submit(function, arguments)
 
-    def _run_for(self, calls: Sequence[Call], seconds: float) -> dict[int, Outcome]:
-        """The outcomes, by the calls' samples, that come within some seconds after the first."""
-        outcomes: dict[int, Outcome] = {}
-        deadline: float | None = None
-        self._pools.submit(calls)
-        while len(outcomes) < len(calls) and (deadline is None or time.monotonic() < deadline):
-            answer = self._pools.get()
-            if answer is not None:
-                deadline = deadline or time.monotonic() + seconds
-                outcomes[answer.call.sample] = answer.outcome
-        return outcomes
-
-    def _collect(self, samples: "dict[int, int]", tally: Tally) -> None:
-        """Wait for the answer to every function's call on every sample.
-
-        Args:
-            samples: places in the batch, by the calls' numbers.
-            tally: gets them.
-        """
-        missing = {(f, number) for f in range(len(self.functions)) for number in samples}
-        while missing:
-            answer = self._pools.get()
-            if answer is None:
-                continue
-            call, outcome = answer
-            if (call.function, call.sample) in missing:  # else of a sample that has been withdrawn
-                missing.remove((call.function, call.sample))
-                tally.add(call._replace(sample=samples[call.sample]), outcome)
+    def _run_for(self, function: int, calls: Sequence[dict[str, Any]], seconds: float) -> dict[int, Outcome]:
+        """Return the outcomes, by the calls' places, that come within some seconds after the first."""
+        outcomes = {self._pool.submit(function, arguments): place for place, arguments in enumerate(calls)}
+        wait(outcomes, return_when=FIRST_COMPLETED)
+        done, _ = wait(outcomes, timeout=seconds)
+        return {outcomes[outcome]: outcome.result() for outcome in done}
 
 
 def _given(trajectory: "Trajectory") -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut_line
-from rlightning.rewards.calls import Call, Outcome
 from rlightning.rewards.config import BoundReward
+from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,12 +101,12 @@ class Tally:
         self.failed: set[int] = set()
         failures.num_scored += num_samples
 
-    def add(self, call: Call, outcome: Outcome) -> None:
-        """Record the outcome of a call; a RewardError when that is one failure too many."""
+    def add(self, function: int, sample: int, outcome: Outcome) -> None:
+        """Record the outcome of a function's call on a sample; a RewardError when that is one failure too many."""
         if outcome.error is None:
-            self.values[call.function][call.sample] = outcome.value
+            self.values[function][sample] = outcome.value
         else:
-            self._fail(call.sample, self.functions[call.function].name, outcome.error)
+            self._fail(sample, self.functions[function].name, outcome.error)
 
     def total(self) -> RewardScores:
         """Return the scores, when every call has been added."""

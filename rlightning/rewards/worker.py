@@ -1,92 +1,197 @@
-"""The process that reward functions run in.
+"""The process that reward functions run in: sync ones one by one, async ones together on one event loop.
 
-It reads lists of calls from its connection and answers call by call: the parent knows at any time which one runs.
-A watchdog in C ends the process, with the function's stack in the log, when a call takes too long. This works also
-while the function holds the interpreter's lock, as a regular expression that backtracks does.
+Light, as each worker starts with it: the standard library and msgpack only.
 """
 
-import contextlib
-import faulthandler
-import os
+import asyncio
+import inspect
+import numbers
 import pickle
-import queue
-import signal
-import threading
-from multiprocessing.connection import Connection
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple
 
-from rlightning.foreign_text import hide
-from rlightning.rewards.calls import Call, Outcome, failure, to_number
-from rlightning.rewards.sources import install
+from rlightning.foreign_text import cut, hide
+from rlightning.rewards.sources import ModuleSource, install
+from rlightning.rpc.peer import Method
+from rlightning.rpc.worker import Worker
+
+ASYNC, SYNC = "async", "sync"
+"""First argument of the process: what it runs."""
 
 
-class WorkerFunction(NamedTuple):
-    """A pickled reward function and its timeout in seconds."""
+class Outcome(NamedTuple):
+    """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""
 
-    pickled: bytes
-    timeout: float
+    value: float | None
+    error: str | None = None
 
-
-class Loaded(NamedTuple):
-    """A function, or the outcome that each of its calls has where it cannot be imported; its timeout in seconds."""
-
-    function: Any
-    timeout: float
+    @classmethod
+    def failed(cls, error: str) -> "Outcome":
+        """Return the outcome of a call that failed; the text is cut to a length that can be logged."""
+        return cls(None, cut(error))
 
 
-def load_functions(connection: "Connection[Any, Any]", log_fd: int) -> list[Loaded]:
-    """Make this process one that runs reward functions, and load those that the parent sends first.
+class Function(NamedTuple):
+    """A reward function where it runs.
 
-    Args:
-        connection: to the parent.
-        log_fd: of a file that gets the stacks of all threads if the process crashes.
+    Attributes:
+        function: to call; an :class:`Outcome` is that of each call, as the function could not be imported.
+        is_async: whether it mostly waits, so that many calls may run at once.
+        timeout: seconds.
     """
-    os.dup2(2, 1)  # what functions print must not get into the trainer's standard output
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable(log_fd)
-    functions: list[WorkerFunction]
-    functions, modules, secrets = connection.recv()
-    hide(secrets)
-    install(modules)
-    return [Loaded(_load(function), function.timeout) for function in functions]
+
+    function: Callable[..., Any] | Outcome
+    is_async: bool
+    timeout: float
 
 
-def serve(connection_fd: int, log_fd: int) -> None:
-    """Run calls until the parent closes the connection, or dies."""
-    connection: Connection[Any, Any] = Connection(connection_fd)
-    functions = load_functions(connection, log_fd)
-    chunks: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()
-    connection.send("ready")
-    while True:
-        for call in chunks.get():
-            faulthandler.dump_traceback_later(functions[call.function].timeout, exit=True, file=log_fd)
-            outcome = run_call(functions[call.function].function, call)
-            faulthandler.cancel_dump_traceback_later()
-            connection.send(outcome)
+class Setup(NamedTuple):
+    """What a worker process starts from.
+
+    Attributes:
+        functions: pickled, each with its timeout in seconds; None where a function does not run in this process.
+        modules: their sources.
+        secrets: see :func:`~rlightning.foreign_text.hide`.
+        search_path: ``sys.path``.
+    """
+
+    functions: list[tuple[bytes, float] | None]
+    modules: dict[str, ModuleSource]
+    secrets: dict[str, str]
+    search_path: list[str]
 
 
-def run_call(function: Any, call: Call) -> Outcome:
+def to_number(value: Any) -> float | None:
+    """Return a reward as a float; None stays None.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not finite.
+    """
+    if value is None:
+        return None
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        value = value.item()
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that nothing has awaited it
+        raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"a reward must be a number or None, this one is {value!r}")
+    number = float(value)
+    if number - number != 0:
+        raise ValueError(f"a reward must be finite, this one is {number}")
+    return number
+
+
+def failure(error: BaseException, skip: int = 1) -> Outcome:
+    """Return the outcome of a call that raised; ``skip`` frames of ours come before the function's own."""
+    frames: TracebackType | None = error.__traceback__
+    for _ in range(skip):
+        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
+    return Outcome.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+
+
+def run_call(function: Callable[..., Any] | Outcome, arguments: dict[str, Any]) -> Outcome:
     """Call the function; whatever it raises, SystemExit included, becomes an outcome."""
     if isinstance(function, Outcome):
         return function
     try:
-        return Outcome(to_number(function(**call.arguments)))
+        return Outcome(to_number(function(**arguments)))
     except BaseException as error:
         return failure(error)
 
 
-def _load(function: WorkerFunction) -> Any:
-    """The function, or the outcome that each of its calls has where it cannot be imported here."""
+class RewardWorker:
+    """Runs the calls of this process.
+
+    The event loop does not run while a sync function does: that may run one of its own.
+
+    Args:
+        kind: :data:`ASYNC` or :data:`SYNC`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._is_async = kind == ASYNC
+        self._worker = Worker()
+        self._loop = asyncio.new_event_loop()
+        self._functions: list[Function | None] = []
+        self._jobs: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
+
+    def run(self) -> None:
+        """Run calls until the pool ends this process."""
+        if not self._is_async:
+            one_by_one: dict[str, Method] = {"setup": self._set_up, "call": self._call_sync}
+            self._loop.run_until_complete(self._worker.connect(one_by_one))
+            while True:
+                self._run_job()
+        from rlightning.rewards.event_loop import CallRunner
+
+        runner = CallRunner(self._loop, self._worker.progress.show)
+
+        async def call(key: int, index: int, arguments: bytes) -> Outcome:
+            return await runner.run(key, self._function(index), pickle.loads(arguments))
+
+        methods: dict[str, Method] = {"setup": self._set_up, "call": call, "finish": runner.finish}
+        parent = self._loop.run_until_complete(self._worker.connect(methods))
+        self._run_job()  # the set-up
+        self._loop.run_until_complete(parent.wait_closed())
+
+    async def _set_up(self, pickled: bytes) -> None:
+        await self._do(partial(self._load, pickled))
+
+    async def _call_sync(self, key: int, index: int, arguments: bytes) -> Outcome:
+        def job() -> Outcome:
+            self._worker.progress.show(key, True)
+            try:
+                return run_call(self._function(index).function, pickle.loads(arguments))
+            finally:
+                self._worker.progress.show(0, False)
+
+        result: Outcome = await self._do(job)
+        return result
+
+    async def _do(self, job: Callable[[], Any]) -> Any:
+        done: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put_nowait((job, done))
+        return await done
+
+    def _run_job(self) -> None:
+        """Run the next job while the loop stands still; its result leaves when the loop goes on."""
+        job, done = self._loop.run_until_complete(self._jobs.get())
+        if done.cancelled():
+            return
+        try:
+            done.set_result(job())
+        except Exception as error:
+            done.set_exception(error)
+
+    def _function(self, index: int) -> Function:
+        function = self._functions[index]
+        assert function is not None
+        return function
+
+    def _load(self, pickled: bytes) -> None:
+        setup: Setup = pickle.loads(pickled)
+        sys.path[:] = setup.search_path
+        hide(setup.secrets)
+        install(setup.modules)
+        self._functions = [
+            None if sent is None else Function(_import(sent[0]), self._is_async, sent[1]) for sent in setup.functions
+        ]
+
+
+def _import(pickled: bytes) -> Any:
+    """Return the function, or the outcome that each of its calls has where it cannot be imported here."""
     try:
-        return pickle.loads(function.pickled)
+        return pickle.loads(pickled)
     except BaseException as error:
         return failure(error)
 
 
-def _receive(connection: "Connection[Any, Any]", chunks: "queue.SimpleQueue[list[Call]]") -> None:
-    """Read on while a function runs: the end of the parent ends this process and what its functions started."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            chunks.put(connection.recv())
-    os.killpg(0, signal.SIGKILL)
+def main() -> None:
+    """Run calls until the pool ends this process."""
+    RewardWorker(sys.argv[1]).run()

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from rlightning import intervals
+from rlightning import intervals, rpc
 from rlightning.errors import ConfigError
 from rlightning.rollout.acceptor import Acceptor
 from rlightning.rollout.engine_link import (
@@ -199,9 +199,8 @@ class EngineService:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any that is free."""
+    """Return a listening socket; port 0 is any that is free."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: nobody can listen there ({error}).") from error
+        return rpc.listen(host, port)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: nothing can listen there ({error}).") from error

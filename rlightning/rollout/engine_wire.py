@@ -13,24 +13,21 @@ address without one, that the other end belongs to the same user::
 
 import contextlib
 import ipaddress
-import os
 import socket
-import struct
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlightning import intervals
 from rlightning.engine_token import TOKEN
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.engine_link import borrowed_socket, limit_waiting
+from rlightning.rpc.authentication import is_of_this_user
+from rlightning.rpc.connection import KEEPALIVE
 
 SCHEME = "tcp"
 MIN_SECONDS = 0.1
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
-"""A host that is gone is noticed after half a minute; after one if something has been sent to it meanwhile."""
 MAX_BYTES = 256
 """Of a message before the other end is known."""
 
@@ -108,7 +105,7 @@ def enter(connection: Connection, url: str, token: bytes | None) -> None:
             deliver_challenge(connection, token)
         except AuthenticationError:
             raise EngineError(f"{url} was started with another token than {TOKEN} has here.") from None
-    elif not is_of_this_user(connection):
+    elif not _is_of_this_user(connection):
         raise EngineError(f"{url} belongs to another user, or is not on this host. Both sides need {TOKEN}.")
     else:
         connection.send_bytes(TRAINER)
@@ -133,28 +130,11 @@ def let_in(connection: Connection, token: bytes | None) -> None:
         return
     if connection.recv_bytes(MAX_BYTES) != TRAINER:
         raise AuthenticationError("it is no trainer")
-    if not is_of_this_user(connection):
+    if not _is_of_this_user(connection):
         connection.send_bytes(STRANGER)
         raise AuthenticationError("without a token, only processes of the same user on this host are served")
 
 
-def is_of_this_user(connection: Connection) -> bool:
-    """Whether the other end of a TCP connection is a socket of this user's, on this host."""
+def _is_of_this_user(connection: Connection) -> bool:
     with borrowed_socket(connection) as end:
-        if not ipaddress.ip_address(end.getpeername()[0]).is_loopback:
-            return False
-        wanted = [_proc_name(end.family, end.getpeername()), _proc_name(end.family, end.getsockname())]
-        table = Path("/proc/net/tcp6" if end.family == socket.AF_INET6 else "/proc/net/tcp")
-    with contextlib.suppress(FileNotFoundError):
-        for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[1:3] == wanted:
-                return int(fields[7]) == os.geteuid()
-    return False
-
-
-def _proc_name(family: int, address: Sequence[object]) -> str:
-    """What /proc/net/tcp calls an address: words in the machine's byte order, in hexadecimal."""
-    packed = socket.inet_pton(family, str(address[0]))
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
+        return is_of_this_user(end)

@@ -152,6 +152,11 @@ class LoopThread:
         self._thread.start()
         atexit.register(self.close)
 
+    @property
+    def ident(self) -> int:
+        """Of the thread."""
+        return self._thread.ident or 0
+
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop, and wait for it; what it raises is raised here.
 

@@ -120,6 +120,10 @@ class Peer:
             await asyncio.wait([self.closed])
         await asyncio.gather(*self._tasks, *self._handlers.values(), return_exceptions=True)
 
+    async def wait_closed(self) -> None:
+        """Return when the connection has ended."""
+        await asyncio.wait([self.closed])
+
     def abort(self, reason: str) -> None:
         """End the connection at once, though the other end may not read; ``reason`` is in the error of its calls."""
         self._connection.close(ConnectionLostError(f"{self.name}: {reason}"))

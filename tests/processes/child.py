@@ -30,7 +30,7 @@ async def leave(code: int) -> None:
     os._exit(code)
 
 
-async def main() -> None:
+async def serve() -> None:
     connection, lifeline = map(int, sys.argv[-2:])
     end_with_parent(lifeline)
     if "early" in sys.argv:
@@ -47,5 +47,9 @@ async def main() -> None:
     await parent.closed
 
 
+def main() -> None:
+    asyncio.run(serve())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -36,46 +36,43 @@ def test_client_of_a_module_serves_all_batches_on_one_loop(make_runner: MakeRunn
     assert values(again.components["count_loops"]) == [1.0] * 8, "of another process, whose module is another"
 
 
-@pytest.mark.parametrize(
-    ("deed", "message", "frame", "num_calls"),
-    [
-        # The slow call begins again in the process that replaces the first; what a thread ended does so too, alone.
-        ("block", "blocked its event loop for more than its timeout=3 s", "in misbehave", 1),
-        ("backtrack", "blocked its event loop for more than its timeout=3 s", "in backtrack", 1),
-        ("backtrack in a thread", "blocked its event loop for more than its timeout=3 s", None, 2),
-        ("stop", "blocked its event loop for more than its timeout=3 s", None, 1),
-        ("exit", "ProcessDied: the reward function ended its process (exit code 3)", None, 1),
-        ("exit in a thread", "ProcessDied: the reward function ended its process (exit code 4)", None, 2),
-        ("crash", "ProcessDied: the reward function ended its process (SIGABRT)", "in misbehave", 1),
-    ],
-)
-def test_call_that_ends_or_blocks_the_process_costs_its_sample(
-    make_runner: MakeRunner,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    deed: str,
-    message: str,
-    frame: str | None,
-    num_calls: int,
-) -> None:
-    timeout = 3.0 if "timeout=3 s" in message else 60.0
-    runner = make_runner(RewardFunction("judges.misbehave", timeout=timeout), judges.judge)
-    completions = ["a", "slow", deed, "c", "d"]
-    with caplog.at_level(logging.WARNING):
-        scores = score(runner, completions, folder=[str(tmp_path)] * 5)
-    assert values(scores.components["misbehave"]) == [1.0, 1.0, None, 1.0, 1.0]
-    assert values(scores.components["judge"]) == [1.0] * 5
-    assert scores.failed == 1
-    assert message in caplog.text and (frame is None or frame in caplog.text)
-    assert len(list(tmp_path.glob(f"{deed}.*"))) == num_calls and len(list(tmp_path.glob("slow.*"))) == 2
-    assert score(runner, ["a"] * 3, folder=[str(tmp_path)] * 3).failed == 0
+BLOCKED = "blocked its event loop for more than its timeout=3 s"
+FAILURES = [
+    # The slow call begins again in the process that replaces the first; what a thread ended does so too, alone.
+    ("block", BLOCKED, "in misbehave", 1),
+    ("backtrack", BLOCKED, "in backtrack", 1),
+    ("backtrack in a thread", BLOCKED, "", 2),
+    ("stop", BLOCKED, "", 1),
+    ("exit", "ProcessDied: the reward function ended its process (exit code 3)", "", 1),
+    ("exit in a thread", "ProcessDied: the reward function ended its process (exit code 4)", "", 2),
+    ("crash", "ProcessDied: the reward function ended its process (SIGABRT)", "in misbehave", 1),
+]
+"""Deeds of ``judges.misbehave``: what the error says, a frame in it, and how often the call begins."""
+
+
+def test_call_that_ends_or_blocks_the_process_costs_its_sample(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+    """One runner: its process is replaced again and again."""
+    runner = make_runner(RewardFunction("judges.misbehave", timeout=3.0), judges.judge)
+    for deed, message, frame, num_calls in FAILURES:
+        folder = tmp_path / deed
+        folder.mkdir()
+        completions = ["a", "slow", deed, "c", "d"]
+        outcomes = [runner._pool.submit(0, {"completion": c, "folder": str(folder)}) for c in completions]
+        judged = [runner._pool.submit(1, {"completion": c}) for c in completions]
+        results = [outcome.result() for outcome in outcomes]
+        assert [result.value for result in results] == [1.0, 1.0, None, 1.0, 1.0], deed
+        assert [outcome.result().value for outcome in judged] == [1.0] * 5, deed
+        error = results[2].error or ""
+        assert message in error and frame in error, deed
+        assert len(list(folder.glob(f"{deed}.*"))) == num_calls and len(list(folder.glob("slow.*"))) == 2, deed
+    assert score(runner, ["a", "exit", "c"], folder=[str(tmp_path)] * 3).failed == 1
 
 
 def test_exit_of_an_idle_process_costs_nothing(make_runner: MakeRunner) -> None:  # noqa: F811
     runner = make_runner(judges.process_id, max_failed_share=0.0)
     process = int(score(runner, [""]).rewards.item())
     os.kill(process, 9)
-    wait_for(lambda: os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+    wait_for(lambda: not is_running(process))
     assert int(score(runner, [""]).rewards.item()) != process
 
 

@@ -14,7 +14,7 @@ from test_runner import MakeRunner, make_runner, make_trajectories, score, value
 from rlightning.algorithms import GRPO
 from rlightning.data import ValidationSet
 from rlightning.errors import RewardError
-from rlightning.rewards import RewardFunction, loop_thread
+from rlightning.rewards import RewardFunction, event_loop
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> N
         assert values(score(runner, ["block", "fine"]).rewards) == [None, 1.0]
     finally:
         sample_rewards.released.set()
-    wait_for(lambda: not loop_thread._loops[0].is_blocked)
+    wait_for(lambda: not event_loop._threads[0].is_blocked)
     assert score(judge, ["a", "b"]).failed == 0
     assert len(judges.client.loops) == 1
 

@@ -1,7 +1,6 @@
 """The runner with real processes, threads and loops, and functions that hang, crash, raise and talk nonsense."""
 
 import asyncio
-import itertools
 import logging
 import math
 import os
@@ -11,19 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sample_rewards
 import torch
 
-from rlightning import intervals
 from rlightning.errors import ConfigError, RewardError
-from rlightning.rewards import RewardFunction, RewardRunner, RewardScores, pool
+from rlightning.rewards import RewardFunction, RewardRunner, RewardScores
+from rlightning.rpc import background_loop
 from rlightning.types import Prompt, Sample, Trajectory
 
 MakeRunner = Callable[..., RewardRunner]
@@ -133,40 +129,38 @@ def test_none_reward_is_skipped_all_none_fails_sample(make_runner: MakeRunner) -
     assert scores.failed == 1
 
 
+FAILURES = {
+    "raise": "ValueError: a reward that raises",
+    "exit": "ended its process (exit code 3)",
+    "sleep": "took more than its timeout=3 s",
+    "sys.exit": "SystemExit: 0",
+    "backtrack": "took more than its timeout=3 s",
+    "stop": "took more than its timeout=3 s",
+    "nan": "a reward must be finite, this one is nan",
+    "child": "took more than its timeout=3 s",
+    "inf": "a reward must be finite, this one is inf",
+    "crash": "ended its process (SIGSEGV)",
+    "text": "a reward must be a number or None, this one is '1'",
+}
+"""Deeds of ``sample_rewards.misbehave``, and what their errors say."""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("deed", "message"),
-    [
-        ("raise", "ValueError: a reward that raises"),
-        ("sleep", "took more than its timeout=3 s"),
-        ("backtrack", "took more than its timeout=3 s"),
-        ("stop", "took more than its timeout=3 s"),
-        ("child", "took more than its timeout=3 s"),
-        ("exit", "ended its process (exit code 3)"),
-        ("crash", "ended its process (SIGSEGV)"),
-        ("sys.exit", "SystemExit: 0"),
-        ("nan", "a reward must be finite, this one is nan"),
-        ("inf", "a reward must be finite, this one is inf"),
-        ("text", "a reward must be a number or None, this one is '1'"),
-    ],
-)
-def test_a_failure_costs_its_sample_only(
-    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str, message: str
-) -> None:
-    # What is not about time must not fail because the machine is slow.
-    timeout = 3.0 if "timeout=3 s" in message else 60.0
-    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=timeout), "sample_rewards.length")
-    completions = ["fine"] * 5 + [deed] + ["true"] * 34
-    for _ in range(2):
-        with caplog.at_level(logging.WARNING):
-            scores = score(runner, completions)
-        assert values(scores.rewards) == [5.0] * 5 + [None] + [5.0] * 34
-        assert scores.components["length"][5] == len(deed)
-        assert scores.failed == 1
+def test_a_failure_costs_its_sample_only(make_runner: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
+    """All kinds of failures among 40 samples; those that hang or end their process have it replaced."""
+    runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=3.0), "sample_rewards.length")
+    completions = ["fine", *FAILURES, *["true"] * 28]
+    outcomes = [runner._pool.submit(0, {"completion": deed}) for deed in FAILURES]
+    errors = {deed: outcome.result().error or "" for deed, outcome in zip(FAILURES, outcomes, strict=True)}
+    assert {deed: message in errors[deed] for deed, message in FAILURES.items()} == dict.fromkeys(FAILURES, True)
+    for deed in ("raise", "sleep", "backtrack", "crash"):
+        assert "sample_rewards.py" in errors[deed], "with the function's frames"
+    with caplog.at_level(logging.WARNING):
+        scores = score(runner, completions)
+    assert values(scores.rewards) == [5.0] + [None] * len(FAILURES) + [5.0] * 28
+    assert values(scores.components["length"]) == [len(completion) for completion in completions]
+    assert scores.failed == len(FAILURES)
     assert sum(record.name.startswith("rlightning") for record in caplog.records) == 1, "said once"
-    assert message in caplog.text
-    if deed in ("raise", "sleep", "backtrack", "crash"):
-        assert "sample_rewards.py" in caplog.text, "with the function's frames"
 
 
 @pytest.mark.processes
@@ -264,24 +258,18 @@ def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_reward_arriving_during_trainer_stall_still_counts(
-    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    misses = itertools.cycle([True, False])
-
-    def look(connections: Any, timeout: float | None) -> list[Any]:
-        """Every second one misses the answer that comes right after it."""
-        found = wait(connections, 60.0)
-        return [] if next(misses) else found
-
-    runner = make_runner(RewardFunction("sample_rewards.length", timeout=60.0), num_workers=1)
-    monkeypatch.setattr(pool, "multiprocessing", SimpleNamespace(connection=SimpleNamespace(wait=look), Pipe=Pipe))
-    monkeypatch.setattr(intervals, "REWARD_KILL_GRACE", -60.0)  # all are overdue
-    assert values(score(runner, ["a", "bb", "ccc"]).rewards) == [1.0, 2.0, 3.0]
+def test_reward_arriving_during_trainer_stall_still_counts(make_runner: MakeRunner) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.length", timeout=0.5), num_workers=1)
+    assert score(runner, [""]).failed == 0, "the worker is there"
+    prompts, completions = make_samples(["a", "bb", "ccc"])
+    runner.begin(prompts, completions)
+    background_loop().loop.call_soon_threadsafe(time.sleep, 2.0)
+    assert values(runner.score(prompts, completions).rewards) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.processes
-def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner) -> None:
+def test_workers_are_kept_apart_light_and_used_again(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("START_BY_EXEC", "1")  # a fork of the fork server has imported torch
     runner = make_runner("sample_rewards.process_id", "sample_rewards.heavy_modules")
     first = score(runner, [""] * 40).components
     again = score(runner, [""] * 40).components
@@ -296,8 +284,7 @@ def test_a_worker_that_dies_between_two_batches_costs_nothing(make_runner: MakeR
     runner = make_runner("sample_rewards.process_id", num_workers=1)
     pid = int(score(runner, [""]).rewards.item())
     os.kill(pid, 9)
-    # all of its threads, which hold the socket open as long as one is left
-    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+    wait_for(lambda: not is_running(pid))
     assert score(runner, ["", ""]).failed == 0
 
 

@@ -310,7 +310,7 @@ def test_the_command_refuses_what_it_cannot_do(
         port = str(listener.getsockname()[1])
         done = rlightning(project, "serve", "--config", "run.yaml", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: .*nobody can listen there.*\n", done.stderr), done.stderr
+    assert re.fullmatch(r"error: .*nothing can listen there.*\n", done.stderr), done.stderr
     too_large = ("--rollout.engine.kv_cache_memory_bytes", str(1 << 50))
     done = rlightning(project, "serve", "--config", "run.yaml", "--port", "0", *too_large)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,0 +1,114 @@
+"""Which call a process executes at the moment, and whether it gets on: shared with its parent, which may end it.
+
+The parent can read it while a call holds the interpreter's lock, and after a call has ended the process.
+"""
+
+import asyncio
+import os
+import struct
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+CALL: ContextVar[int] = ContextVar("CALL", default=0)
+"""The key of the call that a task belongs to, or 0; tasks that it creates inherit it."""
+
+_FIELDS = struct.Struct("qqq")
+
+
+class Progress(NamedTuple):
+    """What a process last told.
+
+    Attributes:
+        num_steps: grows as long as the process gets on.
+        call: the key of the last call that it has executed a step of, or 0.
+        is_executing: whether it is in the middle of that step.
+    """
+
+    num_steps: int = 0
+    call: int = 0
+    is_executing: bool = False
+
+
+class ProgressFile:
+    """Memory in which a process shows its progress.
+
+    Args:
+        fd: of a file, from :meth:`create`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._num_steps = self._call = 0
+
+    @classmethod
+    def create(cls) -> "ProgressFile":
+        """Return a new one, whose ``fd`` a child process can inherit."""
+        fd = os.memfd_create("rlightning-progress")
+        os.pwrite(fd, _FIELDS.pack(0, 0, 0), 0)
+        return cls(fd)
+
+    def show(self, call: int, is_executing: bool) -> None:
+        """Show that the process gets on, and what it does; ``call`` 0 is the one before."""
+        self._num_steps += 1
+        self._call = call or self._call
+        os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
+
+    def read(self) -> Progress:
+        """Return what was shown last."""
+        num_steps, call, is_executing = _FIELDS.unpack(os.pread(self.fd, _FIELDS.size, 0))
+        return Progress(num_steps, call, bool(is_executing))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+
+
+def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
+    """Have ``show`` called with :data:`CALL` and True where a task of a call goes on, with 0 and False where it stops.
+
+    Args:
+        loop: whose tasks are tracked, those that are created from now on.
+        show: such as :meth:`ProgressFile.show`.
+    """
+
+    def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        call = CALL.get()
+        return asyncio.Task(_Steps(work, call, show) if call else work, loop=loop, **options)
+
+    loop.set_task_factory(make_task)
+
+
+def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[Any]]":
+    """Return the tasks of calls, and those that they have created, which have not ended."""
+    return {task for task in asyncio.all_tasks(loop) if isinstance(task.get_coro(), _Steps)}
+
+
+class _Steps(Coroutine[Any, Any, Any]):
+    """A task's coroutine, which shows whose it is for as long as each of its steps takes."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], call: int, show: Callable[[int, bool], None]) -> None:
+        self._work, self._call, self._show = work, call, show
+
+    def send(self, value: Any) -> Any:
+        return self._run_step(self._work.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run_step(self._work.throw, *error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """What libraries ask of a coroutine, such as ``cr_frame``."""
+        return getattr(self._work, name)
+
+    def _run_step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        self._show(self._call, True)
+        try:
+            return step(*arguments)
+        finally:
+            self._show(0, False)

@@ -1,0 +1,44 @@
+"""The worker's side of a :class:`~rlightning.rpc.worker_pool.WorkerPool`: a process that runs calls."""
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from rlightning.processes.process_group import end_with_parent
+from rlightning.rpc.peer import Method, Peer
+from rlightning.rpc.progress import ProgressFile
+from rlightning.rpc.server import serve_parent
+
+STACK_SIGNAL = signal.SIGUSR1
+"""Has a worker write the stacks of all its threads, also while a call holds the interpreter's lock."""
+
+
+class Worker:
+    """This process, as a worker of the pool that has started it: its command's last four arguments are the pool's.
+
+    It ends with the pool's process, is not interrupted by Ctrl-C, and writes its output to standard error.
+
+    Attributes:
+        progress: in which it has to show which call it executes.
+    """
+
+    def __init__(self) -> None:
+        progress, stacks, self._connection, lifeline = map(int, sys.argv[-4:])
+        end_with_parent(lifeline)
+        os.dup2(2, 1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.enable(stacks)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        self.progress = ProgressFile(progress)
+
+    async def connect(self, methods: Mapping[str, Method]) -> Peer:
+        """Tell the pool that this process is ready.
+
+        Args:
+            methods: ``setup`` with the pool's ``setup``; ``call`` with a call's key and arguments; ``finish``.
+        """
+        parent = await serve_parent(self._connection, methods)
+        await parent.notify("ready")
+        return parent

@@ -1,0 +1,361 @@
+"""Calls on worker processes that are started again: a call that hangs or ends its process costs itself only.
+
+::
+
+    WorkerPool.call ---> waiting ---> worker: a process with up to ``max_calls`` calls ---> result
+                            ^                 | hangs or dies: it is ended
+                            |                 v
+                            +--- others ------+---> WorkerHungError or WorkerDiedError of the call that it executed
+
+Which call that was the process has shown before (:mod:`rlightning.rpc.progress`). Where it cannot be known, as it was a
+thread's doing, each of its calls is run alone: the one that does it again was it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlightning import intervals
+from rlightning.processes.liveness import Deadline, Heartbeat, RestartPolicy
+from rlightning.processes.managed_process import ManagedProcess
+from rlightning.rpc.client import ProcessStartError, connect_process, end_process
+from rlightning.rpc.connection import ConnectionLostError, RPCError
+from rlightning.rpc.peer import DeadlineExceededError, Peer, RemoteError
+from rlightning.rpc.progress import ProgressFile
+from rlightning.rpc.worker import STACK_SIGNAL
+
+STACK_SECONDS = 1.0
+"""In which a hanging process writes its stacks; one that is stopped writes none."""
+MAX_STACK_BYTES = 1 << 20
+MAX_UNEXPLAINED_DEATHS = 20
+"""Of workers in a row that no call is the cause of, without a call that succeeds."""
+
+
+class WorkerError(RPCError):
+    """A call ended its worker process, or made it hang.
+
+    Attributes:
+        stacks: of the process's threads, as faulthandler writes them; "" if there are none.
+    """
+
+    def __init__(self, message: str, stacks: str = "") -> None:
+        super().__init__(message)
+        self.stacks = stacks
+
+
+class WorkerHungError(WorkerError):
+    """The call kept its process from everything else for longer than it may."""
+
+
+class WorkerDiedError(WorkerError):
+    """The call ended its process; the message is how, such as "exit code 3"."""
+
+
+class WorkerPool:
+    """Runs calls in child processes, which start with the first calls. All methods belong to one event loop.
+
+    Args:
+        command: of a worker's process, a program that makes a :class:`~rlightning.rpc.worker.Worker`.
+        name: of a worker, for errors.
+        num_workers: processes at once.
+        max_calls: that a process has at once.
+        setup: arguments of its ``setup``, called first.
+        start_timeout: seconds for that.
+        finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
+
+    Attributes:
+        deaths: the budget of restarts that no call explains.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        num_workers: int,
+        max_calls: int,
+        setup: Sequence[Any] = (),
+        start_timeout: float = 300.0,
+        finish_timeout: float = 0.0,
+    ) -> None:
+        self.command, self.name, self.setup = command, name, setup
+        self.num_workers, self.max_calls = num_workers, max_calls
+        self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
+        self._workers: list[_Worker] = []
+        self._lives: set[asyncio.Task[None]] = set()
+        self._waiting: deque[_Call] = deque()
+        self._keys = itertools.count(1)
+        self._num_closed = 0
+        self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
+
+    async def call(self, *arguments: Any, hang_timeout: float) -> Any:
+        """Run a call in a worker; it is repeated in another one if a worker ends for a reason that is not this call.
+
+        Args:
+            arguments: plain data, for the worker's ``call``.
+            hang_timeout: seconds for which it may keep its process from everything else.
+
+        Raises:
+            WorkerError: it hung, or ended its process.
+            RemoteError: the worker's ``call`` raised.
+            ProcessStartError: a worker did not start.
+            ConnectionLostError: the pool was closed.
+        """
+        call, num_closed = _Call(next(self._keys), hang_timeout), self._num_closed
+        while True:
+            worker = await self._get_place(call)
+            try:
+                result = await worker.get_peer().call("call", call.key, *arguments)
+            except asyncio.CancelledError:
+                worker.abandoned[call.key] = call
+                raise
+            except ConnectionLostError:
+                end = await asyncio.shield(worker.ended)
+                if self._num_closed > num_closed:
+                    raise ConnectionLostError("the pool was closed") from None
+                if end.culprit == call.key:
+                    raise end.error from None
+                if not end.may_repeat:
+                    raise end.error from None
+                call.is_alone = end.culprit is None and len(end.calls) > 1
+            else:
+                self.deaths.reset()
+                return result
+            finally:
+                worker.calls.pop(call.key, None)
+                self._dispatch()
+
+    async def close(self) -> None:
+        """End all processes; calls that are left fail with ConnectionLostError. Later calls start new ones."""
+        self._num_closed += 1
+        finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
+        await asyncio.gather(*finishing)
+        lives = list(self._lives)
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        self._fail_waiting(ConnectionLostError("the pool was closed"))
+
+    async def _get_place(self, call: "_Call") -> "_Worker":
+        """Return the worker whose ``calls`` the call has been put into."""
+        call.place = asyncio.get_running_loop().create_future()
+        if call.is_alone:
+            self._waiting.appendleft(call)
+        else:
+            self._waiting.append(call)
+        self._dispatch()
+        try:
+            return await call.place
+        except asyncio.CancelledError:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif call.place.done() and not call.place.cancelled() and call.place.exception() is None:
+                call.place.result().calls.pop(call.key, None)
+                self._dispatch()
+            raise
+
+    def _dispatch(self) -> None:
+        """Give waiting calls to workers, in their order, and start workers for what is left."""
+        while self._waiting:
+            call = self._waiting[0]
+            if call.place.done():  # cancelled
+                self._waiting.popleft()
+                continue
+            is_full = len(self._workers) >= self.num_workers
+            free = [worker for worker in self._workers if worker.has_place(call, self.max_calls if is_full else 1)]
+            if not free:
+                break
+            self._waiting.popleft()
+            worker = min(free, key=lambda worker: len(worker.calls))
+            worker.begin(call)
+            call.place.set_result(worker)
+        num_starting = sum(worker.peer is None for worker in self._workers)
+        while len(self._workers) < self.num_workers and num_starting < len(self._waiting):
+            num_starting += 1
+            worker = _Worker(self)
+            self._workers.append(worker)
+            life = asyncio.ensure_future(self._live(worker))
+            self._lives.add(life)
+            life.add_done_callback(self._lives.discard)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        waiting, self._waiting = list(self._waiting), deque()
+        for call in waiting:
+            if not call.place.done():
+                call.place.set_exception(error)
+
+    async def _live(self, worker: "_Worker") -> None:
+        """Start a worker, watch it, and end it."""
+        try:
+            await worker.start(self.setup, self.start_timeout)
+            self._dispatch()
+            await worker.watch()
+        except (ProcessStartError, OSError) as error:
+            self._fail_waiting(error)
+        finally:
+            self._workers.remove(worker)
+            await asyncio.shield(worker.end())
+            self._dispatch()
+
+
+class _Call:
+    """A call, and where it runs.
+
+    Attributes:
+        is_alone: whether no other may run beside it.
+    """
+
+    def __init__(self, key: int, hang_timeout: float) -> None:
+        self.key, self.hang_timeout = key, hang_timeout
+        self.is_alone = False
+        self.place: asyncio.Future[_Worker]
+
+
+class _End(NamedTuple):
+    """How a worker ended.
+
+    Attributes:
+        culprit: the key of the call that was the cause; None if none is known to be.
+        error: of that call.
+        calls: the keys of all that it had.
+        may_repeat: whether the others may run again.
+    """
+
+    culprit: int | None
+    error: WorkerError
+    calls: list[int]
+    may_repeat: bool
+
+
+class _Worker:
+    """One process of a pool.
+
+    Attributes:
+        peer: once it is ready.
+        calls: that it has, by their keys.
+        abandoned: calls that were cancelled, one of which it may execute still.
+        ended: done when the process is.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.peer: Peer | None = None
+        self.calls: dict[int, _Call] = {}
+        self.abandoned: dict[int, _Call] = {}
+        self.ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        self._progress = ProgressFile.create()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (end() closes it)
+        self._process: ManagedProcess | None = None
+        self._connected: Peer | None = None
+        self._heartbeat = Heartbeat(intervals.WORKER_POLL_INTERVAL)
+        self._is_busy = asyncio.Event()
+        self._is_hung = False
+
+    def has_place(self, call: _Call, max_calls: int) -> bool:
+        """Whether it may run the call now."""
+        if self.peer is None or self.peer.closed.done() or self._is_hung:
+            return False
+        if call.is_alone or any(other.is_alone for other in self.calls.values()):
+            return not self.calls
+        return len(self.calls) < max_calls
+
+    def begin(self, call: _Call) -> None:
+        """Count the call as one of its own."""
+        if not self.calls:
+            self._heartbeat.beat()
+            self._is_busy.set()
+        self.calls[call.key] = call
+
+    def get_peer(self) -> Peer:
+        """Return the peer of a worker that is ready."""
+        assert self.peer is not None
+        return self.peer
+
+    async def start(self, setup: Sequence[Any], timeout: float) -> None:
+        """Start the process; returns when it has been set up.
+
+        Raises:
+            ProcessStartError: it ended before, or took too long.
+        """
+        deadline, name = Deadline(timeout), self.pool.name
+        fds = (self._progress.fd, self._stacks.fileno())
+        command = [*self.pool.command, *map(str, fds)]
+        self._process = process = ManagedProcess(command, name=name, pass_fds=fds)
+        self._connected, _ = await connect_process(process, {}, ready_timeout=timeout)
+        try:
+            await self._connected.call("setup", *setup, timeout=deadline.remaining)
+        except ConnectionLostError:
+            how = await end_process(process, self._connected)
+            raise ProcessStartError(f"{name} ended before it was ready ({how})", self._read_stacks()) from None
+        except DeadlineExceededError:
+            raise ProcessStartError(f"{name} was not ready after {timeout:g} s", self._read_stacks()) from None
+        except RemoteError as error:
+            raise ProcessStartError(f"{name} could not be set up: {error}", error.traceback) from error
+        self.peer = self._connected
+
+    async def watch(self) -> None:
+        """Return when the process has ended, or hangs."""
+        peer = self.get_peer()
+        num_steps = -1
+        while not peer.closed.done():
+            if not self.calls and not self.abandoned:
+                self._is_busy.clear()
+                busy = asyncio.ensure_future(self._is_busy.wait())
+                closed = asyncio.ensure_future(peer.wait_closed())
+                await asyncio.wait([closed, busy], return_when=asyncio.FIRST_COMPLETED)
+                busy.cancel()
+                closed.cancel()
+                continue
+            await asyncio.wait([peer.closed], timeout=self._heartbeat.interval)
+            silent_seconds = self._heartbeat.tick()
+            progress = self._progress.read()
+            if progress.num_steps != num_steps:
+                num_steps = progress.num_steps
+                self._heartbeat.beat()
+            self.abandoned = {key: call for key, call in self.abandoned.items() if progress[1:] == (key, True)}
+            at_work = {**self.calls, **self.abandoned}
+            if progress.is_executing and progress.call in at_work:
+                at_work = {progress.call: at_work[progress.call]}
+            timeout = max((call.hang_timeout for call in at_work.values()), default=silent_seconds)
+            if silent_seconds > timeout + intervals.REWARD_BLOCKED_GRACE:
+                self._is_hung = True
+                await self._write_stacks()
+                return
+
+    async def finish(self, timeout: float) -> None:
+        """Let the process cancel its calls and clean up."""
+        if self.peer is not None:
+            with contextlib.suppress(RPCError):
+                await self.peer.call("finish", timeout=timeout)
+
+    async def end(self) -> None:
+        """End the process, and find out which call was the cause."""
+        progress, how = self._progress.read(), ""
+        if self._process is not None and self._connected is not None:
+            how = await end_process(self._process, self._connected)
+        stacks = self._read_stacks()
+        self._progress.close()
+        self._stacks.close()
+        keys = list(self.calls)
+        is_known = progress.is_executing or keys == [progress.call]
+        culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
+        error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
+        may_repeat = culprit is not None or not keys or self.pool.deaths.take()
+        self.ended.set_result(_End(culprit, error, keys, may_repeat))
+
+    async def _write_stacks(self) -> None:
+        """Have the process write the stacks of its threads."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACK_SIGNAL)
+        deadline = Deadline(STACK_SECONDS)
+        while not deadline.is_over and not os.fstat(self._stacks.fileno()).st_size:
+            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
+
+    def _read_stacks(self) -> str:
+        return os.pread(self._stacks.fileno(), MAX_STACK_BYTES, 0).decode(errors="replace")
