@@ -20,7 +20,7 @@ from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.remote_code import trusts_remote_code
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.canary import MAX_DISTANCE
+from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
@@ -28,9 +28,8 @@ from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens, with_run_seed
 from rlightning.rollout.standalone import StandaloneEngines
-from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weight_print import WeightPrint
+from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -163,7 +162,7 @@ class VLLMRollout(RLCallback, Generator):
         self._is_started = False
         self._trainer: Any = None
         self._module: Any = None
-        self._weight_print, self._seen_version = WeightPrint(), -1
+        self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
         self._room = MakeRoomForEngine()
 
@@ -450,7 +449,7 @@ class VLLMRollout(RLCallback, Generator):
     def _count_change(self) -> None:
         """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
         module = self._module
-        has_changed = self._weight_print.has_changed(module.named_weights())
+        has_changed = self._fingerprint.has_changed(module.named_weights())
         is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
         if any_rank(has_changed and not is_counted, name="weights changed"):
             module.weight_version += 1
@@ -476,11 +475,11 @@ class VLLMRollout(RLCallback, Generator):
         # While the actor has the device: its memory may be somewhere else once the engine is awake.
         is_due = self.verification.evaluate(module, engines.engines)
         self._wait_for_start(engines)
-        engines.load_weights(module.named_weights, version)
+        engines.send_weights(module, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
             self._room.on_engine_wake(self._trainer, module)
-        engines.finish_loading(version)
+        engines.activate_weights(version)
         for engine in engines.fresh if is_due else ():
             try:
                 self.verification.verify(module, engine)

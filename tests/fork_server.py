@@ -45,7 +45,7 @@ START_BY_EXEC = "START_BY_EXEC"
 PRELOADED = (
     "rlightning.cli",
     "rlightning.rollout.vllm_process",
-    "rlightning.rollout.vllm_worker",
+    "rlightning.rollout.vllm.weight_receiver",
     "rlightning.rollout.vllm_scheduler",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.model_executor.models.qwen3",

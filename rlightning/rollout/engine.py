@@ -137,15 +137,6 @@ class RolloutEngine(Generator, Protocol):
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
 
-    def begin_loading(self, handles: Sequence[bytes]) -> None:
-        """Undo :meth:`sleep` as far as weights need it, and open the buckets that they will come in."""
-
-    def load_chunk(self, index: int) -> None:
-        """Load the weights that are in the buckets now."""
-
-    def finish_loading(self, weight_version: int) -> None:
-        """Be ready for completions from the weights that were loaded, which must have been all of the model's."""
-
     def sleep(self) -> None:
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
 

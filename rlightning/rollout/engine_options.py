@@ -214,7 +214,7 @@ class EngineOptions:
             # engines that draw the same numbers would make different prompts' samples alike
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
-            "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
+            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
             "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
             "disable_log_stats": True,
             "trust_remote_code": trusts_remote_code(module),

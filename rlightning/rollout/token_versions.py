@@ -23,7 +23,7 @@ class TokenVersions:
             raise RuntimeError("The engine has not adopted any weights yet: its own are random. Load some.")
         self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
 
-    def adopt(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
+    def activate(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
         """Count tokens from here on as those of other weights.
 
         Args:

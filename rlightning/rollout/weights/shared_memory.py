@@ -1,0 +1,130 @@
+"""Weights for engines on the same host: memory that both sides open, and that one fills and the other reads.
+
+On the CPU it is a memory file, on one CUDA device an allocation that is opened by its IPC handle.
+"""
+
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlightning.distributed.barrier import barrier
+from rlightning.distributed.collectives import exchange
+from rlightning.distributed.platform import shareable_memory
+from rlightning.rollout.weights.driver import WeightSender
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+
+
+class SharedMemorySender(WeightSender):
+    """Fills a bucket that engines on this host read.
+
+    Args:
+        plan: of the weights.
+        device: where the engines are: the CPU, or the CUDA device that the actor is on too.
+        ranks: neighbours, this rank among them, whose buckets one engine reads, a worker each; or none. All ranks of
+            the run then make their sender, and fill it, at the same time.
+        destination: this rank, if it alone has a bucket and the others give their shards by
+            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+    """
+
+    def __init__(
+        self, plan: ChunkPlan, device: torch.device, *, ranks: Sequence[int] = (), destination: int | None = None
+    ) -> None:
+        self.plan = plan
+        self._num_ranks = len(ranks)
+        self._destination = destination
+        self._fd: int | None = None
+        if device.type == "cuda":
+            with shareable_memory():
+                self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._fd = os.memfd_create("rlightning-weights")
+            os.ftruncate(self._fd, plan.num_bytes)
+            self._bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
+        self._handles = [pickle.dumps(self._make_handle())]
+        if self._num_ranks > 1:
+            self._handles = list(exchange({ranks[0]: self._handles[0]}, name="weight buckets").values())
+
+    def _make_handle(self) -> "MemoryFile | CUDAMemory":
+        if self._fd is not None:
+            return MemoryFile(self.plan, os.getpid(), self._fd)
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return CUDAMemory(self.plan, *reduce_tensor(self._bucket))
+
+    def handles(self, devices: Sequence[str]) -> list[bytes]:
+        """See :meth:`WeightSender.handles`: each worker of an engine reads the bucket of its own rank."""
+        return [self._handles[worker % len(self._handles)] for worker in range(len(devices))]
+
+    def fill(self, source: WeightSource) -> Iterator[int]:
+        """See :meth:`WeightSender.fill`."""
+        for chunk in fill_bucket(self.plan, self._bucket, source, destination=self._destination):
+            self._meet("weights in the bucket")
+            yield chunk
+            self._meet("weights in the engine")
+
+    def _meet(self, name: str) -> None:
+        if self._num_ranks > 1:
+            barrier(name)
+
+    def close(self) -> None:
+        """See :meth:`WeightSender.close`."""
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@dataclass(frozen=True)
+class SharedMemoryReceiver:
+    """A :class:`~rlightning.rollout.weights.driver.WeightReceiver`; ``bucket`` is the sender's, as uint8."""
+
+    plan: ChunkPlan
+    bucket: Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        """See :class:`~rlightning.rollout.weights.driver.WeightReceiver`."""
+        return len(self.plan.chunks)
+
+    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`WeightReceiver.receive`: the chunk is there when the worker is asked for it."""
+        return self.plan.tensors(self.bucket, chunk)
+
+    def close(self) -> None:
+        """The memory is released with the last tensor that lies in it."""
+
+
+@dataclass(frozen=True)
+class MemoryFile:
+    """Names a bucket on the CPU: file descriptor ``fd`` of process ``pid``."""
+
+    plan: ChunkPlan
+    pid: int
+    fd: int
+
+    def open(self, device: torch.device) -> SharedMemoryReceiver:
+        """Map the sender's memory file."""
+        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), self.plan.num_bytes)
+        return SharedMemoryReceiver(self.plan, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class CUDAMemory:
+    """Names a bucket on a CUDA device: what torch's ``reduce_tensor`` has returned."""
+
+    plan: ChunkPlan
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+    def open(self, device: torch.device) -> SharedMemoryReceiver:
+        """Open the sender's memory; ``device`` is the same physical one, under whatever index it has here."""
+        rebuilt = list(self.arguments)
+        rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+        return SharedMemoryReceiver(self.plan, self.rebuild(*rebuilt))
