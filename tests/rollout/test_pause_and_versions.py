@@ -207,7 +207,7 @@ def test_versions_change_where_each_sample_was() -> None:
 
 def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert isinstance(started.without_weights, EngineError)
-    assert "not adopted any weights yet" in str(started.without_weights)
+    assert "not been sent any weights yet" in str(started.without_weights)
     (sample,) = started.with_the_first
     assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
 
