@@ -175,9 +175,9 @@ class EngineLink(ABC):
         size = int(self.config.engine_args.get("tensor_parallel_size") or 1)
         return self.config.visible_devices or ("",) * size
 
-    def open_weight_receivers(self, handles: list[bytes]) -> "Future[None]":
+    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
         """See :class:`~rlightning.rollout.weights.driver.Engine`."""
-        return self.submit("open_weight_receivers", handles)
+        return self.submit("open_weight_receivers", receivers)
 
     def receive_weights(self, chunk: int) -> "Future[list[str]]":
         """See :class:`~rlightning.rollout.weights.driver.Engine`."""

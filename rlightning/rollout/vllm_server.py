@@ -113,9 +113,9 @@ class VLLMServer:
         entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [0.0, *(entry[token].logprob for token, entry in entries)]
 
-    async def open_weight_receivers(self, handles: list[bytes]) -> None:
-        """Have each worker make its receiver of its handle."""
-        await self.engine.collective_rpc("rl_open_receiver", args=(handles,))
+    async def open_weight_receivers(self, receivers: list[bytes]) -> None:
+        """Have each worker open its receiver, pickled by the trainer."""
+        await self.engine.collective_rpc("rl_open_receiver", args=(receivers,))
 
     async def receive_weights(self, chunk: int) -> list[str]:
         """Load a chunk, the first of which begins an update; after the last, what is wrong with the model then."""

@@ -1,5 +1,6 @@
 """New weights for an engine that is in the midst of sampling: every token knows which weights it is from."""
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ class Trainer:
     def __post_init__(self) -> None:
         plan = plan_chunks(weight_shapes(self.policy.weights[0]), torch.float32, 50_000)
         self.sender = SharedMemorySender(plan, torch.device("cpu"))
-        self.ask("open_weight_receivers", self.sender.handles([""]))
+        self.ask("open_weight_receivers", [pickle.dumps(self.sender.make_receivers([""])[0])])
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The engine's answer."""

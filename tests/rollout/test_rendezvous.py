@@ -21,7 +21,7 @@ from rlightning import intervals
 from rlightning.rollout.acceptor import MAX_UNKNOWN, Acceptor
 from rlightning.rollout.engine_wire import enter, let_in, reach
 from rlightning.rollout.weights.rendezvous import RendezvousServer, join_rendezvous
-from rlightning.rollout.weights.transfer_group import ReceiverGroup, SenderGroup
+from rlightning.rollout.weights.transfer_group import TransferGroup
 
 HOST = "127.0.0.1"
 _c10d: Any = dist
@@ -80,16 +80,18 @@ def test_members_learn_that_the_server_is_closed(server: RendezvousServer) -> No
 
 
 def test_weights_reach_receivers_amid_strangers() -> None:
-    sender = SenderGroup(1, torch.device("cpu"), host=HOST, timeout=60.0)
-    (place,) = sender.places
+    server = RendezvousServer(HOST, 2, timeout=60.0)
+    own, place = server.places
     assert repr(place.key) not in repr(place)
+    sender = TransferGroup(own, torch.device("cpu"), server)
     strangers = flood(place.port, 2 * MAX_UNKNOWN)
     received = torch.zeros(5)
 
     def receive() -> None:
-        receiver = ReceiverGroup(place, torch.device("cpu"))
+        receiver = TransferGroup(place, torch.device("cpu"))
+        receiver.connect()
         receiver.broadcast(received)
-        receiver.end()
+        receiver.leave("done")
 
     thread = threading.Thread(target=receive)
     thread.start()

@@ -48,13 +48,14 @@ class WeightReceiver:
     _rl_unread: set[str]
     _rl_is_checked = False
 
-    def rl_open_receiver(self, handles: list[bytes]) -> None:
-        """Make this worker's receiver of its handle; one that it had before is closed."""
+    def rl_open_receiver(self, receivers: list[bytes]) -> None:
+        """Open this worker's receiver; one that it had before is closed."""
         if self._rl_receiver is not None:
             self._rl_receiver.close()
             self._rl_receiver = None
-        handle: driver.ReceiverHandle = pickle.loads(handles[self.rank])
-        self._rl_receiver = handle.open(torch.device(self.device))
+        receiver: driver.WeightReceiver = pickle.loads(receivers[self.rank])
+        receiver.open(torch.device(self.device))
+        self._rl_receiver = receiver
         if self._rl_stored_form is None:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
@@ -73,7 +74,7 @@ class WeightReceiver:
             unpack_weights(model)
         self._rl_load(model, self._rl_receiver.receive(chunk))
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
-        if chunk < self._rl_receiver.num_chunks - 1:
+        if chunk < len(self._rl_receiver.plan.chunks) - 1:
             return [], []
         pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
         self._rl_is_checked = True  # the names of later syncs are the same

@@ -1,18 +1,16 @@
 """Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL or on the CPU by gloo."""
 
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlightning.errors import EngineError
-from rlightning.rollout.weights.driver import WeightSender
-from rlightning.rollout.weights.rendezvous import Place
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
-from rlightning.rollout.weights.transfer_group import ReceiverGroup, SenderGroup
+from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
 class BroadcastSender(WeightSender):
@@ -22,7 +20,7 @@ class BroadcastSender(WeightSender):
         plan: of the weights. Each worker has a bucket of its size, too.
         device: where the bucket lies: a CUDA device if the engines are on others, or the CPU if they are on CPUs.
         host: this machine's address as the engines reach it. The port where they meet is open on that address alone,
-            and to those who know the key that goes to the engines with their handles. What is sent is not encrypted:
+            and to those who know the key that goes to the engines with their receivers. What is sent is not encrypted:
             use the address of a private network.
         timeout: seconds that connecting may take, and that sending a chunk may take.
         destination: this rank, if weights are sharded and the other ranks, which have no bucket, give their shards by
@@ -41,18 +39,17 @@ class BroadcastSender(WeightSender):
         self.plan, self.timeout = plan, timeout
         self._device, self._host, self._destination = device, host, destination
         self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
-        self._groups: list[SenderGroup] = []
+        self._groups: list[TransferGroup] = []
 
-    def handles(self, devices: Sequence[str]) -> list[bytes]:
-        """See :meth:`WeightSender.handles`. NCCL takes each device once in a group."""
+    def make_receivers(self, devices: Sequence[str]) -> "list[BroadcastReceiver]":
+        """See :meth:`WeightSender.make_receivers`. NCCL takes each device once in a group."""
         self._leave("The trainer connects anew.")
         numbers = number_by_device(devices)
         sizes = dict(sorted(Counter(numbers).items()))
-        self._groups = [
-            SenderGroup(size, self._device, host=self._host, timeout=self.timeout) for size in sizes.values()
-        ]
-        places = {number: iter(group.places) for number, group in zip(sizes, self._groups, strict=True)}
-        return [pickle.dumps(BroadcastHandle(self.plan, next(places[number]))) for number in numbers]
+        servers = {number: RendezvousServer(self._host, size + 1, self.timeout) for number, size in sizes.items()}
+        self._groups = [TransferGroup(server.places[0], self._device, server) for server in servers.values()]
+        places = {number: iter(server.places[1:]) for number, server in servers.items()}
+        return [BroadcastReceiver(self.plan, next(places[number])) for number in numbers]
 
     def connect(self) -> None:
         """See :meth:`WeightSender.connect`."""
@@ -95,38 +92,25 @@ class BroadcastSender(WeightSender):
             group.leave(reason)
 
 
-@dataclass(frozen=True)
-class BroadcastHandle:
-    """A worker's place among those that the sender broadcasts to."""
-
-    plan: ChunkPlan
-    place: Place
-
-    def open(self, device: torch.device) -> "BroadcastReceiver":
-        """Return a receiver; it is connected."""
-        return BroadcastReceiver(self, device)
-
-
-class BroadcastReceiver:
-    """A :class:`~rlightning.rollout.weights.driver.WeightReceiver` with a bucket of its own.
+class BroadcastReceiver(WeightReceiver):
+    """Has a bucket of its own.
 
     Args:
-        handle: from the sender.
-        device: the worker's.
+        plan: of the weights.
+        place: among the workers that the sender broadcasts to.
     """
 
-    def __init__(self, handle: BroadcastHandle, device: torch.device) -> None:
-        self.plan = handle.plan
-        try:
-            self._group = ReceiverGroup(handle.place, device)
-        except (OSError, RuntimeError) as error:
-            raise EngineError(f"No weights from {handle.place.host}, port {handle.place.port}: {error}.") from error
-        self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, plan: ChunkPlan, place: Place) -> None:
+        self.plan, self._place = plan, place
 
-    @property
-    def num_chunks(self) -> int:
-        """See :class:`~rlightning.rollout.weights.driver.WeightReceiver`."""
-        return len(self.plan.chunks)
+    def open(self, device: torch.device) -> None:
+        """Connect with the sender and the other workers."""
+        try:
+            self._group = TransferGroup(self._place, device)
+            self._group.connect()
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"No weights from {self._place.host}, port {self._place.port}: {error}.") from error
+        self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`."""
@@ -139,7 +123,7 @@ class BroadcastReceiver:
 
     def close(self) -> None:
         """See :meth:`WeightReceiver.close`."""
-        self._group.end()
+        self._group.leave("The worker has left.")
 
 
 def number_by_device(devices: Sequence[str]) -> list[int]:

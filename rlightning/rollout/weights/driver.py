@@ -14,15 +14,17 @@
 The first chunk pauses what the engine generates, or wakes an engine that sleeps, and ``finish_weight_update`` lets it
 go on with the new version. A message to each engine for each chunk, and one in the end, is all that a sync takes.
 
-A transport is a sender, which the trainer makes, a handle, which goes to the workers, and a receiver, which they make
-of it: :mod:`~rlightning.rollout.weights.transports` has those there are.
+A transport is a sender, which the trainer has, and receivers, which the sender makes and the workers open:
+:mod:`~rlightning.rollout.weights.transports` has those there are.
 """
 
 import functools
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from itertools import islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError
-from rlightning.rollout.weights.source import WeightSource
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource
 
 T = TypeVar("T")
 
@@ -50,8 +52,8 @@ class Engine(Protocol):
     def worker_devices(self) -> Sequence[str]:
         """The device of each of the engine's workers, by a name that no other device of this host has; or ""."""
 
-    def open_weight_receivers(self, handles: list[bytes]) -> Future[None]:
-        """Have each worker make its receiver of its pickled handle, in place of the one it had."""
+    def open_weight_receivers(self, receivers: list[bytes]) -> Future[None]:
+        """Have each worker unpickle and open its receiver, and close the one it had."""
 
     def receive_weights(self, chunk: int) -> Future[list[str]]:
         """Load a chunk; chunk 0 begins an update.
@@ -65,11 +67,17 @@ class Engine(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """What an engine's worker receives weights with."""
+    """What an engine's worker receives weights with. It goes there, pickled, over the engine's connection.
 
-    @property
-    def num_chunks(self) -> int:
-        """Of all weights."""
+    Attributes:
+        plan: the sender's.
+    """
+
+    plan: ChunkPlan
+
+    def open(self, device: torch.device) -> None:
+        """Connect; ``device`` is the worker's."""
+        return
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Wait for a chunk; its names and tensors, which may be read until the worker has answered for it.
@@ -79,31 +87,26 @@ class WeightReceiver(Protocol):
         """
 
     def close(self) -> None:
-        """Release what it holds; another receiver is made next."""
-
-
-class ReceiverHandle(Protocol):
-    """Goes to a worker, pickled, over its engine's authenticated connection."""
-
-    def open(self, device: torch.device) -> WeightReceiver:
-        """Return a receiver that is connected; ``device`` is the worker's."""
+        """Release what it holds; another receiver is opened next."""
+        return
 
 
 class WeightSender(Protocol):
-    """What a rank sends weights with, or gives its shards. Subclass it.
+    """What a rank sends weights with, or gives its shards. All but :meth:`interrupt` is called by one thread.
 
-    All but :meth:`interrupt` is called by one thread. What a transport has nothing to do for, it inherits.
+    A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.
     """
 
-    def handles(self, devices: Sequence[str]) -> list[bytes]:
-        """Return a pickled :class:`ReceiverHandle` for each worker. Those of before are left.
+    def make_receivers(self, devices: Sequence[str]) -> Sequence[WeightReceiver]:
+        """Return a receiver for each worker; those made before are left.
 
         Args:
             devices: of each worker, see :attr:`Engine.worker_devices`.
         """
+        return []
 
     def connect(self) -> None:
-        """Return when all workers are connected. Called after they have been sent their handles.
+        """Return when all workers are connected. Called after they have been asked to open their receivers.
 
         Raises:
             EngineError: if one of them does not come.
@@ -121,12 +124,12 @@ class WeightSender(Protocol):
         """Hand over the chunk that is in the bucket. Called after the workers have been asked to receive it.
 
         Raises:
-            EngineError: if one of them does not take it. The others need new :meth:`handles`, and all weights, then.
+            EngineError: if one of them does not take it. The others need new receivers, and all weights, then.
         """
         return
 
     def interrupt(self, reason: str) -> None:
-        """Let :meth:`connect` or :meth:`send`, until the next :meth:`handles`, fail for ``reason``. Thread-safe."""
+        """Let :meth:`connect` or :meth:`send`, until new receivers are made, fail for ``reason``. Thread-safe."""
         return
 
     def close(self) -> None:
@@ -206,12 +209,16 @@ class WeightUpdater:
 
     def _connect(self) -> None:
         """Have the engines open their receivers, unless they are the ones that have."""
-        if self._engines == self._connected:
+        if not self._engines or self._engines == self._connected:
             return
         with self._lock:
             self._connected = list(self._engines)
-            handles = iter(self.sender.handles([device for one in self._engines for device in one.worker_devices]))
-        answers = {one: one.open_weight_receivers([next(handles) for _ in one.worker_devices]) for one in self._engines}
+            devices = [device for engine in self._engines for device in engine.worker_devices]
+            receivers = map(pickle.dumps, self.sender.make_receivers(devices))
+        answers = {
+            engine: engine.open_weight_receivers(list(islice(receivers, len(engine.worker_devices))))
+            for engine in self._engines
+        }
         for engine in self._connected:
             engine.ended.add_done_callback(functools.partial(self._interrupt, engine))
         self._transfer(self.sender.connect, answers)

@@ -1,10 +1,8 @@
 """Weights for engines that nothing faster reaches: a safetensors file a chunk, in a folder that all processes share."""
 
-import pickle
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
 from rlightning.distributed.platform import host_bytes
 from rlightning.errors import EngineError
-from rlightning.rollout.weights.driver import WeightSender
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 
 PREFIX = "weights-"
@@ -56,10 +54,9 @@ class FileSender(WeightSender):
         self._num_syncs = 0
         self._remove_files(PREFIX)
 
-    def handles(self, devices: Sequence[str]) -> list[bytes]:
-        """See :meth:`WeightSender.handles`."""
-        names = [[slot.name for slot in chunk] for chunk in self.plan.chunks]
-        return [pickle.dumps(WeightFiles(self._files, names, self._num_syncs, self.timeout))] * len(devices)
+    def make_receivers(self, devices: Sequence[str]) -> "list[FileReceiver]":
+        """See :meth:`WeightSender.make_receivers`."""
+        return [FileReceiver(self.plan, self._files, self._num_syncs, self.timeout) for _ in devices]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
         """See :meth:`WeightSender.fill`."""
@@ -83,63 +80,42 @@ class FileSender(WeightSender):
                 remove(path)
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """Names the files.
-
-    Attributes:
-        files: of each chunk.
-        names: of each chunk's tensors.
-        last_sync: number of the last sync before the receiver is made.
-        timeout: seconds that a file may take to be found.
-    """
-
-    files: list[Path]
-    names: list[list[str]]
-    last_sync: int
-    timeout: float
-
-    def open(self, device: torch.device) -> "FileReceiver":
-        """Return a receiver; files are opened when they are read."""
-        return FileReceiver(self, device)
-
-
-class FileReceiver:
-    """A :class:`~rlightning.rollout.weights.driver.WeightReceiver` that reads files.
+class FileReceiver(WeightReceiver):
+    """Reads files.
 
     A disk behind a network may show a file late, or an old one of the same name: each says which sync it belongs to.
 
     Args:
-        handle: from the sender.
-        device: that tensors are read to.
+        plan: of the weights.
+        files: of each chunk.
+        last_sync: number of the last sync before this receiver is used.
+        timeout: seconds that a file may take to be found.
     """
 
-    def __init__(self, handle: WeightFiles, device: torch.device) -> None:
-        self._handle, self._device = handle, device
-        self._sync = handle.last_sync
+    def __init__(self, plan: ChunkPlan, files: list[Path], last_sync: int, timeout: float) -> None:
+        self.plan, self._files, self._sync, self._timeout = plan, files, last_sync, timeout
+        self._device = torch.device("cpu")
 
-    @property
-    def num_chunks(self) -> int:
-        """See :class:`~rlightning.rollout.weights.driver.WeightReceiver`."""
-        return len(self._handle.files)
+    def open(self, device: torch.device) -> None:
+        """Remember the device that tensors are read to."""
+        self._device = device
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`."""
-        deadline = time.monotonic() + self._handle.timeout
+        deadline = time.monotonic() + self._timeout
         while (file := self._open_current(chunk)) is None:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"Chunk {chunk} of the weights did not come: {self._handle.files[chunk]} is not there, or of an "
-                    f"earlier sync, after {self._handle.timeout:g} s. Trainer and engines must share the same folder "
-                    "by the same name."
+                    f"Chunk {chunk} of the weights did not come: {self._files[chunk]} is not there, or of an earlier "
+                    f"sync, after {self._timeout:g} s. Trainer and engines must share the folder by the same name."
                 )
             time.sleep(intervals.SHORT_POLL_INTERVAL)
-        return ((name, file.get_tensor(name)) for name in self._handle.names[chunk])
+        return ((slot.name, file.get_tensor(slot.name)) for slot in self.plan.chunks[chunk])
 
     def _open_current(self, chunk: int) -> Any:
         """The chunk's file if it is of this sync, which begins with the first chunk; else None."""
         try:
-            file = safe_open(self._handle.files[chunk], framework="pt", device=str(self._device))
+            file = safe_open(self._files[chunk], framework="pt", device=str(self._device))
         except OSError:
             return None
         sync = int(file.metadata()[SYNC])  # type: ignore[no-untyped-call]
@@ -147,6 +123,3 @@ class FileReceiver:
             self._sync = sync
             return file
         return None
-
-    def close(self) -> None:
-        """Files are opened one by one; none is held."""

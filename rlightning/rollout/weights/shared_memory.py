@@ -5,9 +5,7 @@ On the CPU it is a memory file, on one CUDA device an allocation that is opened 
 
 import mmap
 import os
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from rlightning.distributed.barrier import barrier
 from rlightning.distributed.collectives import exchange
 from rlightning.distributed.platform import shareable_memory
-from rlightning.rollout.weights.driver import WeightSender
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 
 
@@ -46,20 +44,21 @@ class SharedMemorySender(WeightSender):
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, plan.num_bytes)
             self._bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
-        self._handles = [pickle.dumps(self._make_handle())]
+        receiver = SharedMemoryReceiver(plan, self._locate())
+        self._receivers = [receiver]
         if self._num_ranks > 1:
-            self._handles = list(exchange({ranks[0]: self._handles[0]}, name="weight buckets").values())
+            self._receivers = list(exchange({ranks[0]: receiver}, name="weight buckets").values())
 
-    def _make_handle(self) -> "MemoryFile | CUDAMemory":
+    def _locate(self) -> tuple[Any, ...]:
         if self._fd is not None:
-            return MemoryFile(self.plan, os.getpid(), self._fd)
+            return os.getpid(), self._fd
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return CUDAMemory(self.plan, *reduce_tensor(self._bucket))
+        return tuple(reduce_tensor(self._bucket))
 
-    def handles(self, devices: Sequence[str]) -> list[bytes]:
-        """See :meth:`WeightSender.handles`: each worker of an engine reads the bucket of its own rank."""
-        return [self._handles[worker % len(self._handles)] for worker in range(len(devices))]
+    def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
+        """See :meth:`WeightSender.make_receivers`: each worker of an engine reads the bucket of its own rank."""
+        return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
         """See :meth:`WeightSender.fill`."""
@@ -80,51 +79,30 @@ class SharedMemorySender(WeightSender):
             self._fd = None
 
 
-@dataclass(frozen=True)
-class SharedMemoryReceiver:
-    """A :class:`~rlightning.rollout.weights.driver.WeightReceiver`; ``bucket`` is the sender's, as uint8."""
+class SharedMemoryReceiver(WeightReceiver):
+    """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
 
-    plan: ChunkPlan
-    bucket: Tensor
+    Args:
+        plan: of the weights.
+        location: of the bucket: process and file descriptor, or what torch's ``reduce_tensor`` has returned.
+    """
 
-    @property
-    def num_chunks(self) -> int:
-        """See :class:`~rlightning.rollout.weights.driver.WeightReceiver`."""
-        return len(self.plan.chunks)
+    def __init__(self, plan: ChunkPlan, location: tuple[Any, ...]) -> None:
+        self.plan, self._location = plan, location
+
+    def open(self, device: torch.device) -> None:
+        """Open the bucket; a CUDA device is the sender's, under whatever index it has here."""
+        if device.type == "cuda":
+            rebuild, arguments = self._location
+            rebuilt = list(arguments)
+            rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+            self._bucket: Tensor = rebuild(*rebuilt)
+        else:
+            pid, fd = self._location
+            with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+                memory = mmap.mmap(file.fileno(), self.plan.num_bytes)
+            self._bucket = torch.frombuffer(memory, dtype=torch.uint8)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`: the chunk is there when the worker is asked for it."""
-        return self.plan.tensors(self.bucket, chunk)
-
-    def close(self) -> None:
-        """The memory is released with the last tensor that lies in it."""
-
-
-@dataclass(frozen=True)
-class MemoryFile:
-    """Names a bucket on the CPU: file descriptor ``fd`` of process ``pid``."""
-
-    plan: ChunkPlan
-    pid: int
-    fd: int
-
-    def open(self, device: torch.device) -> SharedMemoryReceiver:
-        """Map the sender's memory file."""
-        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
-            memory = mmap.mmap(file.fileno(), self.plan.num_bytes)
-        return SharedMemoryReceiver(self.plan, torch.frombuffer(memory, dtype=torch.uint8))
-
-
-@dataclass(frozen=True)
-class CUDAMemory:
-    """Names a bucket on a CUDA device: what torch's ``reduce_tensor`` has returned."""
-
-    plan: ChunkPlan
-    rebuild: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-
-    def open(self, device: torch.device) -> SharedMemoryReceiver:
-        """Open the sender's memory; ``device`` is the same physical one, under whatever index it has here."""
-        rebuilt = list(self.arguments)
-        rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
-        return SharedMemoryReceiver(self.plan, self.rebuild(*rebuilt))
+        return self.plan.tensors(self._bucket, chunk)

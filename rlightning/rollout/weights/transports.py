@@ -29,10 +29,6 @@ class ShardSender(WeightSender):
     def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
         self.plan, self._destination = plan, destination
 
-    def handles(self, devices: Sequence[str]) -> list[bytes]:
-        """There are no workers."""
-        return []
-
     def fill(self, source: WeightSource) -> Iterator[int]:
         """Take part in the other rank's :meth:`WeightSender.fill`."""
         nothing = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device="meta")

@@ -27,9 +27,8 @@ from rlightning.rollout.weights import broadcast as broadcast_file
 from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_device
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
 from rlightning.rollout.weights.files import FileSender
-from rlightning.rollout.weights.rendezvous import Place, join_rendezvous
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
-from rlightning.rollout.weights.transfer_group import SenderGroup
 from rlightning.rollout.weights.transports import ShardSender
 
 CPU = torch.device("cpu")
@@ -59,9 +58,12 @@ def make_sender(transport: str, plan: ChunkPlan, folder: Path) -> WeightSender:
 PLAN = plan_of(WEIGHTS, torch.bfloat16, 600)
 
 
-def open_receiver(handle: bytes, device: torch.device) -> WeightReceiver:
-    receiver: WeightReceiver = pickle.loads(handle).open(device)
-    return receiver
+def open_receivers(sender: WeightSender, count: int) -> list[WeightReceiver]:
+    """In this process, as they come to workers."""
+    receivers: list[WeightReceiver] = [pickle.loads(pickle.dumps(one)) for one in sender.make_receivers([""] * count)]
+    for receiver in receivers:
+        receiver.open(CPU)
+    return receivers
 
 
 def work(connection: Connection, device: torch.device) -> None:
@@ -78,7 +80,8 @@ def work(connection: Connection, device: torch.device) -> None:
             elif isinstance(asked, bytes):
                 if receiver is not None:
                     receiver.close()
-                receiver = open_receiver(asked, device)
+                receiver = pickle.loads(asked)
+                receiver.open(device)
                 connection.send(None)
             else:
                 assert receiver is not None
@@ -149,8 +152,8 @@ def start_workers(workers_on_cpu: list[Worker]) -> Iterator[Callable[[int], list
 
 
 def connect(sender: WeightSender, workers: list[Worker], devices: list[str] | None = None) -> None:
-    for worker, handle in zip(workers, sender.handles(devices or [""] * len(workers)), strict=True):
-        worker.ask(handle)
+    for worker, receiver in zip(workers, sender.make_receivers(devices or [""] * len(workers)), strict=True):
+        worker.ask(pickle.dumps(receiver))
     sender.connect()
     for worker in workers:
         worker.answer()
@@ -212,14 +215,14 @@ def test_missing_worker_in_second_group_stops_first_group(
     start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (worker,) = start_workers(1)
-    timeouts = iter([TIMEOUT, 1.0])  # only the second waits in vain
+    timeouts = iter([TIMEOUT, 1.0])  # the second group alone times out
 
-    def make_sender(*args: Any, **options: Any) -> SenderGroup:
-        return SenderGroup(*args, **options | {"timeout": next(timeouts)})
+    def make_server(host: str, size: int, timeout: float) -> RendezvousServer:
+        return RendezvousServer(host, size, next(timeouts))
 
-    monkeypatch.setattr(broadcast_file, "SenderGroup", make_sender)
+    monkeypatch.setattr(broadcast_file, "RendezvousServer", make_server)
     sender = BroadcastSender(PLAN, CPU)
-    worker.ask(sender.handles(["2", "2"])[0])
+    worker.ask(pickle.dumps(sender.make_receivers(["2", "2"])[0]))
     with pytest.raises(EngineError, match="no sign of number 0"):
         sender.connect()
     worker.answer()  # it had been connected
@@ -231,7 +234,7 @@ def test_missing_worker_in_second_group_stops_first_group(
 
 def test_when_all_engines_are_gone_nothing_is_sent() -> None:
     sender = BroadcastSender(PLAN, CPU, timeout=3.0)
-    assert sender.handles([]) == []
+    assert sender.make_receivers([]) == []
     sender.connect()
     for index in sender.fill(WEIGHTS):
         sender.send(index)
@@ -248,9 +251,9 @@ def test_workers_on_the_same_device_are_numbered() -> None:
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
     sender = BroadcastSender(PLAN, CPU, timeout=5.0)
-    handle, _ = sender.handles(["", ""])
-    workers[0].ask(handle)
-    wait_until_joined(pickle.loads(handle).place)
+    receiver, _ = sender.make_receivers(["", ""])
+    workers[0].ask(pickle.dumps(receiver))
+    wait_until_joined(receiver._place)
     with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 5 s"):
         sender.connect()
     with pytest.raises(EngineError, match=r"No weights from 127\.0\.0\.1"):
@@ -316,13 +319,13 @@ def test_workers_learn_that_the_trainer_has_gone(start_workers: Callable[[int], 
 
 def test_strangers_cannot_reach_where_the_workers_meet() -> None:
     sender = BroadcastSender(PLAN, CPU)
-    port = pickle.loads(sender.handles([""])[0]).place.port
+    port = sender.make_receivers([""])[0]._place.port
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if f":{port:04X} " in line]
     assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
     sender.close()
     elsewhere = BroadcastSender(PLAN, CPU, host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        elsewhere.handles([""])
+        elsewhere.make_receivers([""])
 
 
 ZEROS = Weights(a=torch.zeros(64), b=torch.zeros(64))
@@ -333,7 +336,7 @@ IN_TWO_FILES = plan_of(ZEROS, torch.float32, 256)
 def test_stale_weight_file_is_rejected(tmp_path: Path) -> None:
     """As a disk behind a network may show one."""
     sender = FileSender(IN_TWO_FILES, CPU, folder=tmp_path, timeout=0.2)
-    first, late = (open_receiver(handle, CPU) for handle in sender.handles(["", ""]))
+    first, late = open_receivers(sender, 2)
     old: dict[Path, bytes] = {}
     for index in sender.fill(ZEROS):
         ((name, tensor),) = first.receive(index)
@@ -359,7 +362,7 @@ def test_stale_weight_file_is_rejected(tmp_path: Path) -> None:
 
 def test_interrupted_sync_leaves_no_file_next_succeeds(tmp_path: Path) -> None:
     sender = FileSender(IN_TWO_FILES, CPU, folder=tmp_path, timeout=0.2)
-    (receiver,) = (open_receiver(handle, CPU) for handle in sender.handles([""]))
+    (receiver,) = open_receivers(sender, 1)
     for index in sender.fill(ZEROS):
         receiver.receive(index)
         break
@@ -387,7 +390,7 @@ def fill_from_two_ranks(folder: Path) -> None:
         assert list(ShardSender(plan, destination=0).fill(sharded))[:2] == [0, 1]
         return
     sender = FileSender(plan, CPU, folder=folder / "weights", destination=0)
-    (receiver,) = (open_receiver(handle, CPU) for handle in sender.handles([""]))
+    (receiver,) = open_receivers(sender, 1)
     weights = dict(sharded_net.make_net().named_parameters())
     seen = []
     for index in sender.fill(sharded):
