@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -187,8 +187,8 @@ class WeightUpdater:
                     self._started_at = time.monotonic()
                 answers = {engine: engine.receive_weights(chunk) for engine in self._engines}
                 faults = self._transfer(functools.partial(self.sender.send, chunk), answers)
-        if not self.deaths:
-            check_complete([fault for found in faults for fault in found])
+        if not self.deaths and any(faults):
+            raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
     def activate_weights(self, version: int) -> Sequence[Engine]:
         """Let the engines sample from the weights that they were sent, as those of a version.
@@ -251,9 +251,3 @@ class WeightUpdater:
                 self._engines.remove(engine)
                 self.deaths.append(death)
         return results
-
-
-def check_complete(faults: Sequence[str]) -> None:
-    """Raise EngineError with what engines have found wrong with their weights, if anything, each fault once."""
-    if faults:
-        raise EngineError(" ".join(sorted(set(faults))))
