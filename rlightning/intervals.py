@@ -66,6 +66,8 @@ RANK_EXIT_GRACE = 5.0
 """For a rank to exit after its connections were closed."""
 ENGINE_EXIT_GRACE = 10.0
 """The same for an engine, whose exit status is reported."""
+EXIT_STATUS_GRACE = 2.0
+"""For a child process to exit by itself after it has closed its connection, so that its exit code is known."""
 ENGINE_START_GRACE = 30.0
 """For the other engines to start, once the first one has, when a run begins."""
 GROUP_LEAVE_GRACE = 2.0

@@ -79,11 +79,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     # the engine sampled from the weights that were trained: its log-probabilities are the actor's, after an update too
     assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in trained)
     assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
-    completions = read_completions(tmp_path / "runs/arithmetic/grpo")
-    assert len(completions) == 128 * 8
-    # the seed repeats the run, on a CPU
-    fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/again")
-    assert read_completions(tmp_path / "runs/arithmetic/again") == completions
+    assert len(read_completions(tmp_path / "runs/arithmetic/grpo")) == 128 * 8
 
     shown = run_python(example / "show_result.py", "runs/arithmetic/grpo", folder=tmp_path).stdout
     assert "Greedy pass@1 on 500 held-out problems" in shown

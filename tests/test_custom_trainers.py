@@ -39,7 +39,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS[:2], pytest.param(SCRIPTS[2], marks=pytest.mark.slow)])
 def test_callbacks_work_without_changing_custom_loop_training(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main, callbacks = load(script)
     assert [type(callback).__name__ for callback in callbacks] == [
@@ -66,7 +66,9 @@ def test_callbacks_work_without_changing_custom_loop_training(script: str, monke
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [SCRIPTS[1], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[::2])]
+)
 def test_two_processes(script: str) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

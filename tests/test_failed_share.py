@@ -47,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_failures_in_a_refill_are_a_share_of_the_step(model: str, tmp_path: Path) -> None:
     # 2 of 16: a quarter of the refill, an eighth of the step
@@ -67,6 +68,7 @@ def validate(
     make_trainer(folder, 1, **arguments).validate(module, data, verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_failure_in_a_last_batch_is_a_share_of_the_set(model: str, tmp_path: Path) -> None:
     validate(model, tmp_path, 0.0625)  # 1 of 16

@@ -81,8 +81,12 @@ def train_two(folder: Path, model: str, algorithm: str, arguments: dict[str, Any
     ("algorithm", "arguments"),
     [
         ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
-        ("GRPO", {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
-        ("OneGroup", {"updates_per_rollout": 2}),
+        pytest.param(
+            "GRPO",
+            {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("OneGroup", {"updates_per_rollout": 2}, marks=pytest.mark.slow),
         ("TwoOptimizers", {"updates_per_rollout": 2}),
     ],
 )

@@ -105,6 +105,7 @@ def script(folder: str, num_steps: int) -> str:
     return str(code)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_a_fit_and_another_one_may_follow(kernel: Kernel) -> None:
     assert kernel.run(CHILDREN) == ("", [])
     shown, errors = kernel.run(script("runs/first", 1000), interrupt_at="step 1/1000 |")

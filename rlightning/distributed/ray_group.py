@@ -121,7 +121,11 @@ class WorkerGroup:
         number = next(self._numbers)
         asked = {self._call(actor, "obey", number, order, 0): rank for rank, actor, order in self._each(orders)}
         seen, answers = [0] * self.num_workers, [None] * self.num_workers
+        # Kept until the order is done: an object whose last reference goes here while another one to it is on its way
+        # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
+        received: list[Entry] = []
         for rank, entries in self._entries(asked):
+            received += entries
             seen[rank] += len(entries)
             for entry in entries:
                 if isinstance(entry, Failed):

@@ -22,9 +22,9 @@ import rlightning
 from rlightning import intervals
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.foreign_text import cut, cut_line
+from rlightning.processes.process_group import end_group
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
 from rlightning.rollout.host_check import check_host, describe_host
-from rlightning.rollout.process_group import end_group
 from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)

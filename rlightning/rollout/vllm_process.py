@@ -23,10 +23,10 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
+from rlightning.processes.process_group import end_own_group
 from rlightning.rollout.engine_hello import make_hello
 from rlightning.rollout.host_check import raise_open_files
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.process_group import end_own_group
 from rlightning.rollout.vllm_server import ArgumentsRefusedError, VLLMServer, start_engine
 
 

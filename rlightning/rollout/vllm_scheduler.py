@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from rlightning.rollout.process_group import die_with_parent
+from rlightning.processes.process_group import die_with_parent
 
 TOKENS_AT_ONCE = 32
 """Of a sequence, in a message: the last ones, when all sequences end at once, are few."""

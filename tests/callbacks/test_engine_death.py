@@ -162,6 +162,7 @@ def test_a_run_survives_one_death_a_step(
     assert [in_session(session) for session in assassin.sessions] == [[]] * 6
 
 
+@pytest.mark.slow
 def test_of_two_engines_on_a_device_one_may_die(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ class EditAndKill(RLCallback):
         kill_core(module.generator.engine)
 
 
+@pytest.mark.slow
 def test_engine_is_not_restarted_on_another_tokenizer(tmp_path: Path) -> None:
     rewarded: list[str] = []
 
@@ -262,6 +264,7 @@ class MoveAndKill(RLCallback):
             kill_core(module.generator.engine)
 
 
+@pytest.mark.slow
 def test_engine_is_restarted_after_its_models_folder_was_moved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

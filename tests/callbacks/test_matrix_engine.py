@@ -96,6 +96,7 @@ def generate_in_a_plain_loop(folder: Path) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_two_ranks_without_lightning_have_an_engine_each(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     run_ranks(generate_in_a_plain_loop, 2, tmp_path)

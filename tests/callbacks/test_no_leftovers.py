@@ -167,8 +167,11 @@ def write_config(folder: Path, model_folder: str) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "exit_codes"),
-    [(signal.SIGINT, {1, 130}), (signal.SIGTERM, {143}), (signal.SIGKILL, {-9})],
-    ids=["SIGINT", "SIGTERM", "SIGKILL"],
+    [
+        pytest.param(signal.SIGINT, {1, 130}, id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, {143}, id="SIGTERM"),
+        pytest.param(signal.SIGKILL, {-9}, id="SIGKILL"),
+    ],
 )
 def test_a_signal(
     number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
@@ -203,7 +206,10 @@ def test_a_signal(
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow)],
+)
 def test_signal_while_engine_hangs_saves_within_grace(
     number: signal.Signals, model_folder: str, tmp_path: Path, scratch: Path
 ) -> None:

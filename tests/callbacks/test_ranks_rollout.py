@@ -65,6 +65,7 @@ def test_tensor_parallel_ranks_recover_killed_shared_engine(tmp_path: Path) -> N
         assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]
 
 
+@pytest.mark.slow
 def test_ranks_sharing_standalone_engines_recover_killed_engine(tmp_path: Path) -> None:
     first, second = run(tmp_path, 1, placement="standalone", num_engines=2, max_staleness=1)
     assert second["num_engines"] == 0  # they belong to rank 0, which saw one of them come back

@@ -177,6 +177,7 @@ def test_metrics_are_of_all_that_a_step_consumes(model_folder: str, tmp_path: Pa
     assert len(refill.steps) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_colocated_refill_takes_next_finished_groups(model_folder: str, tmp_path: Path) -> None:
     refill = Refill()
@@ -372,6 +373,7 @@ def test_checkpoint_between_callbacks_holds_every_prompt_once(model_folder: str,
         assert sorted(consumed(witness.batches[:step]) + in_flight) == sorted(drawn(trainer, position))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_engines_process_knows_no_actor() -> None:
     program = (

@@ -145,6 +145,7 @@ def test_the_engine_ends_with_the_run(run: Run) -> None:
     assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
 
 
+@pytest.mark.slow
 def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     version = run.module.weight_version
     sessions = note_sessions(monkeypatch)

@@ -102,7 +102,7 @@ def sections(folder: Path) -> list[str]:
     [
         (0, "stop", "collective"),
         (1, "loop", "collective"),
-        (0, "stop", "barrier"),
+        pytest.param(0, "stop", "barrier", marks=pytest.mark.slow),
         pytest.param(1, "stop", "collective", marks=pytest.mark.slow),
         pytest.param(0, "loop", "collective", marks=pytest.mark.slow),
         pytest.param(1, "stop", "barrier", marks=pytest.mark.slow),
@@ -142,6 +142,7 @@ def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: s
         assert "in hang_here" in (tmp_path / "stacks.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_work_each_on_their_own_are_not_ended(tmp_path: Path) -> None:
     """For 10 s, where a hang ends a run after 6 s."""
@@ -153,6 +154,7 @@ def test_ranks_that_work_each_on_their_own_are_not_ended(tmp_path: Path) -> None
     assert "hangs" not in all_lines and sections(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
     codes, errors = finish(start_program(tmp_path, 0, "stop", "raise"))

@@ -54,6 +54,7 @@ def elsewhere(tmp_path: Path) -> Iterator[str]:
         nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_workers_of_a_cluster_from_elsewhere_get_folder_and_named_variables(
     elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +86,7 @@ def test_workers_of_a_cluster_from_elsewhere_get_folder_and_named_variables(
     assert "JUDGE_KEY" in config and "secret" not in done.stderr + failed.stderr + config
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
@@ -260,8 +262,9 @@ def test_killed_raylet_ends_run_in_one_line(tmp_path: Path, restarts: str) -> No
     assert "Placement group" not in output and "Raylet is terminated" not in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_fast_dev_run_has_a_schedule_that_goes_on(schedule: str, tmp_path: Path) -> None:
     make_project(tmp_path)
     options = ["--trainer.fast_dev_run", "true", "--model.warmup_steps", "3", "--model.lr_schedule", schedule]

@@ -328,7 +328,9 @@ def test_second_signal_ends_at_once(project: Path, first: signal.Signals, second
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("strategy", "awake_rank", "grace"), [("fsdp2", -1, "400"), ("ddp", 0, "40")])
+@pytest.mark.parametrize(
+    ("strategy", "awake_rank", "grace"), [("fsdp2", -1, "400"), pytest.param("ddp", 0, "40", marks=pytest.mark.slow)]
+)
 def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_rank: int, grace: str) -> None:
     # Rank 0, if awake, waits for rank 1 in the middle of a collective, and does not move its clock.
     options = ("--trainer.devices", "2", "--trainer.strategy", strategy, "--model.awake_rank", str(awake_rank))
@@ -341,6 +343,7 @@ def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_ra
     assert saved_step(project / strategy / "checkpoints") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.place", "update")
@@ -352,6 +355,7 @@ def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None
     assert "is saved" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_signal_to_one_hung_rank_ends_all_with_its_code(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.awake_rank", "0")

@@ -87,7 +87,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mellum": GROUPED | {"head_dim": 32},
 }
 KINDS = [
-    *(pytest.param(kind, config, id=kind) for kind, config in COMMON.items()),
+    *(
+        pytest.param(kind, config, id=kind, marks=[pytest.mark.slow] * (kind in ("mixtral", "glm4_moe")))
+        for kind, config in COMMON.items()
+    ),
     *(pytest.param(kind, config, id=kind, marks=pytest.mark.slow) for kind, config in OTHERS.items()),
 ]
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlightning.errors import EngineError
+from rlightning.processes.process_group import end_group
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess, engine_environment
-from rlightning.rollout.process_group import end_group
 from rlightning.rollout.token_versions import TokenVersions
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import plan_chunks

@@ -530,6 +530,7 @@ def test_run_continues_after_one_server_is_killed(
     assert in_session(pids[0]) == []  # the engine does not outlive its server
 
 
+@pytest.mark.slow
 def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -213,8 +213,8 @@ class WeightUpdater:
             return
         with self._lock:
             self._connected = list(self._engines)
-            devices = [device for engine in self._engines for device in engine.worker_devices]
-            receivers = map(pickle.dumps, self.sender.make_receivers(devices))
+        devices = [device for engine in self._engines for device in engine.worker_devices]
+        receivers = map(pickle.dumps, self.sender.make_receivers(devices))
         answers = {
             engine: engine.open_weight_receivers(list(islice(receivers, len(engine.worker_devices))))
             for engine in self._engines

@@ -1,28 +1,23 @@
-"""Where a sender and its receivers meet to form a process group: a store for those alone who know the group's key.
+"""Where a sender and its receivers meet to form a process group: a store for those alone who have the group's key.
 
-torch's TCPStore serves any process that connects, and lists its keys to it. This one is served over connections that
-have shown that they know the key (multiprocessing's HMAC challenge, which does not send it).
+torch's TCPStore serves any process that connects, and lists its keys to it. This one is served by a
+:class:`~rlightning.rpc.Server`, which parses nothing before a client has shown that it has the key.
 """
 
-import contextlib
+import asyncio
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rlightning import intervals
 from rlightning.errors import ConfigError
-from rlightning.rollout.acceptor import Acceptor
-from rlightning.rollout.engine_link import hang_up, limit_waiting
-from rlightning.rollout.engine_wire import reach
+from rlightning.rpc import AuthenticationError, Peer, RPCError, Server, background_loop, connect, listen
 
 if TYPE_CHECKING:
     Store = Any  # the types of torch's Store name C++'s overloads
@@ -72,64 +67,52 @@ class RendezvousServer:
 
     def __init__(self, host: str, size: int, timeout: float) -> None:
         try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, 0), family=family)
+            listener = listen(host, 0)
         except OSError as error:
             raise ConfigError(
                 f"The trainer cannot listen on {host} ({error}). Give the address of one of this machine's own "
                 "interfaces."
             ) from error
-        self._key = secrets.token_bytes(KEY_BYTES)
+        key = secrets.token_bytes(KEY_BYTES)
         port = int(listener.getsockname()[1])
-        self.places = [Place(host, port, rank, size, timeout, self._key) for rank in range(size)]
+        self.places = [Place(host, port, rank, size, timeout, key) for rank in range(size)]
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=timeout))
-        self._members: list[Connection] = []
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._acceptor = Acceptor(listener, self._authenticate, self._serve)
+        self._server = background_loop().run(self._start(listener, key, size))
 
     def close(self) -> None:
         """Disconnect all members, and accept no more."""
-        self._acceptor.close()
-        with self._lock:
-            self._is_closed = True
-            for connection in self._members:
-                hang_up(connection)
+        background_loop().run(self._server.close())
 
-    def _authenticate(self, connection: Connection) -> None:
-        deliver_challenge(connection, self._key)
-        answer_challenge(connection, self._key)
+    async def _start(self, listener: socket.socket, key: bytes, size: int) -> Server:
+        return Server(listener, key, self._serve, max_clients=size)
 
-    def _serve(self, connection: Connection, peer: str) -> None:
-        limit_waiting(connection, intervals.TRANSFER_TIMEOUT)
-        with self._lock:
-            if self._is_closed:
-                return
-            self._members.append(connection)
+    async def _serve(self, end: socket.socket, client: str) -> None:
+        methods = {operation: self._method(operation) for operation in OPERATIONS}
+        peer = await Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         try:
-            with contextlib.suppress(EOFError, ConnectionError):  # the member has left
-                while connection.poll(None):
-                    operation, *arguments = connection.recv()
-                    assert operation in OPERATIONS, operation
-                    connection.send(getattr(self.store, operation)(*arguments))
+            await asyncio.wait([peer.closed])
         finally:
-            with self._lock:
-                self._members.remove(connection)
+            peer.abort("the rendezvous is over")
+
+    def _method(self, operation: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*arguments: Any) -> Any:
+            return getattr(self.store, operation)(*arguments)
+
+        return call
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store over a connection to a :class:`RendezvousServer`. Any thread may use it.
+    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's.
 
     Args:
-        connection: authenticated.
+        peer: the server.
         timeout: seconds that waiting for a key may take.
     """
 
-    def __init__(self, connection: Connection, timeout: float) -> None:
+    def __init__(self, peer: Peer, timeout: float) -> None:
         super().__init__()
-        self._connection = connection
-        self._lock = threading.Lock()
+        self._peer = peer
         self._timeout = timedelta(seconds=timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -166,13 +149,11 @@ class RemoteStore(Store):  # type: ignore[misc]
         """Set how long waiting for a key may take."""
         self._timeout = timeout
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, operation: str, *arguments: Any) -> Any:
         try:
-            with self._lock:
-                self._connection.send(request)
-                return self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise RuntimeError("the rendezvous is over") from error
+            return background_loop().run(self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT))
+        except RPCError as error:
+            raise RuntimeError(f"the rendezvous is over: {error}") from error
 
 
 def join_rendezvous(place: Place) -> RemoteStore:
@@ -181,14 +162,12 @@ def join_rendezvous(place: Place) -> RemoteStore:
     Raises:
         OSError: it is not there, has another key, or does not answer.
     """
-    connection = reach(place.host, place.port, place.timeout)
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    work = connect(f"tcp://{host}:{place.port}", place.key, {}, timeout=place.timeout, heartbeat_timeout=float("inf"))
     try:
-        answer_challenge(connection, place.key)
-        deliver_challenge(connection, place.key)
-    except (AuthenticationError, EOFError) as error:
-        reason = error or "it closed the connection"
-        raise OSError(f"{place.host}, port {place.port}, is the rendezvous of another group ({reason})") from error
-    return RemoteStore(connection, place.timeout)
+        return RemoteStore(background_loop().run(work), place.timeout)
+    except AuthenticationError as error:
+        raise OSError(f"{place.host}, port {place.port}, is the rendezvous of another group ({error})") from error
 
 
 def wait_until(

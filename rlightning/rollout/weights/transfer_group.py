@@ -17,7 +17,6 @@ import os
 import queue
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -48,7 +47,7 @@ class TransferGroup:
     Args:
         place: of the member. The sender's is ``server.places[0]``.
         device: of what is sent and received.
-        server: of the rendezvous, on the sender's side. It listens as long as the group lives.
+        server: of the rendezvous, on the sender's side; it listens until :meth:`leave`.
 
     Raises:
         OSError: the rendezvous cannot be joined.
@@ -58,8 +57,7 @@ class TransferGroup:
         self.place, self.device = place, device
         # torch holds the C++ part of the store only
         self._store = join_rendezvous(place) if server is None else server.store
-        if server is not None:
-            weakref.finalize(self, server.close)
+        self._server = server
         self._group: Any = None
         self._is_over = False
 
@@ -102,9 +100,10 @@ class TransferGroup:
         self._store.set("over", reason)
 
     def leave(self, reason: str) -> None:
-        """End the group; the sender tells the receivers why nothing more comes."""
-        if self.place.rank == SENDER:
+        """End the group; after the sender, which gives a reason, no receiver waits any more."""
+        if self._server is not None:
             self.interrupt(reason)
+            self._server.close()
         self._end()
 
     def _check(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlightning.rollout.process_group import end_group
+from rlightning.processes.process_group import end_group
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +37,7 @@ ENDS_ITSELF = """
 import subprocess, sys
 from pathlib import Path
 from multiprocessing.shared_memory import SharedMemory
-from rlightning.rollout.process_group import end_own_group
+from rlightning.processes.process_group import end_own_group
 memory = SharedMemory(create=True, size=1000)
 child = subprocess.Popen(["sleep", "600"])
 print(memory.name, child.pid, flush=True)

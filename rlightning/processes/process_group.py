@@ -1,4 +1,4 @@
-"""Ending everything that an engine has started, without leaving its shared memory behind.
+"""Ending everything that a process has started, without leaving its shared memory behind.
 
 vLLM's parts talk through named shared memory, which outlives its processes. Python's resource tracker, a process of the
 same group, removes what is left once all of its users are gone: so it has to be the last to go.
@@ -6,8 +6,10 @@ same group, removes what is left once all of its users are gone: so it has to be
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
+import select
 import signal
 import time
 from collections.abc import Iterable
@@ -26,6 +28,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_with_parent(lifeline: int) -> None:
+    """Have the system kill this process and its group when the parent has ended, however that came about.
+
+    It does so whatever this process is doing, as in a regular expression that holds the interpreter's lock.
+
+    Args:
+        lifeline: the reading end of a pipe whose other end the parent holds; nothing is ever written to it.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it had ended before
+        os.killpg(0, signal.SIGKILL)
+
+
 def end_group(group: int) -> None:
     """Kill every process of ``group`` but this one; return when they are gone.
 
@@ -40,7 +57,7 @@ def end_group(group: int) -> None:
         _send(signal.SIGKILL, (pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid)))
         _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
         if waited > 2 * intervals.TRACKER_GRACE:
-            log.warning("Processes %s of the engine do not end, though killed.", members)
+            log.warning("Processes %s do not end, though killed.", members)
             return
         time.sleep(intervals.SHORT_POLL_INTERVAL)
     _remove_torch_memory(killed)

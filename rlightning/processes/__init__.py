@@ -1,0 +1,1 @@
+"""Child processes: started, watched, restarted, and ended with their process group."""

@@ -1,0 +1,138 @@
+"""A child process: started, watched, and ended with everything that it has started."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlightning import intervals
+from rlightning.foreign_text import cut
+from rlightning.processes.process_group import end_group
+
+STANDARD_ERROR = 2
+LOG_LINES = 25
+"""Lines of a process's log that an error ends with."""
+LOG_BYTES = 1 << 16
+"""Of the end of the log that lines are looked for in."""
+BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
+
+
+class ManagedProcess:
+    """A child process in a session and a process group of its own, which Ctrl-C in the terminal passes by.
+
+    Its command's last two arguments are the numbers of two file descriptors: one end of a socket pair, for calls
+    (:func:`~rlightning.rpc.server.serve_parent`), and a pipe that is closed when this process ends, however it ends
+    (:func:`~rlightning.processes.process_group.end_with_parent`).
+
+    Args:
+        command: program and arguments, as from :func:`python_command`.
+        name: for errors, such as "reward worker".
+        log_file: gets its output, appended; None leaves it in this process's standard error.
+        environment: all of its variables; None: this process's.
+        pass_fds: further file descriptors that it keeps.
+
+    Attributes:
+        connection: this process's end, for :meth:`~rlightning.rpc.peer.Peer.open`.
+        pid: of the process and of its group.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        log_file: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name, self.log_file = name, log_file
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as opened:
+            self.connection, theirs = socket.socketpair()
+            ours.callback(self.connection.close)
+            opened.callback(theirs.close)
+            lifeline, self._lifeline = os.pipe()
+            ours.callback(os.close, self._lifeline)
+            opened.callback(os.close, lifeline)
+            output = STANDARD_ERROR
+            if log_file is not None:
+                output = os.open(log_file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+                opened.callback(os.close, output)
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(lifeline)],
+                pass_fds=[theirs.fileno(), lifeline, *pass_fds],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment,
+            )
+            ours.pop_all()
+        self.pid = self._process.pid
+        self._close_lifeline = weakref.finalize(self, os.close, self._lifeline)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, minus the signal's number if one ended it; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end for some seconds; returns the exit code, or None if it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def terminate(self, grace: float = 0.0) -> int | None:
+        """End it with all processes of its group; returns its exit code.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
+        """
+        if grace > 0 and self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+            self.wait(grace)
+        code = self.exit_code  # before it is killed
+        end_group(self.pid)
+        # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
+        killed = self.wait(intervals.ENGINE_EXIT_GRACE)
+        self._close_lifeline()
+        return killed if code is None else code
+
+    def describe_end(self) -> str:
+        """Return how it ended, such as "exit code 3" or "SIGKILL"; "" while it runs."""
+        code = self.exit_code
+        if code is None:
+            return ""
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def log_lines(self) -> list[str]:
+        """Return the last lines of its log file; none without one."""
+        if self.log_file is None or not self.log_file.exists():
+            return []
+        with self.log_file.open("rb") as file:
+            file.seek(max(self.log_file.stat().st_size - LOG_BYTES, 0))
+            return file.read().decode(errors="replace").splitlines()
+
+    def log_tail(self) -> str:
+        """Return the end of its log file, cut to what an error can hold."""
+        return cut("\n".join(self.log_lines()[-LOG_LINES:]))
+
+
+def python_command(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
+    """Return the command that runs a module of rlightning in an interpreter, such as another environment's.
+
+    Another interpreter loads this very package from its folder, and nothing else of what is installed beside it. It
+    needs Python 3.10 and msgpack.
+
+    Args:
+        module: such as ``rlightning.environments.worker``.
+        arguments: of the module.
+        interpreter: its path.
+    """
+    start = ["-P", "-m"] if interpreter == sys.executable else [str(BOOTSTRAP)]
+    return [interpreter, *start, module, *arguments]

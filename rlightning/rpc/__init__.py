@@ -1,0 +1,26 @@
+"""One request/response transport: calls in both directions over a socket pair or TCP."""
+
+from rlightning.rpc.authentication import AuthenticationError, BusyError
+from rlightning.rpc.client import ProcessStartError, background_loop, connect, connect_process, end_process
+from rlightning.rpc.connection import Buffer, ConnectionLostError, RPCError
+from rlightning.rpc.peer import DeadlineExceededError, Peer, RemoteError
+from rlightning.rpc.server import Server, listen, serve_parent
+
+__all__ = [
+    "AuthenticationError",
+    "Buffer",
+    "BusyError",
+    "ConnectionLostError",
+    "DeadlineExceededError",
+    "Peer",
+    "ProcessStartError",
+    "RPCError",
+    "RemoteError",
+    "Server",
+    "background_loop",
+    "connect",
+    "connect_process",
+    "end_process",
+    "listen",
+    "serve_parent",
+]

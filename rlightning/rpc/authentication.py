@@ -1,0 +1,172 @@
+"""Who may talk to whom: a key that both ends have, shown to neither and sent by neither.
+
+Before both ends have shown that they know the run's key, what they send has a fixed length of some dozen bytes, and
+nothing of it is parsed. Without a key, on a loopback address, the other end must belong to the same user::
+
+    server                                            client
+    greeting: magic, with or without a key, nonce ->
+                                                  <-  magic, nonce, HMAC(key, "client", both nonces)
+    verdict, HMAC(key, "server", both nonces)     ->                                                     then messages
+
+A socket pair that a child process has inherited needs none of this.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlightning.rpc.connection import ConnectionLostError, RPCError
+
+SCHEME = "tcp"
+MAGIC = b"rlightning rpc 1"
+WITH_KEY, WITHOUT_KEY = b"k", b"u"
+NONCE_BYTES = DIGEST_BYTES = 32
+
+
+class AuthenticationError(RPCError):
+    """The two ends do not have the same key, or are not of the same user; trying again does not help."""
+
+
+class BusyError(ConnectionLostError):
+    """The server has as many connections as it takes; it may have a place later."""
+
+
+class Verdict(Enum):
+    """What a server says to a client that it has read the answer of."""
+
+    WELCOME = b"w"
+    WRONG_KEY = b"k"
+    OTHER_USER = b"u"
+    BUSY = b"b"
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port``.
+
+    Raises:
+        ValueError: it is no such address.
+    """
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        parts = urlsplit(url)
+        if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
+            return parts.hostname, parts.port
+    raise ValueError(f"'{url}' is no address. Write {SCHEME}://host:8100.")
+
+
+async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
+    """Show the server at the other end that this client has the key, and have it show the same.
+
+    Args:
+        end: connected and non-blocking.
+        key: None is for a server of this user's on this host that has none.
+
+    Raises:
+        AuthenticationError: it has another key, or none, or is another user's.
+        BusyError: it has no place for another client.
+        OSError: it has closed the connection.
+    """
+    greeting = await _receive(end, len(MAGIC) + 1 + NONCE_BYTES)
+    magic, mode, their_nonce = greeting[: len(MAGIC)], greeting[len(MAGIC) : len(MAGIC) + 1], greeting[-NONCE_BYTES:]
+    if magic != MAGIC or mode not in (WITH_KEY, WITHOUT_KEY):
+        raise AuthenticationError("it is no server that this version of rlightning understands")
+    if key is None and mode == WITH_KEY:
+        raise AuthenticationError("it asks for a key, and here is none")
+    if key is not None and mode == WITHOUT_KEY:
+        raise AuthenticationError("it has no key, but here is one")
+    if key is None and not is_of_this_user(end):
+        raise AuthenticationError("it belongs to another user, or is not on this host: both sides need a key")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    await _send(end, MAGIC + nonce + _digest(key, b"client", their_nonce, nonce))
+    reply = await _receive(end, 1 + DIGEST_BYTES)
+    verdict = Verdict(reply[:1]) if reply[:1] in {v.value for v in Verdict} else None
+    if verdict is Verdict.OTHER_USER:
+        raise AuthenticationError("it belongs to another user, and has no key: both sides need one")
+    if verdict in (None, Verdict.WRONG_KEY) or not hmac.compare_digest(
+        reply[1:], _digest(key, b"server" + reply[:1], their_nonce, nonce)
+    ):
+        raise AuthenticationError("it has another key")
+    if verdict is Verdict.BUSY:
+        raise BusyError("it serves as many others as it can")
+
+
+async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:
+    """Have the client at the other end show that it has the key, and show the same.
+
+    Args:
+        end: connected and non-blocking.
+        key: None is for clients of this user's on this host.
+        admit: called when the client is known to have the key; whether there is a place for it.
+
+    Raises:
+        AuthenticationError: it has another key, or none, or is another user's.
+        BusyError: it has been told that.
+        OSError: it has closed the connection.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    await _send(end, MAGIC + (WITHOUT_KEY if key is None else WITH_KEY) + nonce)
+    answer = await _receive(end, len(MAGIC) + NONCE_BYTES + DIGEST_BYTES)
+    magic, their_nonce, digest = answer[: len(MAGIC)], answer[len(MAGIC) : -DIGEST_BYTES], answer[-DIGEST_BYTES:]
+    if magic != MAGIC or not hmac.compare_digest(digest, _digest(key, b"client", nonce, their_nonce)):
+        verdict = Verdict.WRONG_KEY
+    elif key is None and not is_of_this_user(end):
+        verdict = Verdict.OTHER_USER
+    else:
+        verdict = Verdict.WELCOME if admit() else Verdict.BUSY
+    is_known = verdict in (Verdict.WELCOME, Verdict.BUSY)
+    proof = _digest(key, b"server" + verdict.value, nonce, their_nonce) if is_known else bytes(DIGEST_BYTES)
+    await _send(end, verdict.value + proof)
+    if verdict is Verdict.BUSY:
+        raise BusyError("no place for another client")
+    if verdict is Verdict.WRONG_KEY:
+        raise AuthenticationError("it has another key")
+    if verdict is Verdict.OTHER_USER:
+        raise AuthenticationError("without a key, only processes of the same user on this host are served")
+
+
+def is_of_this_user(end: socket.socket) -> bool:
+    """Return whether the other end of a TCP connection is a socket of this user's, on this host."""
+    if not ipaddress.ip_address(end.getpeername()[0]).is_loopback:
+        return False
+    wanted = [_proc_name(end.family, end.getpeername()), _proc_name(end.family, end.getsockname())]
+    table = Path("/proc/net/tcp6" if end.family == socket.AF_INET6 else "/proc/net/tcp")
+    with contextlib.suppress(FileNotFoundError):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1:3] == wanted:
+                return int(fields[7]) == os.geteuid()
+    return False
+
+
+def _proc_name(family: int, address: Sequence[object]) -> str:
+    """Return what /proc/net/tcp calls an address: words in the machine's byte order, in hexadecimal."""
+    packed = socket.inet_pton(family, str(address[0]))
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
+
+
+def _digest(key: bytes | None, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(key or b"", b"%b %b %b" % (role, server_nonce, client_nonce), "sha256")
+
+
+async def _send(end: socket.socket, data: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(end, data)
+
+
+async def _receive(end: socket.socket, num_bytes: int) -> bytes:
+    """Return as many bytes, and read no more."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < num_bytes:
+        piece = await loop.sock_recv(end, num_bytes - len(data))
+        if not piece:
+            raise ConnectionLostError("it closed the connection")
+        data += piece
+    return data

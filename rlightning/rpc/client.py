@@ -1,0 +1,217 @@
+"""Connecting to a server or to a child process, and calling it from a thread without an event loop."""
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import socket
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from rlightning import intervals
+from rlightning.processes.managed_process import ManagedProcess
+from rlightning.rpc.authentication import authenticate_server, parse_url
+from rlightning.rpc.connection import ConnectionLostError, RPCError
+from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, limit
+
+T = TypeVar("T")
+
+
+class ProcessStartError(RPCError):
+    """A child process did not get ready.
+
+    Attributes:
+        log_tail: the end of its log.
+    """
+
+    def __init__(self, message: str, log_tail: str) -> None:
+        super().__init__(f"{message}\n{log_tail}".strip())
+        self.log_tail = log_tail
+
+
+async def connect(
+    url: str, key: bytes | None, methods: Mapping[str, Method], *, timeout: float, **settings: Any
+) -> Peer:
+    """Connect to a :class:`~rlightning.rpc.server.Server`, and authenticate both ends.
+
+    Args:
+        url: ``tcp://host:port``.
+        key: of the run; None for a server of this user's on this host that has none.
+        methods: that the server may call; see :class:`Peer`.
+        timeout: seconds, of all of it.
+        settings: further ones of :class:`Peer`.
+
+    Raises:
+        ValueError: ``url`` is no such address.
+        AuthenticationError: the keys differ; trying again does not help.
+        BusyError: the server has no place for another client.
+        ConnectionLostError: there is no server, or it does not answer.
+    """
+    host, port = parse_url(url)
+    try:
+        end = await limit(_connect(host, port, key), timeout)
+    except TimeoutError:
+        raise ConnectionLostError(f"{url} did not answer for {timeout:g} s") from None
+    except ConnectionLostError:
+        raise
+    except OSError as error:
+        raise ConnectionLostError(f"{url} cannot be reached: {error}") from error
+    return await Peer.open(end, methods, **{"name": url, **settings})
+
+
+async def connect_process(
+    process: ManagedProcess, methods: Mapping[str, Method], *, ready_timeout: float, **settings: Any
+) -> tuple[Peer, Any]:
+    """Connect to a child process, and wait until it notifies this one that it is ready.
+
+    Args:
+        process: that has just been started; it is ended if it does not get ready.
+        methods: that it may call; see :class:`Peer`.
+        ready_timeout: seconds, for its ``notify("ready", value)``.
+        settings: further ones of :class:`Peer`.
+
+    Returns:
+        The peer, and the value.
+
+    Raises:
+        ProcessStartError: it ended before, or took too long; its message has the end of the process's log.
+    """
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def set_ready(value: Any = None) -> None:
+        if not ready.done():
+            ready.set_result(value)
+
+    settings = {"name": process.name, "heartbeat_timeout": float("inf"), **settings}
+    peer = await Peer.open(process.connection, {**methods, "ready": set_ready}, **settings)
+    try:
+        await asyncio.wait([ready, peer.closed], timeout=ready_timeout, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            return peer, ready.result()
+    except BaseException:
+        await end_process(process, peer)
+        raise
+    is_late = not peer.closed.done()
+    how = await end_process(process, peer)
+    reason = f"was not ready after {ready_timeout:g} s" if is_late else f"ended before it was ready ({how})"
+    raise ProcessStartError(f"{process.name} {reason}", process.log_tail())
+
+
+async def end_process(process: ManagedProcess, peer: Peer, grace: float = 0.0) -> str:
+    """End a child process, its group and the connection to it.
+
+    Args:
+        process: to end. One that has closed its connection is given a moment to exit by itself.
+        peer: to it.
+        grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
+
+    Returns:
+        How it ended, such as "exit code 3" or "SIGKILL".
+    """
+    loop = asyncio.get_running_loop()
+    if peer.closed.done():
+        await loop.run_in_executor(None, process.wait, intervals.EXIT_STATUS_GRACE)
+    await loop.run_in_executor(None, process.terminate, grace)
+    peer.abort("it was ended")
+    return process.describe_end()
+
+
+async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    error: OSError = ConnectionLostError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        end = socket.socket(family, kind, protocol)
+        end.setblocking(False)
+        try:
+            await loop.sock_connect(end, address)
+            await authenticate_server(end, key)
+            return end
+        except ConnectionLostError:
+            end.close()
+            raise
+        except OSError as problem:
+            end.close()
+            error = problem
+        except BaseException:
+            end.close()
+            raise
+    raise error
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread, for callers that have none.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop, and wait for it; what it raises is raised here.
+
+        Args:
+            work: to await.
+            timeout: seconds, after which it is cancelled.
+
+        Raises:
+            DeadlineExceededError: it took longer.
+        """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("The event loop cannot wait for itself: await the coroutine.")
+        future = self.submit(work)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the work's own error
+                raise
+            raise DeadlineExceededError(f"it took more than {timeout:g} s") from None
+        finally:
+            future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Run a coroutine on the loop, and return at once. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel what runs, let it clean up, and end the thread. May be called twice."""
+        atexit.unregister(self.close)
+        if self.loop.is_closed() or not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(2 * intervals.CANCEL_GRACE)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+
+_background: list[LoopThread] = []
+os.register_at_fork(after_in_child=_background.clear)
+_background_lock = threading.Lock()
+
+
+def background_loop() -> LoopThread:
+    """Return the one loop of this process on which its requests, environments and connections wait; started if need be.
+
+    User code, CUDA and torch.distributed never run there.
+    """
+    with _background_lock:
+        if not _background:
+            _background.append(LoopThread("background-loop"))
+        return _background[0]

@@ -1,0 +1,292 @@
+"""Messages over a stream: plain data as msgpack in length-prefixed frames, large buffers behind them, without copies.
+
+::
+
+    frame:  body bytes (u32) | number of buffers (u32) | bytes of each buffer (u64 each) | body | buffer | buffer | ...
+
+Plain data is None, booleans, numbers, text, bytes, and lists and dictionaries of these; tuples arrive as lists. Arrays
+(``array.array``, NumPy's, and whatever :class:`Buffer` wraps) travel as buffers and arrive as a ``memoryview`` of the
+same format and shape, which ``numpy.frombuffer`` reads without a copy. Nothing is ever pickled. Both ends are
+little-endian.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+MAX_BODY_BYTES = 256 << 20
+"""Of a message without its buffers; text and numbers of a batch are far below."""
+MAX_BUFFERS = 1 << 16
+MAX_BUFFER_BYTES = 64 << 30
+"""Of all buffers of a message."""
+WRITE_BUFFER_BYTES = 1 << 20
+"""Of a connection, above which a sender waits until the other end has read."""
+SCRATCH_BYTES = 1 << 18
+"""Read at once; what is larger is read into its own memory."""
+FRAME_BYTES = 4096
+"""Of memory taken at first to write a message's body."""
+BUFFER_CODE = 1
+"""Of msgpack's extension type that stands for a buffer: its number, format and shape."""
+FORMATS = frozenset("bBhHiIlLqQfd?")
+"""Of an array's elements; others have to be viewed as one of them."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+"""A host that is gone is noticed after half a minute; after one if something has been sent to it meanwhile."""
+
+_HEADER = struct.Struct("<II")
+
+
+class RPCError(Exception):
+    """A call failed, for the reason that its class tells."""
+
+
+class ConnectionLostError(RPCError, ConnectionError):
+    """The other end is gone, closed the connection, or gave no heartbeat; its calls fail at once."""
+
+
+class MessageError(ConnectionLostError):
+    """The other end sent what is no message, or one beyond the limits."""
+
+
+class Buffer:
+    """Has memory sent as it is, behind the message, and not as a part of it.
+
+    Args:
+        data: contiguous; it must not change before the message is sent.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.view = memoryview(data)
+
+
+def encode(message: Any) -> tuple[bytes, list[memoryview]]:
+    """Return a frame without its buffers, and these as bytes.
+
+    Raises:
+        TypeError: something in it is not plain data.
+        ValueError: it is too large.
+    """
+    buffers: list[memoryview] = []
+
+    def pack_buffer(value: Any) -> Any:
+        try:
+            view = value.view if isinstance(value, Buffer) else memoryview(value)
+        except TypeError:
+            raise TypeError(f"A message holds plain data and arrays only, not {type(value).__name__}.") from None
+        if view.format not in FORMATS or not view.c_contiguous:
+            raise TypeError(f"An array in a message must be contiguous and of one of {sorted(FORMATS)}: {view.format}.")
+        if view.ndim == 0:  # NumPy's numbers
+            return view[()]
+        buffers.append(view.cast("B") if view.nbytes else memoryview(b""))
+        return msgpack.ExtType(BUFFER_CODE, msgpack.packb([len(buffers) - 1, view.format, view.shape]))
+
+    body: bytes = msgpack.packb(message, default=pack_buffer, unicode_errors="surrogatepass", buf_size=FRAME_BYTES)
+    sizes = [buffer.nbytes for buffer in buffers]
+    _check_sizes(len(body), sizes, ValueError)
+    return b"".join((_HEADER.pack(len(body), len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes), body)), buffers
+
+
+def decode(body: Any, buffers: list[bytearray]) -> Any:
+    """Return the message of a frame's body and buffers.
+
+    Raises:
+        MessageError: it is none.
+    """
+
+    def find_buffer(code: int, data: bytes) -> memoryview:
+        if code != BUFFER_CODE:
+            raise ValueError(f"extension type {code}")
+        index, element, shape = msgpack.unpackb(data)
+        view = memoryview(buffers[index])
+        return view.cast(element, shape=shape) if view.nbytes else view.cast(element)
+
+    try:
+        return msgpack.unpackb(body, ext_hook=find_buffer, strict_map_key=False, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise MessageError(f"it sent what is no message ({error})") from error
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One end of a stream.
+
+    Args:
+        on_message: called with each message.
+        on_closed: called once, when the connection has ended, with the reason.
+
+    Attributes:
+        num_received, num_sent: bytes so far.
+    """
+
+    def __init__(self, on_message: Callable[[Any], None], on_closed: Callable[[ConnectionLostError], None]) -> None:
+        self.num_received = self.num_sent = 0
+        self._on_message, self._on_closed = on_message, on_closed
+        self._transport: asyncio.Transport
+        self._error: ConnectionLostError | None = None
+        self._send_lock = asyncio.Lock()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._expect_header()
+
+    @classmethod
+    async def open(
+        cls, end: socket.socket, on_message: Callable[[Any], None], on_closed: Callable[[ConnectionLostError], None]
+    ) -> "Connection":
+        """Return the connection over a connected stream socket, which it closes in the end."""
+        end.setblocking(False)
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection = cls(on_message, on_closed)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=end)
+        return connection
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a small message would leave at once."""
+        return self._may_write.is_set() and not self._send_lock.locked()
+
+    async def send(self, message: Any) -> None:
+        """Send a message; returns when it has been written, or lies in the write buffer as a whole.
+
+        It is sent, unless the connection ends, even if this call is cancelled.
+
+        Raises:
+            ConnectionLostError: the connection has ended.
+            TypeError, ValueError, OverflowError: the message cannot be sent; see :func:`encode`.
+        """
+        frame, buffers = encode(message)
+        if self.is_writable and not buffers:
+            self._write(frame)
+        else:
+            await asyncio.shield(self._write_in_turn(frame, buffers))
+
+    async def _write_in_turn(self, frame: bytes, buffers: list[memoryview]) -> None:
+        async with self._send_lock:
+            await self._may_write.wait()
+            self._write(frame)
+            for buffer in buffers:
+                # In pieces: what the system does not take at once is copied.
+                for start in range(0, len(buffer), WRITE_BUFFER_BYTES):
+                    await self._may_write.wait()
+                    self._write(buffer[start : start + WRITE_BUFFER_BYTES])
+
+    def close(self, error: ConnectionLostError | None = None) -> None:
+        """End the connection, after what has been sent already; with an error at once."""
+        self._error = self._error or error
+        if error is None:
+            self._transport.close()
+        else:
+            self._transport.abort()
+
+    def _write(self, data: "bytes | memoryview") -> None:
+        if self._transport.is_closing():
+            raise self._error or ConnectionLostError("the connection is closed")
+        self.num_sent += len(data)
+        self._transport.write(data)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio once the transport is there."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio at the end of the connection."""
+        self._may_write.set()  # for those that wait to find it closed
+        if self._error is None:
+            self._error = ConnectionLostError(f"the connection broke: {exc}" if exc else "it closed the connection")
+        self._on_closed(self._error)
+
+    def pause_writing(self) -> None:
+        """Called by asyncio when the write buffer is full."""
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        """Called by asyncio when the write buffer has room again."""
+        self._may_write.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return memory for what comes next: the frame's own where that is large."""
+        rest = self._target[self._num_filled :]
+        self._is_direct = len(rest) >= SCRATCH_BYTES
+        return rest if self._is_direct else self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what has been read into the memory that :meth:`get_buffer` gave."""
+        self.num_received += nbytes
+        if self._is_direct:
+            self._num_filled += nbytes
+            self._advance()
+            return
+        data = self._scratch[:nbytes]
+        while len(data) and not self._transport.is_closing():
+            taken = min(len(data), len(self._target) - self._num_filled)
+            self._target[self._num_filled : self._num_filled + taken] = data[:taken]
+            self._num_filled += taken
+            data = data[taken:]
+            self._advance()
+
+    # Reading: one piece of a frame after the other, each of a known length.
+
+    def _expect(self, memory: bytearray, then: Callable[[], None]) -> None:
+        self._target, self._num_filled, self._then = memoryview(memory), 0, then
+
+    def _expect_header(self) -> None:
+        self._expect(bytearray(_HEADER.size), self._read_header)
+
+    def _advance(self) -> None:
+        try:
+            while self._num_filled == len(self._target) and not self._transport.is_closing():
+                self._then()
+        except MessageError as error:
+            self.close(error)
+
+    def _read_header(self) -> None:
+        num_bytes, num_buffers = _HEADER.unpack(self._target)
+        _check_sizes(num_bytes, [0] * min(num_buffers, MAX_BUFFERS + 1), MessageError)
+        self._num_buffers = num_buffers
+        self._expect(bytearray(8 * num_buffers + num_bytes), self._read_body)
+
+    def _read_body(self) -> None:
+        num_buffers = self._num_buffers
+        sizes = struct.unpack_from(f"<{num_buffers}Q", self._target)
+        self._body = self._target[8 * num_buffers :]
+        _check_sizes(len(self._body), sizes, MessageError)
+        try:
+            self._buffers = [bytearray(size) for size in sizes]
+        except MemoryError as error:
+            raise MessageError(f"it sent a message of {sum(sizes)} bytes, for which there is no memory") from error
+        self._num_read = 0
+        self._read_buffer()
+
+    def _read_buffer(self) -> None:
+        if self._num_read == len(self._buffers):
+            body, buffers = self._body, self._buffers
+            self._buffers = []
+            self._expect_header()
+            self._on_message(decode(body, buffers))
+        else:
+            self._num_read += 1
+            self._expect(self._buffers[self._num_read - 1], self._read_buffer)
+
+
+def _check_sizes(num_bytes: int, sizes: "list[int] | tuple[int, ...]", error: type[Exception]) -> None:
+    """Raise an error of this class if a frame is larger than any that is meant."""
+    if num_bytes > MAX_BODY_BYTES or len(sizes) > MAX_BUFFERS or sum(sizes) > MAX_BUFFER_BYTES:
+        raise error(
+            f"a message of {num_bytes} bytes and {len(sizes)} buffers of {sum(sizes)} bytes is beyond the limits of "
+            f"{MAX_BODY_BYTES}, {MAX_BUFFERS} and {MAX_BUFFER_BYTES}"
+        )
+
+
+def close_socket(end: socket.socket) -> None:
+    """Close a socket, whatever state it is in."""
+    with contextlib.suppress(OSError):
+        end.close()

@@ -1,0 +1,276 @@
+"""Calls in both directions over one connection."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from rlightning import intervals
+from rlightning.processes.liveness import Heartbeat
+from rlightning.rpc.connection import Connection, ConnectionLostError, RPCError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+CALL, RESULT, ERROR, CANCEL, NOTIFICATION, HEARTBEAT = range(6)
+MAX_CALLS = 4096
+"""In flight in one direction: a caller waits for a place, and what exceeds them twice is refused."""
+
+Method = Callable[..., Awaitable[Any]]
+
+
+class DeadlineExceededError(RPCError, TimeoutError):
+    """A call took longer than its caller gave it; it has been cancelled."""
+
+
+class RemoteError(RPCError):
+    """The method at the other end raised.
+
+    Attributes:
+        type_name: the name of the exception's class.
+        message: its text.
+        traceback: with the frames at the other end.
+    """
+
+    def __init__(self, type_name: str, message: str, traceback: str) -> None:
+        super().__init__(f"{type_name}: {message}")
+        self.type_name, self.message, self.traceback = type_name, message, traceback
+
+
+class Peer:
+    """The other end of a connection: it can be called, and calls the methods that it is given.
+
+    Args:
+        methods: by the names that the other end calls them by. They run as tasks, each until its end or until its
+            caller cancels it; once the connection has ended all of them are cancelled.
+        name: of the other end, for errors.
+        heartbeat_timeout: seconds without anything from the other end after which it counts as lost; may be set anew.
+        heartbeat_interval: seconds between two signs that this end is there.
+        check_alive: awaited before each of them: while it waits there are none.
+
+    Attributes:
+        closed: done with the error of all further calls when the connection has ended.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        *,
+        name: str,
+        heartbeat_timeout: float = intervals.SILENT_AFTER,
+        heartbeat_interval: float = intervals.HEARTBEAT_INTERVAL,
+        check_alive: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.name = name
+        self.heartbeat_timeout = heartbeat_timeout
+        self.heartbeat = Heartbeat(heartbeat_interval)
+        self.closed: asyncio.Future[ConnectionLostError] = asyncio.get_running_loop().create_future()
+        self._methods, self._check_alive = methods, check_alive
+        self._connection: Connection
+        self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._num_calls = 0
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._handlers: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, end: socket.socket, methods: Mapping[str, Method], **settings: Any) -> "Peer":
+        """Return the peer at the other end of a connected socket; ``settings`` are those of the class."""
+        peer = cls(methods, **settings)
+        peer._connection = await Connection.open(end, peer._receive, peer._end)
+        peer._start(peer._send_heartbeats())
+        peer._start(peer._watch())
+        return peer
+
+    async def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """Call a method of the other end. Cancelling the caller cancels the method.
+
+        Args:
+            method: its name.
+            arguments: plain data; see :mod:`rlightning.rpc.connection`.
+            timeout: seconds, also for getting a place among the calls in flight.
+
+        Raises:
+            RemoteError: the method raised.
+            DeadlineExceededError: it took too long.
+            ConnectionLostError: the other end is gone.
+        """
+        if timeout is None:
+            return await self._call(method, arguments)
+        try:
+            return await limit(self._call(method, arguments), timeout)
+        except TimeoutError:
+            raise DeadlineExceededError(f"{self.name}: '{method}' took more than {timeout:g} s") from None
+
+    async def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method of the other end without waiting for it, nor for its errors, which are logged there."""
+        await self._send([NOTIFICATION, method, arguments])
+
+    async def close(self) -> None:
+        """End the connection; calls that are pending fail, and methods that run are cancelled."""
+        self._connection.close()
+        await asyncio.wait([self.closed], timeout=intervals.CANCEL_GRACE)
+        if not self.closed.done():
+            self.abort("it did not read before the connection was closed")
+            await asyncio.wait([self.closed])
+        await asyncio.gather(*self._tasks, *self._handlers.values(), return_exceptions=True)
+
+    def abort(self, reason: str) -> None:
+        """End the connection at once, though the other end may not read; ``reason`` is in the error of its calls."""
+        self._connection.close(ConnectionLostError(f"{self.name}: {reason}"))
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if self.closed.done():
+            raise self.closed.result()
+        await self._slots.acquire()
+        self._num_calls += 1
+        number = self._num_calls
+        self._pending[number] = answer = asyncio.get_running_loop().create_future()
+        try:
+            await self._send([CALL, number, method, arguments])
+            return await answer
+        except asyncio.CancelledError:
+            if number in self._pending:  # its place is free when the other end has ended it
+                self._start(self._send([CANCEL, number]))
+            raise
+        except (TypeError, ValueError, OverflowError):  # of arguments that are not plain data
+            if self._pending.pop(number, None) is not None:
+                self._slots.release()
+            raise
+
+    async def _send(self, message: list[Any]) -> None:
+        try:
+            await self._connection.send(message)
+        except ConnectionLostError as error:
+            raise (self.closed.result() if self.closed.done() else error) from None
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside the calls, until the connection ends."""
+        task = asyncio.ensure_future(_ignore_lost(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _receive(self, message: Any) -> None:
+        try:
+            kind, *fields = message
+            if kind == CALL:
+                self._begin(*fields)
+            elif kind in (RESULT, ERROR):
+                self._settle(kind, *fields)
+            elif kind == CANCEL:
+                handler = self._handlers.get(fields[0])
+                if handler is not None:
+                    handler.cancel()
+            elif kind == NOTIFICATION:
+                self._start(self._handle_notification(*fields))
+        except (TypeError, ValueError) as error:
+            self.abort(f"it sent what is no message ({error})")
+
+    def _begin(self, number: int, method: str, arguments: list[Any]) -> None:
+        handler = asyncio.ensure_future(self._handle(number, method, arguments))
+        self._handlers[number] = handler
+        handler.add_done_callback(lambda _: self._handlers.pop(number, None))
+
+    async def _handle(self, number: int, method: str, arguments: list[Any]) -> None:
+        reply: list[Any]
+        try:
+            if len(self._handlers) > 2 * MAX_CALLS:
+                raise RuntimeError(f"more than {2 * MAX_CALLS} calls are in flight")
+            reply = [RESULT, number, await self._find(method)(*arguments)]
+        except asyncio.CancelledError:
+            if self.closed.done():
+                raise
+            reply = [ERROR, number, "CancelledError", "the call was cancelled", ""]
+        except Exception as error:
+            reply = _describe(number, error)
+        with contextlib.suppress(ConnectionLostError):
+            try:
+                await self._send(reply)
+            except (TypeError, ValueError, OverflowError) as error:  # of a result that is not plain data
+                await self._send(_describe(number, error))
+
+    async def _handle_notification(self, method: str, arguments: list[Any]) -> None:
+        try:
+            await self._find(method)(*arguments)
+        except ConnectionLostError:
+            raise
+        except Exception:
+            log.exception("%s: the notification '%s' failed.", self.name, method)
+
+    def _find(self, method: str) -> Method:
+        if method not in self._methods:
+            raise LookupError(f"there is no method '{method}'")
+        return self._methods[method]
+
+    def _settle(self, kind: int, number: int, *fields: Any) -> None:
+        answer = self._pending.pop(number, None)
+        if answer is None:
+            return
+        self._slots.release()
+        if answer.done():  # its caller has left
+            return
+        if kind == RESULT:
+            answer.set_result(*fields)
+        else:
+            answer.set_exception(RemoteError(*fields))
+
+    async def _send_heartbeats(self) -> None:
+        num_sent = -1
+        while True:
+            if self._check_alive is not None:
+                await self._check_alive()
+            if self._connection.num_sent == num_sent and self._connection.is_writable:
+                await self._send([HEARTBEAT])
+            num_sent = self._connection.num_sent
+            await asyncio.sleep(self.heartbeat.interval)
+
+    async def _watch(self) -> None:
+        num_received = 0
+        while self.heartbeat.silent_seconds <= self.heartbeat_timeout:
+            await asyncio.sleep(min(self.heartbeat.interval, self.heartbeat_timeout))
+            self.heartbeat.tick()
+            if self._connection.num_received != num_received:  # a part of a large message is a sign, too
+                self.heartbeat.beat()
+            num_received = self._connection.num_received
+        self.abort(f"gave no heartbeat for {self.heartbeat_timeout:g} s")
+
+    def _end(self, error: ConnectionLostError) -> None:
+        text = str(error)
+        lost = error if text.startswith(self.name) else ConnectionLostError(f"{self.name}: {text}")
+        self.closed.set_result(lost)
+        for task in [*self._tasks, *self._handlers.values()]:
+            task.cancel()
+        pending, self._pending = list(self._pending.values()), {}
+        for answer in pending:
+            self._slots.release()
+            if not answer.done():
+                answer.set_exception(lost)
+
+
+async def limit(work: Awaitable[T], seconds: float) -> T:
+    """Await ``work``, and cancel it after some seconds.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    if sys.version_info >= (3, 11):
+        async with asyncio.timeout(seconds):
+            return await work
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:  # another class than the built-in one
+        raise TimeoutError from None
+
+
+def _describe(number: int, error: Exception) -> list[Any]:
+    return [ERROR, number, type(error).__name__, str(error), traceback.format_exc()]
+
+
+async def _ignore_lost(work: Awaitable[None]) -> None:
+    with contextlib.suppress(ConnectionLostError):
+        await work

@@ -1,0 +1,132 @@
+"""Serving clients over TCP, or the parent process over the socket pair that it has passed."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rlightning import intervals
+from rlightning.rpc.authentication import AuthenticationError, BusyError, authenticate_client
+from rlightning.rpc.connection import close_socket
+from rlightning.rpc.peer import Method, Peer, limit
+
+log = logging.getLogger(__name__)
+
+MAX_UNAUTHENTICATED = 32
+"""Connections whose client is not known yet, at once."""
+
+
+class Server:
+    """Accepts connections, authenticates each client, and serves it.
+
+    Of more than :data:`MAX_UNAUTHENTICATED` connections that have not authenticated, the oldest is closed, and so is
+    the oldest where this process has no file descriptor for a new one: strangers cannot keep clients out.
+
+    Args:
+        listener: a listening socket, closed by :meth:`close`.
+        key: that clients must know; None serves processes of this user's on this host.
+        serve: called with the socket of each client that has authenticated, and its address; usually it opens a
+            :class:`Peer`, and returns when that is closed. Its errors are logged.
+        max_clients: at once; further ones are told that the server is busy.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes | None,
+        serve: Callable[[socket.socket, str], Awaitable[None]],
+        *,
+        max_clients: int = 64,
+    ) -> None:
+        self._listener, self._key, self._serve, self.max_clients = listener, key, serve, max_clients
+        self._unauthenticated: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._served: set[asyncio.Task[None]] = set()
+        self._is_short = False
+        listener.setblocking(False)
+        self._accepting = asyncio.ensure_future(self._accept())
+
+    async def close(self) -> None:
+        """Accept no more connections, and cancel those that are served."""
+        tasks = [self._accepting, *self._unauthenticated, *self._served]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                end, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                await self._make_room(error)
+                continue
+            end.setblocking(False)
+            task = asyncio.ensure_future(self._handle(end, f"{address[0]}:{address[1]}"))
+            self._unauthenticated[task] = end
+            task.add_done_callback(self._forget)
+            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+                next(iter(self._unauthenticated)).cancel()
+
+    async def _make_room(self, error: OSError) -> None:
+        """Close the oldest connection that has not authenticated; say once that connections fail."""
+        if not self._is_short:
+            self._is_short = True
+            log.warning("A connection could not be accepted: %s. The oldest that are idle are closed.", error)
+        oldest = next(iter(self._unauthenticated), None)
+        if oldest is not None:
+            oldest.cancel()
+        await asyncio.sleep(intervals.SHORT_POLL_INTERVAL if oldest else intervals.POLL_INTERVAL)
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        self._unauthenticated.pop(task, None)
+        self._served.discard(task)
+
+    def _admit(self, task: "asyncio.Task[None]") -> bool:
+        """Whether there is a place for an authenticated client; if so, it is taken."""
+        if len(self._served) >= self.max_clients:
+            return False
+        del self._unauthenticated[task]
+        self._served.add(task)
+        return True
+
+    async def _handle(self, end: socket.socket, client: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await limit(authenticate_client(end, self._key, partial(self._admit, task)), intervals.CONNECT_TIMEOUT)
+            await self._serve(end, client)
+        except (AuthenticationError, OSError) as error:
+            if not isinstance(error, BusyError):
+                reason = str(error) or "it did not answer"
+                log.warning("The connection from %s was closed: %s.", client, reason)
+        except Exception:
+            log.exception("Serving %s failed.", client)
+        finally:
+            close_socket(end)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 is any that is free.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OverflowError as error:  # of the port's number
+        raise OSError(str(error)) from error
+
+
+async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: Any) -> Peer:
+    """Return the parent process, which has passed this one's end of a socket pair as file descriptor ``fd``.
+
+    Args:
+        fd: an end of a socket pair.
+        methods: that the parent may call; ``settings`` are further ones of :class:`Peer`.
+    """
+    settings = {"name": "the parent process", "heartbeat_timeout": float("inf"), **settings}
+    return await Peer.open(socket.socket(fileno=fd), methods, **settings)

@@ -1,0 +1,197 @@
+"""Clients over TCP: who is served, what strangers cost, and calls from a thread without an event loop."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rlightning import intervals
+from rlightning.rpc import (
+    AuthenticationError,
+    BusyError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    Peer,
+    Server,
+    connect,
+    listen,
+    server,
+)
+from rlightning.rpc.authentication import MAGIC, WITH_KEY, parse_url
+from rlightning.rpc.client import LoopThread, background_loop
+from rlightning.rpc.peer import Method
+
+
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+METHODS: dict[str, Method] = {"add": add}
+
+
+@contextlib.asynccontextmanager
+async def serving(key: bytes | None, max_clients: int = 64) -> AsyncIterator[str]:
+    async def serve(end: socket.socket, client: str) -> None:
+        peer = await Peer.open(end, METHODS, name=client)
+        await asyncio.shield(peer.closed)
+
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    accepting = Server(listener, key, serve, max_clients=max_clients)
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        await accepting.close()
+
+
+async def call_once(url: str, key: bytes | None) -> Any:
+    peer = await connect(url, key, {}, timeout=60)
+    try:
+        return await peer.call("add", 1, 2, timeout=60)
+    finally:
+        await peer.close()
+
+
+@pytest.mark.parametrize("key", [b"secret", None])
+def test_client_with_the_key_is_served(key: bytes | None) -> None:
+    async def run() -> Any:
+        async with serving(key) as url:
+            return await call_once(url, key)
+
+    assert asyncio.run(run()) == 3
+
+
+@pytest.mark.parametrize(
+    ("served", "tried", "reason"),
+    [
+        (b"secret", b"another", "another key"),
+        (b"secret", None, "asks for a key"),
+        (None, b"secret", "has no key"),
+    ],
+)
+def test_client_without_the_key_is_refused(
+    served: bytes | None, tried: bytes | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with serving(served) as url:
+            with pytest.raises(AuthenticationError, match=reason):
+                await call_once(url, tried)
+            assert await call_once(url, served) == 3
+
+    asyncio.run(run())
+    assert "secret" not in caplog.text
+
+
+def test_server_without_the_key_is_refused_by_the_client() -> None:
+    async def run() -> None:
+        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(MAGIC + WITH_KEY + bytes(32))
+            await reader.readexactly(len(MAGIC) + 64)
+            writer.write(b"w" + bytes(32))
+
+        accepting = await asyncio.start_server(pretend, "127.0.0.1", 0)
+        url = f"tcp://127.0.0.1:{accepting.sockets[0].getsockname()[1]}"
+        with pytest.raises(AuthenticationError, match="another key"):
+            await connect(url, b"secret", {}, timeout=60)
+        accepting.close()
+
+    asyncio.run(run())
+
+
+def test_client_beyond_the_limit_is_told_that_the_server_is_busy() -> None:
+    async def run() -> None:
+        async with serving(b"secret", max_clients=1) as url:
+            first = await connect(url, b"secret", {}, timeout=60)
+            with pytest.raises(BusyError):
+                await connect(url, b"secret", {}, timeout=60)
+            with pytest.raises(AuthenticationError, match="another key"):
+                await connect(url, b"wrong", {}, timeout=60)
+            await first.close()
+            while True:
+                with contextlib.suppress(BusyError):
+                    assert await call_once(url, b"secret") == 3
+                    return
+
+    asyncio.run(run())
+
+
+def test_silent_strangers_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
+
+    async def run() -> None:
+        async with serving(b"secret") as url:
+            strangers = []
+            for _ in range(12):
+                stranger = socket.create_connection(parse_url(url))
+                stranger.sendall(b"\x00" * 100)
+                strangers.append(stranger)
+            quiet = [socket.create_connection(parse_url(url)) for _ in range(12)]
+            assert await call_once(url, b"secret") == 3
+            for end in (*strangers, *quiet):
+                end.close()
+
+    asyncio.run(run())
+
+
+def test_client_that_never_answers_is_closed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(intervals, "CONNECT_TIMEOUT", 0.05)
+
+    async def run() -> bytes:
+        async with serving(b"secret") as url:
+            reader, writer = await asyncio.open_connection(*parse_url(url))
+            said = await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+            return said
+
+    with caplog.at_level(logging.WARNING):
+        assert len(asyncio.run(run())) == len(MAGIC) + 1 + 32, "the greeting, and the end"
+    assert "it did not answer" in caplog.text
+
+
+def test_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(ConnectionLostError, match=url):
+        asyncio.run(connect(url, None, {}, timeout=60))
+
+
+@pytest.mark.parametrize("url", ["http://host:1", "tcp://host", "tcp://:8100", "tcp://host:port", "tcp://host:1/path"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is no address. Write tcp://host:8100"):
+        parse_url(url)
+
+
+def test_thread_without_a_loop_calls_with_a_deadline() -> None:
+    thread = LoopThread("test loop")
+    is_cancelled = threading.Event()
+
+    async def hold() -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            raise
+
+    async def fail() -> None:
+        raise TimeoutError("its own")
+
+    assert thread.run(add(1, 2), timeout=60) == 3
+    with pytest.raises(DeadlineExceededError):
+        thread.run(hold(), timeout=0.05)
+    assert is_cancelled.wait(60)
+    with pytest.raises(TimeoutError, match="its own"):
+        thread.run(fail(), timeout=60)
+    is_cancelled.clear()
+    future = thread.submit(hold())
+    while not asyncio.all_tasks(thread.loop):
+        time.sleep(0.001)
+    thread.close()
+    thread.close()
+    assert is_cancelled.is_set() and future.cancelled()
+    assert background_loop() is background_loop() and background_loop().run(add(2, 2)) == 4
