@@ -102,6 +102,7 @@ class BroadcastReceiver(WeightReceiver):
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place
+        self._group: TransferGroup | None = None
 
     def open(self, device: torch.device) -> None:
         """Connect with the sender and the other workers."""
@@ -114,6 +115,7 @@ class BroadcastReceiver(WeightReceiver):
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`."""
+        assert self._group is not None, "open comes first"
         try:
             self._group.broadcast(self.plan.filled(self._bucket, chunk))
         except (OSError, RuntimeError) as error:
@@ -123,7 +125,8 @@ class BroadcastReceiver(WeightReceiver):
 
     def close(self) -> None:
         """See :meth:`WeightReceiver.close`."""
-        self._group.leave("The worker has left.")
+        if self._group is not None:
+            self._group.leave("The worker has left.")
 
 
 def number_by_device(devices: Sequence[str]) -> list[int]:
