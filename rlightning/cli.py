@@ -168,7 +168,7 @@ class RLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
-        parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(find_callback("RolloutCallback"), "rollout", subclass_mode=True, required=False)
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
@@ -252,10 +252,12 @@ class RLCLI(LightningCLI):
         listed = config["callbacks"] or []
         listed = listed if isinstance(listed, list) else [listed]
         rollout = self._get(self.config_init, "rollout")
-        if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
+        own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
+        if own:
             if self.is_rollout_configured():
                 raise ConfigError(
-                    "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
+                    f"rollout: this section and a {type(own[0]).__name__} under trainer.callbacks are both there. "
+                    "Keep one of them."
                 )
             rollout = None
         predictions = find_callback("JSONLPredictions")

@@ -47,7 +47,7 @@ class Engine:
         number: of engines there.
         utilization: ``rollout.gpu_memory_utilization``.
         can_sleep: whether it gives its memory back during an update.
-        bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
+        bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`.
         itemsize: bytes of a weight.
         kv_itemsize: bytes of a number in the KV cache.
         kv_cache_bytes: of it, as ``rollout.engine.kv_cache_memory_bytes`` says; None goes by the utilization.

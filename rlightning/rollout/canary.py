@@ -11,7 +11,7 @@ Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.models.shards import local_tensor
-from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import RolloutBatch
 
 Floats = NDArray[np.float64]
@@ -107,19 +105,28 @@ class Canary:
 
     Args:
         tokenizer: the policy's.
-        engine: that will score it.
+        max_length: tokens of the longest sequence that the engine takes.
+        dtype: the engine's.
+        device: the engine's.
         tolerance: the largest distance of an engine from the actor, as a multiple of the actor's noise.
 
     Attributes:
         token_ids: [N, L].
     """
 
-    def __init__(self, tokenizer: Any, engine: VLLMConfig, tolerance: float = MAX_DISTANCE) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tolerance: float = MAX_DISTANCE,
+    ) -> None:
         # An engine samples a token for a sequence that it scores.
-        self.token_ids = canary_tokens(tokenizer, int(engine.engine_args["max_model_len"]) - 1)
-        self.tolerance, self._dtype = tolerance, engine.dtype
-        is_tf32 = engine.dtype == torch.float32 and engine.device.type == "cuda"
-        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[engine.dtype]
+        self.token_ids = canary_tokens(tokenizer, max_length - 1)
+        self.tolerance, self._dtype = tolerance, dtype
+        is_tf32 = dtype == torch.float32 and device.type == "cuda"
+        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[dtype]
         self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
         self._latest: Evaluation | None = None
         self._former: Evaluation | None = None  # of the sync before
@@ -180,6 +187,25 @@ class Canary:
         )
 
 
+class VerifiedSampler(Protocol):
+    """What is verified of a sampler.
+
+    Attributes:
+        weight_version: of the weights that it holds; None where it has none.
+        is_verified: whether it has been found to hold the actor's weights, since its start.
+    """
+
+    weight_version: int | None
+    is_verified: bool
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can score, as far as is known."""
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
+
+
 class Verification:
     """Verifies each engine's first weights, and all engines at every so many syncs.
 
@@ -200,17 +226,19 @@ class Verification:
         self.num_syncs = 0
         self._canary: Canary | None = None
 
-    def begin_run(self, module: Any, config: VLLMConfig) -> None:
+    def begin_run(self, module: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Count syncs anew.
 
         Args:
             module: has ``tokenizer``, ``weight_version`` and ``score(batch, dtype)``.
-            config: of the engines.
+            max_length: tokens of the longest sequence that the samplers take.
+            dtype: of the samplers.
+            device: of the samplers.
         """
         self.num_syncs = 0
-        self._canary = Canary(module.tokenizer, config, self.tolerance) if self.every else None
+        self._canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def evaluate(self, module: Any, engines: Sequence[VLLMEngine]) -> bool:
+    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler]) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
 
         Args:
@@ -229,7 +257,7 @@ class Verification:
             self._canary.evaluate(module.score, module.weight_version)
         return is_due
 
-    def verify(self, module: Any, engine: VLLMEngine) -> None:
+    def verify(self, module: Any, engine: VerifiedSampler) -> None:
         """Refuse to sample from an engine that has other weights than the actor had at :meth:`evaluate`.
 
         Raises:

@@ -1,1 +1,1 @@
-"""What runs in vLLM's own processes."""
+"""vLLM's engine: its process, its settings, and what rlightning adds inside of it."""
