@@ -21,7 +21,7 @@ from launch import benchmark_parser, finish, say
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rlightning.distributed.platform import synchronize
+from rlightning.parallel.device import synchronize
 from rlightning.models.attention import SHARED_HEADS
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
-from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import (
+from rlightning.parallel import device as platform
+from rlightning.parallel.execution_mode import (
     ExecutionMode,
     RequestedMode,
     check_execution_mode,

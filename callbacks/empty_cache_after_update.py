@@ -4,7 +4,7 @@ from time import perf_counter
 from typing import Any
 
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed import platform
+from rlightning.parallel import device as platform
 from rlightning.errors import check_rules
 from rlightning.hooks import RunCallback
 

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
-from rlightning.distributed import platform
+from rlightning.parallel import device as platform
 from rlightning.hooks import RunCallback
 
 log = logging.getLogger(__name__)

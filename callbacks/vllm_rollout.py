@@ -12,14 +12,14 @@ import torch
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.collectives import any_rank, gather_objects, world_size
+from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.hooks import fire
-from rlightning.late_loggers import is_service
+from rlightning.report.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
-from rlightning.remote_code import trusts_remote_code
+from rlightning.models.remote_code import trusts_remote_code
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.engine import Request
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.distributed.barrier import barrier
+from rlightning.parallel.barrier import barrier
 from rlightning.hooks import fire
 
 log = logging.getLogger("plain_pytorch")

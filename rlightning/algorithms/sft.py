@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlightning.balance import balance
+from rlightning.module.batching import balance
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.platform import memory_use
+from rlightning.parallel.device import memory_use
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.weights import count_weights

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from rlightning.config_keys import find_class
+from rlightning.cli.config_keys import find_class
 from rlightning.data.prompt_limit import PROMPT_TOKENS
-from rlightning.distributed.fsdp import FSDP
+from rlightning.parallel.fsdp import FSDP
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.devices import GIB

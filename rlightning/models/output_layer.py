@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rlightning.distributed.gathering import local_box
+from rlightning.parallel.gathering import local_box
 from rlightning.models.layers import compiler_obstacle
 
 CHUNK_BYTES = 5 << 28

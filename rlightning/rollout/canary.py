@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.collectives import any_rank
+from rlightning.parallel.collectives import any_rank
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
-from rlightning.models.shards import local_tensor
+from rlightning.parallel.sharding import local_tensor
 from rlightning.types import RolloutBatch
 
 Floats = NDArray[np.float64]

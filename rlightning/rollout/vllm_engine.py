@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlightning.errors import EngineError
 from rlightning.rollout.detokenize import decode_completions
-from rlightning.rollout.engine import OnCompleted, Sampling
+from rlightning.rollout.sampler import OnCompleted, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess
 from rlightning.rollout.model_files import ModelFiles
@@ -178,7 +178,7 @@ def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence
     Args:
         files: of the policy.
         prompt: [P] tokens.
-        outputs: see :meth:`~rlightning.rollout.vllm_server.VLLMServer.generate`.
+        outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
     """
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]

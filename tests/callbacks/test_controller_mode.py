@@ -6,8 +6,8 @@ import pytest
 from observed_run import ObservedModule, PlainModule, loader, make_trainer
 
 from rlightning.callbacks import ControllerMode
-from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import ExecutionMode, is_controller
+from rlightning.parallel import device as platform
+from rlightning.parallel.execution_mode import ExecutionMode, is_controller
 from rlightning.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fresh_process")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout
-from rlightning.distributed import platform
-from rlightning.distributed.platform import MemoryUse
+from rlightning.parallel import device as platform
+from rlightning.parallel.device import MemoryUse
 from rlightning.hooks import fire
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from tiny import copy_weights, write_sums
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import ValidationSet
-from rlightning.distributed.fsdp import FSDP
+from rlightning.parallel.fsdp import FSDP
 from rlightning.errors import ConfigError, EngineError
 from rlightning.types import RolloutBatch
 

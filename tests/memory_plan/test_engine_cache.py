@@ -11,7 +11,7 @@ from planned import TWO_PROMPTS
 from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.distributed.platform import MemoryUse
+from rlightning.parallel.device import MemoryUse
 from rlightning.errors import ConfigError
 from rlightning.memory_plan import engine_memory
 from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine, read_engine

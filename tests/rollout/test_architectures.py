@@ -11,7 +11,7 @@ from tiny import save_byte_model
 from tiny_models import save_tiny
 
 from rlightning.errors import EngineError
-from rlightning.memory_plan.command import PlanCLI, plan
+from rlightning.cli.plan import PlanCLI, plan
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.settings import read_work
 from rlightning.memory_plan.trace import Decoder, measure_activations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
-from rlightning.distributed.platform import host_bytes
+from rlightning.parallel.device import host_bytes
 from rlightning.errors import EngineError
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket

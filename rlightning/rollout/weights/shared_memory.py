@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlightning.distributed.barrier import barrier
-from rlightning.distributed.collectives import exchange
-from rlightning.distributed.platform import shareable_memory
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.collectives import exchange
+from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 

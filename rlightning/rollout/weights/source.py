@@ -1,7 +1,7 @@
 """What is sent to engines: an actor's weights by name, in chunks that fit one flat bucket.
 
 Sharded weights are gathered straight into the bucket, in the engine's dtype; the memory that this takes while it runs
-does not grow with the model (:func:`~rlightning.distributed.gathering.gather_into`).
+does not grow with the model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlightning.distributed.gathering import gather_into
-from rlightning.distributed.platform import synchronize_stream
+from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.device import synchronize_stream
 from rlightning.errors import EngineError
 
 ALIGNMENT = 256
@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 
 class WeightSource(Protocol):
-    """Has weights to send, as a :class:`~rlightning.policy_module.PolicyModule` has its actor's."""
+    """Has weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""

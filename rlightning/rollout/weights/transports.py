@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rlightning import intervals
-from rlightning.distributed.collectives import global_rank, world_size
+from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_wire import own_address
 from rlightning.rollout.weights.broadcast import BroadcastSender
