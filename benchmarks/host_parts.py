@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from make_model import make_tokenizer
 
-from rlightning.module.batching import balance, deal_groups
 from rlightning.callbacks.completions_table import completion_rows, write_parquet
+from rlightning.module.batching import balance, deal_groups
+from rlightning.module.metrics import rollout_metrics
 from rlightning.module.packing import split_microbatches
-from rlightning.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
 from rlightning.rollout.model_files import ModelFiles

@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback, check_repeated
 from rlightning.parallel import device as platform
 from rlightning.parallel.execution_mode import (
     ExecutionMode,
@@ -10,14 +12,13 @@ from rlightning.parallel.execution_mode import (
     check_execution_mode,
     resolve_execution_mode,
 )
-from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback, check_repeated
 
 log = logging.getLogger(__name__)
 
 
 class ControllerMode(RLCallback):
-    """Settles the process's execution mode before anything touches a device; see ``rlightning.distributed``.
+    """Settles the process's execution mode before anything touches a device; see
+    :mod:`~rlightning.parallel.execution_mode`.
 
     A controller orchestrates, holds no model, and never creates a CUDA context: where it would wait for a device or
     ask for its memory, nothing happens. Without this callback a process is SPMD.

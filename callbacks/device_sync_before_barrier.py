@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
 from rlightning.parallel import device as platform
 from rlightning.parallel.barrier import add_barrier_hook, remove_barrier_hook
 from rlightning.parallel.strategy import ConnectedRanks
-from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
 
 log = logging.getLogger(__name__)
 

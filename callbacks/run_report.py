@@ -14,9 +14,9 @@ from rlightning.atomic_save import written_aside
 from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.disk import BestEffort
-from rlightning.parallel.execution_mode import is_controller
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.parallel.execution_mode import is_controller
 from rlightning.parallel.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from transformers import PreTrainedConfig
 
-from rlightning.parallel import device as platform
 from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
+from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
 from rlightning.types import RolloutBatch
 

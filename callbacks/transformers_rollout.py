@@ -7,16 +7,16 @@ from typing import Any, Literal
 import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
-from rlightning.parallel.collectives import any_rank
 from rlightning.environments.collector import Collector, GroupRequest
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
+from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import OnCompleted, Sampling
-from rlightning.rollout.sampler import Request
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.transformers_sampler import TransformersSampler
 from rlightning.types import Completion, RolloutBatch
 

@@ -5,31 +5,34 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.hooks import fire
-from rlightning.report.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
 from rlightning.models.remote_code import trusts_remote_code
+from rlightning.parallel.collectives import any_rank, gather_objects, world_size
+from rlightning.report.late_loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.sampler import Request
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.requests import check_requests, with_run_seed
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from rlightning.rollout.ray_engines import RayEngines
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +195,14 @@ class VLLMRollout(RolloutCallback):
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def ray_engines(self) -> "RayEngines | None":
+        """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
+        if self.options.placement != "standalone" or self.options.engines:
+            return None
+        from rlightning.rollout.ray_engines import RayEngines
+
+        return RayEngines(self)
 
     def describe(self) -> str:
         """Return which engines there are, in a line; "" without any."""

@@ -12,8 +12,8 @@ from programs import run_python
 
 from rlightning.callbacks import DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
 from rlightning.parallel import device as platform
-from rlightning.parallel.execution_mode import ExecutionMode
 from rlightning.parallel.device import MemoryUse
+from rlightning.parallel.execution_mode import ExecutionMode
 
 FOLDER = Path(__file__).parents[1] / "examples" / "custom_trainers"
 SCRIPTS = ("plain_pytorch.py", "fabric.py", "transformers_trainer.py")

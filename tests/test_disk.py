@@ -25,8 +25,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF
 from rlightning.cli.lightning_cli import SaveRunConfig
 from rlightning.disk import BestEffort, find_disk_error
-from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import SaveError
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.report.loggers import MetricsFile, adapt_loggers
 from rlightning.report.prediction_file import PredictionFile
 from rlightning.types import Prompt

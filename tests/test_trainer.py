@@ -24,10 +24,10 @@ from rlightning.algorithms import GRPO
 from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
 from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
+from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.ddp import DDP
 from rlightning.parallel.fsdp import FSDP
-from rlightning.errors import ConfigError
 from rlightning.trainer import DEFAULTS
 
 

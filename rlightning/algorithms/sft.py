@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlightning.module.batching import balance
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
+from rlightning.module.batching import balance
 from rlightning.types import Completion, Prompt, RolloutBatch
 
 

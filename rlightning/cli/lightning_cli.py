@@ -20,28 +20,36 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
-from rlightning.cli.config_files import begin_mappings, load_yaml, mark_files, plain_texts, replace_files, use_strict_yaml
-from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
+from rlightning.cli.config_files import (
+    begin_mappings,
+    load_yaml,
+    mark_files,
+    plain_texts,
+    replace_files,
+    use_strict_yaml,
+)
+from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
+from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
-from rlightning.parallel.ddp import replace_lightning_ddp
-from rlightning.parallel.stop_signal import stop_signal
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import without_secrets
 from rlightning.module import RLModule
-from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.module.policy_module import PolicyModule
+from rlightning.module.trainer_options import check_callbacks, check_options
+from rlightning.parallel.ddp import replace_lightning_ddp
+from rlightning.parallel.stop_signal import stop_signal
+from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.run_dir import new_run_folder, run_dir
 from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
 from rlightning.run_settings import flatten
 from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
-from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.trainer import DEFAULTS, Trainer, find_callback, settle_lengths
-from rlightning.module.trainer_options import check_callbacks, check_options
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.atomic_save import find_saved
-from rlightning.parallel.checkpoint_io import is_whole
-from rlightning.controller.commands import WorkerDiedError
 from rlightning.controller.cluster import check_own_node
+from rlightning.controller.commands import WorkerDiedError
+from rlightning.parallel.checkpoint_io import is_whole
 
 if TYPE_CHECKING:
     from rlightning.controller.ray_controller import RayController

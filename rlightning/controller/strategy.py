@@ -7,10 +7,6 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
-from rlightning.controller.controller_relay import Relay, split_in_order
-from rlightning.controller.epoch_metrics import log_epoch_metrics
-from rlightning.parallel.execution_mode import ExecutionMode
 from rlightning.controller.commands import (
     Call,
     End,
@@ -27,11 +23,15 @@ from rlightning.controller.commands import (
     StopWanted,
     Train,
 )
-from rlightning.controller.worker_group import WorkerGroup
-from rlightning.controller.rtensor import localize
+from rlightning.controller.controller_relay import Relay, split_in_order
+from rlightning.controller.epoch_metrics import log_epoch_metrics
 from rlightning.controller.hook_relay import GLOBAL_GROUPS
+from rlightning.controller.rtensor import localize
+from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.execution_mode import ExecutionMode
 
 
 class ControllerStrategy(SingleDeviceStrategy):

@@ -13,9 +13,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from rlightning.console import quieten
-from rlightning.controller.epoch_metrics import take_epoch_metrics
-from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
-from rlightning.parallel.failure import active_watch, describe
+from rlightning.controller.command_feed import OrderFeed, WorkerData
 from rlightning.controller.commands import (
     Call,
     Entry,
@@ -28,18 +26,20 @@ from rlightning.controller.commands import (
     StepResult,
     StopWanted,
 )
-from rlightning.parallel.device import share_host_threads
 from rlightning.controller.driver import DriverContext
-from rlightning.controller.rtensor import remotize
-from rlightning.parallel.stacks import record_own
-from rlightning.controller.tensor_store import set_store
-from rlightning.controller.command_feed import OrderFeed, WorkerData
+from rlightning.controller.epoch_metrics import take_epoch_metrics
 from rlightning.controller.hook_relay import HookRelay
+from rlightning.controller.rtensor import remotize
+from rlightning.controller.tensor_store import set_store
 from rlightning.controller.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
 from rlightning.engine_token import TOKEN
 from rlightning.errors import find_run_error
-from rlightning.module.evaluation import validate_in_fit
 from rlightning.foreign_text import cut
+from rlightning.parallel.device import share_host_threads
+from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
+from rlightning.parallel.failure import active_watch, describe
+from rlightning.parallel.lightning_internals import validate_in_fit
+from rlightning.parallel.stacks import record_own
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 """Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""

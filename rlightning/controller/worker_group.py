@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlightning import intervals
-from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
-from rlightning.controller.commands import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.controller.cluster import check_own_node, import_ray
+from rlightning.controller.commands import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
 from rlightning.controller.driver import DriverContext
 from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
+from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activations
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
@@ -18,6 +17,7 @@ from rlightning.models.output_layer import chunk_tokens
 from rlightning.models.sizes import head_size
 from rlightning.optim import StoredMomentsAdamW
 from rlightning.optim.moments import bytes_per_parameter
+from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.rollout.weights import plan_chunks
 
 TRANSIENT_PARTS = ("activations", "logits chunk", "a layer's backward", "attention workspace")

@@ -5,10 +5,10 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from rlightning.types.batch_plan import BatchPlan
-from rlightning.models.sharded_policy import CPUOffload
 from rlightning.optim import OptimizerStates
+from rlightning.parallel.sharding import CPUOffload
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
+from rlightning.types.batch_plan import BatchPlan
 
 Checkpointing = bool | Literal["auto"]
 

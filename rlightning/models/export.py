@@ -18,9 +18,9 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
+from rlightning.models.finite import check_finite
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.gathering import gather_into
-from rlightning.models.finite import check_finite
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""

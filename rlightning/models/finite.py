@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rlightning.parallel.collectives import gather_objects
 from rlightning.errors import WeightError
+from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.sharding import local_tensor
 
 

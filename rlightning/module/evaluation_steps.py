@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from rlightning.types.batch_plan import BatchPlan
 from rlightning.errors import ConfigError
-from rlightning.module.evaluation import check_failed_share, log_validation
 from rlightning.hooks import fire
+from rlightning.module.evaluation import check_failed_share, log_validation
 from rlightning.module.policy_module import PolicyModule
 from rlightning.rewards import FailureCount
 from rlightning.rollout import Generator, Sampling
 from rlightning.types import Completion, Prompt
+from rlightning.types.batch_plan import BatchPlan
 
 
 class EvaluationSteps(PolicyModule):

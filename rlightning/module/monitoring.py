@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.disk import needed
-from rlightning.parallel.stop_signal import stop_signal
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.module.metric_names import find_names, is_among
+from rlightning.parallel.stop_signal import stop_signal
 
 log = logging.getLogger(__name__)
 

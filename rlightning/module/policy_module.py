@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.module.packing import split_microbatches
-from rlightning.parallel.collectives import all_reduce
-from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.errors import ConfigError
 from rlightning.models import (
     hold_as_computed,
@@ -23,18 +20,21 @@ from rlightning.models import (
     packed_logprobs,
     save_policy,
 )
+from rlightning.models.counts import sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
-from rlightning.models.counts import sequence_flops
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.parallel.sharding import named_weights, rounded_vectors
-from rlightning.optim.optimizer import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
-from rlightning.optim.forms import METHOD, checked
-from rlightning.optim.steps import prepare_optimizers
-from rlightning.optim import OptimizerStates
-from rlightning.python_values import to_python
+from rlightning.module.packing import split_microbatches
 from rlightning.module.ranks import Ranks
 from rlightning.module.saved_module import SavedModule
+from rlightning.optim import OptimizerStates
+from rlightning.optim.forms import METHOD, checked
+from rlightning.optim.optimizer import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
+from rlightning.optim.steps import prepare_optimizers
+from rlightning.parallel.collectives import all_reduce
+from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
+from rlightning.parallel.sharding import named_weights, rounded_vectors
+from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class PolicyModule(Ranks, SavedModule):
     @property
     def has_usual_optimizers(self) -> bool:
         """Whether ``configure_optimizers`` is this package's, which nothing can be wrong with."""
-        return type(self).configure_optimizers.__module__.partition(".")[0] == __package__
+        return type(self).configure_optimizers.__module__.partition(".")[0] == "rlightning"
 
     def on_fit_start(self) -> None:
         """Refuse optimizers and schedules that the steps here cannot use."""

@@ -15,38 +15,39 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlightning.module.batching import balance, deal_groups, deal_seed
-from rlightning.types.batch_plan import BatchPlan
 from rlightning.console import ignore_warnings
-from rlightning.parallel.collectives import all_reduce, world_size
-from rlightning.parallel.sigterm import EndOnSigterm
-from rlightning.parallel.stacks import run_folder, start_recorder
-from rlightning.parallel.stop_signal import GRACE_PERIOD
 from rlightning.errors import ConfigError
-from rlightning.module.evaluation import LeaveEvaluation, validate_in_fit
-from rlightning.module.evaluation_steps import EvaluationSteps
 from rlightning.hooks import fire
-from rlightning.report.late_loggers import delay_loggers
-from rlightning.report.loggers import adapt_loggers
-from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
+from rlightning.module.batching import balance, deal_groups, deal_seed
+from rlightning.module.evaluation import LeaveEvaluation
+from rlightning.module.evaluation_steps import EvaluationSteps
+from rlightning.module.metrics import RunningMeans, rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
+from rlightning.module.returned_values import returned_loss, returned_tensor
+from rlightning.module.run_folder import UnlockRun, lock_run_of
+from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
 from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optim.optimizer import clip_gradients
 from rlightning.optim.steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
-from rlightning.module.returned_values import returned_loss, returned_tensor
+from rlightning.parallel.sigterm import EndOnSigterm
+from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.stop_signal import GRACE_PERIOD
+from rlightning.report.late_loggers import delay_loggers
+from rlightning.report.loggers import adapt_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Sampling
-from rlightning.run_dir import UnlockRun, lock_run_of
-from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
+from rlightning.types.batch_plan import BatchPlan
 
 log = logging.getLogger(__name__)
 
@@ -603,4 +604,4 @@ class RLModule(EvaluationSteps):
     @property
     def _has_own_rewards(self) -> bool:
         """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
-        return type(self).compute_rewards.__module__.partition(".")[0] == __package__
+        return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 from lightning.pytorch import LightningDataModule
 
-from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
+from rlightning.module.trainer_options import check_not_spawned
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.prompt_batches import PromptBatchModule
 from rlightning.run_settings import describe_changes
 from rlightning.secret_arguments import conceal
-from rlightning.module.trainer_options import check_not_spawned
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.memory_plan.phases import total
@@ -18,6 +17,7 @@ from rlightning.models.architecture import build_empty
 from rlightning.models.attention import describe_attention
 from rlightning.models.layers import should_compile
 from rlightning.optim.moments import bytes_per_parameter
+from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 
 WIDTH = 118
 """Characters of the longest line."""

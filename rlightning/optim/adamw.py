@@ -8,9 +8,9 @@ from torch import Generator, Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
 from rlightning.parallel import device as platform
 from rlightning.parallel.sharding import local_tensor, with_local_tensor
-from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
 from rlightning.seeds import mix_seed, run_seed
 
 State = dict[str, Any]

@@ -15,8 +15,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.parallel.sharding import local_tensor
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW, fetch_all
+from rlightning.parallel.sharding import local_tensor
 
 log = logging.getLogger(__name__)
 

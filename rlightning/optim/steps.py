@@ -12,8 +12,8 @@ from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rlightning.errors import ConfigError
-from rlightning.optim.optimizer import ConfiguredLR
 from rlightning.optim.forms import METHOD
+from rlightning.optim.optimizer import ConfiguredLR
 
 log = logging.getLogger(__name__)
 

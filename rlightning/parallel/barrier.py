@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlightning import intervals
+from rlightning.errors import RunError
 from rlightning.parallel.cpu_group import (
     Connection,
     StoreError,
@@ -27,7 +28,6 @@ from rlightning.parallel.cpu_group import (
 )
 from rlightning.parallel.device import synchronize
 from rlightning.parallel.stacks import record_all
-from rlightning.errors import RunError
 
 _hooks: list[Callable[[], None]] = []
 

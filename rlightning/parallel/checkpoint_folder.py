@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from rlightning.checksums import Checksums, DamagedError, checksums_of, seal_file, verify_file, verify_files
+from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.parallel.cpu_group import cpu_group
-from rlightning.errors import ConfigError
 from rlightning.parallel.sharding import local_tensor, with_local_tensor
 
 META, INDEX = "meta.pt", ".metadata"

@@ -14,10 +14,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
 from rlightning.checksums import DamagedError, seal_file, verify_file
 from rlightning.disk import needed
+from rlightning.foreign_text import describe_error
 from rlightning.parallel.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
 from rlightning.parallel.collectives import global_rank
 from rlightning.parallel.plain_pickle import read_plain
-from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
 

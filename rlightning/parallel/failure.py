@@ -23,6 +23,9 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from rlightning import intervals
+from rlightning.error_report import INTERRUPTED, exit_code, show_error
+from rlightning.errors import find_run_error
+from rlightning.foreign_text import cut_line
 from rlightning.parallel.barrier import BarrierError, barrier, note_failure, roll_call
 from rlightning.parallel.cpu_group import Connection, StoreError, barrier_timeout, connection, leave_groups
 from rlightning.parallel.device_groups import abort_device_groups
@@ -30,9 +33,6 @@ from rlightning.parallel.failure_hub import GONE, Failure, FailureHub, Link, con
 from rlightning.parallel.hang_watch import HangWatch
 from rlightning.parallel.process_identity import kill_process
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
-from rlightning.error_report import INTERRUPTED, exit_code, show_error
-from rlightning.errors import find_run_error
-from rlightning.foreign_text import cut_line
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rlightning import intervals
-from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
-from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
-from rlightning.parallel.device import share_host_threads
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.parallel.device import share_host_threads
+from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
+from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from rlightning import intervals
+from rlightning.errors import check_rules
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
-from rlightning.parallel.lightning_internals import DataPreparation
 from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
 from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
+from rlightning.parallel.lightning_internals import DataPreparation
 from rlightning.parallel.stacks import run_folder
 from rlightning.parallel.stop_signal import stop_signal
-from rlightning.errors import check_rules
 
 T = TypeVar("T")
 

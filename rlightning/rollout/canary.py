@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedConfig
 
-from rlightning.parallel.collectives import any_rank
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
+from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
 from rlightning.types import RolloutBatch
 

@@ -20,13 +20,13 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any, NamedTuple
 
+from rlightning.errors import ConfigError, EngineError
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import any_rank, exchange, gather_objects, global_rank, world_size
-from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout.placement import lent_devices
-from rlightning.rollout.sampler import OnCompleted, Request, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
+from rlightning.rollout.placement import lent_devices
+from rlightning.rollout.sampler import OnCompleted, Request, Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater

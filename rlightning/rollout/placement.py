@@ -6,8 +6,8 @@ import socket
 
 import torch
 
-from rlightning.parallel.collectives import gather_objects
 from rlightning.errors import ConfigError
+from rlightning.parallel.collectives import gather_objects
 
 log = logging.getLogger(__name__)
 

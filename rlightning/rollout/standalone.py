@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from rlightning import intervals
 from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
-from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
+from rlightning.rollout.async_metrics import Pace
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool, Member
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight, ages
-from rlightning.rollout.async_metrics import Pace
+from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from rlightning.parallel.gathering import gather_into
 from rlightning.errors import EngineError
 from rlightning.models.logprobs import compute_packed_logprobs
+from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
-from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.vllm_engine import make_completions
 from rlightning.rollout.weights import WeightSource

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from rlightning.errors import EngineError
 from rlightning.rollout.detokenize import decode_completions
-from rlightning.rollout.sampler import OnCompleted, Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import OnCompleted, Sampling
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.seeds import mix_seed
 from rlightning.types import Completion, Prompt

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.parallel.fsdp import FSDP, MeshStrategy
 from rlightning.controller.rtensor import remotize, remotize_own
 from rlightning.controller.tensor_store import live_entries
 from rlightning.hooks import RLCallback
+from rlightning.parallel.fsdp import FSDP, MeshStrategy
 from rlightning.types import RolloutBatch
 
 Record = dict[str, tuple[bool, int, int]]

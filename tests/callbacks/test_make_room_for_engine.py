@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout
+from rlightning.hooks import fire
 from rlightning.parallel import device as platform
 from rlightning.parallel.device import MemoryUse
-from rlightning.hooks import fire
 
 GIB = 2**30
 NUMBERS = 1024

@@ -12,8 +12,8 @@ from cli_project import fit_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.cli.checkpoint_search import Place, check_checkpoints, find_last, find_places
-from rlightning.parallel.checkpoint_io import last_checkpoint
 from rlightning.errors import ConfigError
+from rlightning.parallel.checkpoint_io import last_checkpoint
 
 
 class OwnCheckpoint(ModelCheckpoint):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
-from rlightning.errors import ConfigError
 from rlightning.cli.hidden_packages import NEVER_IMPORTED, check_folder
+from rlightning.errors import ConfigError
 
 IMPORT = """
 import sys

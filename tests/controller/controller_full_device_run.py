@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from tiny import GenerateInWorkers, bare_trainer, make_data, make_grpo
 
 from rlightning.callbacks import CompletionsTable, ControllerMode, RunReport, SaveHF, Throughput
-from rlightning.parallel import FSDP
 from rlightning.controller import RayController
 from rlightning.hooks import RLCallback
+from rlightning.parallel import FSDP
 
 MAX_STEPS = 4
 LEFT_BYTES = 100 << 20

@@ -22,9 +22,10 @@ from rlightning.callbacks import (
     OffloadDuringRollout,
     RemotizeOnHeadOnly,
 )
-from rlightning.parallel import FSDP, device as platform
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
+from rlightning.parallel import FSDP
+from rlightning.parallel import device as platform
 
 
 class Record(StepRecord):

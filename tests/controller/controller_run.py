@@ -15,11 +15,11 @@ from tiny import bare_trainer
 
 from rlightning.algorithms import SFT
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF, Throughput
-from rlightning.data import PromptDataModule
-from rlightning.parallel import FSDP
 from rlightning.controller import RayController
-from rlightning.parallel.collectives import global_rank
+from rlightning.data import PromptDataModule
 from rlightning.hooks import RLCallback
+from rlightning.parallel import FSDP
+from rlightning.parallel.collectives import global_rank
 
 OF_THROUGHPUT = ("time/", "throughput/", "memory/")
 RAY_OPTIONS = {"num_cpus": 4, "object_store_memory": 200 << 20}

@@ -9,11 +9,11 @@ from tiny import GenerateInWorkers, bare_trainer, make_algorithm
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import JSONLPredictions
-from rlightning.data import PromptDataModule
 from rlightning.controller import RayController
-from rlightning.controller.worker_group import WorkerGroup
 from rlightning.controller.tensor_store import tensor_store
+from rlightning.controller.worker_group import WorkerGroup
 from rlightning.controller.worker_trainer import settings_of
+from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 

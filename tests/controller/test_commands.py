@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from tiny import bare_trainer
 
-from rlightning.controller.controller_relay import Relay
+from rlightning.controller.command_feed import OrderFeed, WorkerData
 from rlightning.controller.commands import (
     Answered,
     Call,
@@ -30,9 +30,9 @@ from rlightning.controller.commands import (
     WorkerError,
     raise_failure,
 )
-from rlightning.controller.rtensor import RTensor, localize
-from rlightning.controller.command_feed import OrderFeed, WorkerData
+from rlightning.controller.controller_relay import Relay
 from rlightning.controller.hook_relay import HookRelay
+from rlightning.controller.rtensor import RTensor, localize
 from rlightning.controller.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError
 

@@ -16,10 +16,10 @@ from rank_processes import free_port, is_alive
 from ray_nodes import start_nodes
 
 from rlightning.controller import RayController
-from rlightning.parallel.process_identity import find_children
 from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import LONGEST_LIST, DriverContext, list_names
 from rlightning.errors import ConfigError
+from rlightning.parallel.process_identity import find_children
 
 FIT = ("fit", "--config", "run.yaml", "--trainer.strategy", "ray")
 

@@ -14,8 +14,8 @@ from sft_run import SIZES, write_rows
 from tiny import save_model
 
 from rlightning.callbacks import ControllerMode
-from rlightning.parallel import FSDP
 from rlightning.controller import RayController
+from rlightning.parallel import FSDP
 
 pytestmark = pytest.mark.processes
 

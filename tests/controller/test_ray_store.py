@@ -16,7 +16,8 @@ from ray.experimental import get_object_locations
 from rtensor_worker import start_workers
 from test_rtensor import SAMPLES, bits
 
-from rlightning.controller import object_store as ray_store, tensor_store
+from rlightning.controller import object_store as ray_store
+from rlightning.controller import tensor_store
 from rlightning.controller.object_store import RayStore
 from rlightning.controller.rtensor import RTensor, localize, remotize
 from rlightning.controller.tensor_store import LocalStore, StoreFullError, TensorLostError

@@ -15,11 +15,11 @@ from tiny import GenerateInWorkers, bare_trainer, make_algorithm, make_data, sav
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.parallel import FSDP
 from rlightning.controller import RayController, ray_controller
-from rlightning.controller.worker_group import WorkerGroup
 from rlightning.controller.tensor_store import live_bytes, live_entries
+from rlightning.controller.worker_group import WorkerGroup
 from rlightning.hooks import RLCallback
+from rlightning.parallel import FSDP
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -10,8 +10,8 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
-from rlightning.errors import ConfigError
 from rlightning.cli.plan import plan
+from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory, split_device_memory
 from rlightning.memory_plan.settings import count_devices
 

@@ -11,8 +11,8 @@ from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
-from rlightning.errors import ConfigError
 from rlightning.cli.plan import PlanCLI
+from rlightning.errors import ConfigError
 from rlightning.memory_plan.phases import MemoryPlan, total
 from rlightning.memory_plan.running import check_engine, decide_checkpointing, work_of
 from rlightning.memory_plan.settings import read_work

@@ -13,9 +13,9 @@ from tiny import make_data, make_grpo, make_trainer
 from torch.distributed.tensor import DTensor
 
 from rlightning.checksums import verify_manifest
-from rlightning.parallel.checkpoint_io import last_checkpoint, read_state
 from rlightning.errors import ConfigError, WeightError
 from rlightning.models.finite import check_finite, find_not_finite
+from rlightning.parallel.checkpoint_io import last_checkpoint, read_state
 
 
 class Spoil(Callback):

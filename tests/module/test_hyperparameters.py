@@ -12,8 +12,8 @@ from torch import nn
 
 from rlightning.algorithms import GRPO, SFT
 from rlightning.errors import ConfigError
-from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
 from rlightning.module import RLModule
+from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
 from rlightning.objectives.corrections import RolloutCorrection
 from rlightning.rewards import RewardFunction
 

@@ -24,15 +24,14 @@ from tiny import (
 )
 from torch import Tensor
 
-from rlightning.module import rl_module as module_file
-from rlightning.module import policy_module
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.callbacks import Throughput
 from rlightning.data import ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.models import load_policy, packed_logprobs
-from rlightning.module import RLModule
+from rlightning.module import RLModule, policy_module
+from rlightning.module import rl_module as module_file
 from rlightning.objectives.kl import estimate_kl
 from rlightning.rewards import RewardFunction
 from rlightning.types import Completion, Prompt, RolloutBatch

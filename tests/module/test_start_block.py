@@ -15,9 +15,9 @@ from lightning.pytorch.loggers.logger import Logger
 from tiny import make_data, make_grpo, make_trainer, save_model
 
 from rlightning.callbacks import SaveHF
-from rlightning.parallel.device import use_tensor_cores
 from rlightning.errors import ConfigError
 from rlightning.module.start_block import describe_start
+from rlightning.parallel.device import use_tensor_cores
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 # An embedding that is the output layer too, and the last norm; in each layer two heads of 32 as queries and outputs,

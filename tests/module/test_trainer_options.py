@@ -25,10 +25,10 @@ from trainer_witness import Witness, fit, make_module, make_rows
 
 from rlightning.algorithms import SFT
 from rlightning.data.loaders import PromptBatches
-from rlightning.parallel import DDP
-from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.errors import ConfigError
 from rlightning.module.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
+from rlightning.parallel import DDP
+from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.types import Prompt
 
 

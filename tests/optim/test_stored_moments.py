@@ -11,10 +11,10 @@ from tiny import full_weights, save_model
 from torch import nn
 from torch.optim import AdamW
 
-from rlightning.parallel.host_memory import HostMemory
-from rlightning.optim.optimizer import make_lr_schedule, make_optimizer
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 from rlightning.optim.moments import unpack_moment
+from rlightning.optim.optimizer import make_lr_schedule, make_optimizer
+from rlightning.parallel.host_memory import HostMemory
 
 SMALLER: list[OptimizerStates] = ["bfloat16", "8bit"]
 ALL: list[OptimizerStates] = ["float32", *SMALLER]

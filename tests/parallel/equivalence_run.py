@@ -13,9 +13,9 @@ from rank_processes import each_run, finish, start_calls
 from tiny import MAX_NEW_TOKENS, UseGenerator, full_weights, make_completion, make_data, make_grpo, make_trainer
 
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.parallel.fsdp import FSDP
 from rlightning.hooks import fire
 from rlightning.module import RLModule
+from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Completion, Prompt, RolloutBatch
 

@@ -10,8 +10,8 @@ from tiny import bare_trainer
 
 from rlightning.algorithms import SFT
 from rlightning.data import PromptDataModule
-from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.optim import OptimizerStates
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 
 SIZES = {"num_key_value_heads": 2, "hidden_size": 31, "tie_word_embeddings": False}
 """An odd number of rows, which two ranks cannot share out evenly, and an output layer of its own."""

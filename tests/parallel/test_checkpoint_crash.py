@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlightning import atomic_save, intervals
 from rlightning.atomic_save import find_saved
+from rlightning.errors import ConfigError
 from rlightning.parallel import barrier, checkpoint_folder
 from rlightning.parallel.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, last_checkpoint, newest_checkpoint, relink
 from rlightning.parallel.fsdp import FSDP
-from rlightning.errors import ConfigError
 
 KILLED = 9
 Save = Callable[[Path, int], None]

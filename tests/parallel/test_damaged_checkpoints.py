@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlightning.atomic_save import find_saved
 from rlightning.checksums import DamagedError
+from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_folder import FORMAT, META, read_meta
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, last_checkpoint, read_state
 from rlightning.parallel.fsdp import FSDP
-from rlightning.errors import ConfigError
 
 
 def flip(path: Path) -> None:

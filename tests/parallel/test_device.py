@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from programs import run_python
 
-from rlightning.parallel import execution_mode, device as platform
+from rlightning.parallel import device as platform
+from rlightning.parallel import execution_mode
 from rlightning.parallel.execution_mode import ExecutionMode
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlightning.errors import ConfigError
 from rlightning.parallel.execution_mode import (
     ExecutionMode,
     Launch,
@@ -14,7 +15,6 @@ from rlightning.parallel.execution_mode import (
     read_launch,
     resolve_execution_mode,
 )
-from rlightning.errors import ConfigError
 
 SPMD, CONTROLLER, WORKER = ExecutionMode
 FOUR = Launch("torchrun", 4)

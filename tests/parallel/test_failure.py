@@ -12,10 +12,10 @@ from fork_server import START_BY_EXEC
 from rank_processes import end_ranks, start_ranks
 
 from rlightning import intervals
-from rlightning.parallel.failure import describe, is_failure
-from rlightning.parallel.failure_hub import MAX_UNKNOWN, Failure, FailureHub, connect
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
+from rlightning.parallel.failure import describe, is_failure
+from rlightning.parallel.failure_hub import MAX_UNKNOWN, Failure, FailureHub, connect
 
 LOOP = """\
 import ctypes, os, signal, subprocess, sys, threading, time

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlightning.parallel.fsdp import FSDP
 from rlightning.errors import ConfigError
+from rlightning.parallel.fsdp import FSDP
 
 
 @pytest.mark.parametrize(

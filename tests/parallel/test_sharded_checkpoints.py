@@ -11,9 +11,9 @@ from sharded_net import run_ranks
 from tiny import full_weights, save_model
 
 from rlightning import intervals
+from rlightning.errors import ConfigError, SaveError
 from rlightning.parallel.checkpoint_folder import is_checkpoint_folder, stored_tensors
 from rlightning.parallel.fsdp import FSDP
-from rlightning.errors import ConfigError, SaveError
 
 pytestmark = pytest.mark.processes
 

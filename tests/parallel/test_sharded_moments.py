@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlightning import intervals
-from rlightning.parallel.checkpoint_folder import read_whole
-from rlightning.parallel.fsdp import FSDP
 from rlightning.errors import ConfigError
-from rlightning.parallel.sharding import local_tensor
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 from rlightning.optim.adamw import seeded
+from rlightning.parallel.checkpoint_folder import read_whole
+from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.sharding import local_tensor
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from programs import logged_steps
 from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer
 
+from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint, read_state
 from rlightning.parallel.stop_signal import stop_signal
-from rlightning.errors import ConfigError
 
 heed_ctrl_c()
 

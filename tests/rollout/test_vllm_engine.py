@@ -23,8 +23,8 @@ from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.vllm.server import VLLMServer
+from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Completion, Prompt
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]

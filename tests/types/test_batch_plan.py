@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from rlightning.types.batch_plan import BatchPlan
 from rlightning.errors import ConfigError
+from rlightning.types.batch_plan import BatchPlan
 
 SIZES: dict[str, Any] = {
     "prompts_per_step": 12,

@@ -21,9 +21,9 @@ from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
+from rlightning.models.remote_code import read_config
 from rlightning.parallel.device import synchronize_stream
 from rlightning.processes.process_group import die_with_parent
-from rlightning.models.remote_code import read_config
 from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.weights import driver
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
-from rlightning.parallel.device import host_bytes
 from rlightning.errors import EngineError
+from rlightning.parallel.device import host_bytes
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlightning.parallel.gathering import gather_into
-from rlightning.parallel.device import synchronize_stream
 from rlightning.errors import EngineError
+from rlightning.parallel.device import synchronize_stream
+from rlightning.parallel.gathering import gather_into
 
 ALIGNMENT = 256
 """Bytes. Each tensor starts at a multiple of this, which suits every dtype and CUDA's wide copies."""
