@@ -11,19 +11,20 @@ the first and, on a GPU, the memory that gathering took beyond the bucket.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.device import memory_use, reset_peak
-from rlightning.rollout.weights import WeightBucket
+from rlightning.rollout.weights import plan_chunks
+from rlightning.rollout.weights.source import fill_bucket
 
 ROUNDS = 6
 
@@ -48,6 +49,14 @@ def measure(work: Callable[[], None], device: torch.device) -> float:
     return median(seconds[1:])
 
 
+class Weights(dict[str, Tensor]):
+    """A source of weights."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """See :class:`~rlightning.rollout.weights.WeightSource`."""
+        return self.items()
+
+
 def main() -> None:
     """Measure and say so, on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,12 +75,13 @@ def main() -> None:
     for _ in range(arguments.layers):
         model.append(fully_shard(make_layer(arguments.hidden, device), mesh=mesh))
     weights = [(name, weight.detach()) for name, weight in model.named_parameters()]
-    bucket = WeightBucket(
-        [(name, tuple(weight.shape)) for name, weight in weights], torch.bfloat16, device, arguments.bucket_bytes
-    )
+    shapes = [(name, tuple(weight.shape)) for name, weight in weights]
+    plan = plan_chunks(shapes, torch.bfloat16, arguments.bucket_bytes)
+    bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+    source = Weights(weights)
 
     def flat() -> None:
-        for _ in bucket.fill(weights):
+        for _ in fill_bucket(plan, bucket, source):
             pass
 
     def one_by_one() -> None:
@@ -92,7 +102,6 @@ def main() -> None:
             f"flat {in_bucket:.4f} s ({num_bytes / in_bucket / 1e9:.1f} GB/s){extra}; "
             f"full_tensor() of each {by_weight:.4f} s\n"
         )
-    bucket.close()
     dist.destroy_process_group()
 
 

@@ -132,7 +132,7 @@ def engine_messages(size: Size) -> Work:
 
     async def serve() -> None:
         server: Any = VLLMServer(Engine())  # type: ignore[arg-type]
-        server.versions.adopt(0, ())
+        server.versions.activate(0, ())
         for _ in range(size.num_prompts):
             outputs = await server.generate([1], {"n": SAMPLES_PER_PROMPT})
             pickle.dumps((1, "ok", outputs), pickle.HIGHEST_PROTOCOL)

@@ -13,16 +13,10 @@ from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import Generator, OnCompleted, Sampling
-from rlightning.rollout.canary import MAX_DISTANCE
-from rlightning.rollout.requests import (
-    RandomStreams,
-    check_own_limit,
-    check_requests,
-    check_stop_tokens,
-)
+from rlightning.rollout.canary import MAX_DISTANCE, Verification
+from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
 from rlightning.rollout.sampler import Request
-from rlightning.rollout.verification import Verification
-from rlightning.rollout.weight_print import WeightPrint
+from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt, Trajectory
 
@@ -80,7 +74,7 @@ class RolloutCallback(RLCallback, Generator):
         self.verification = Verification(verify_every, verify_tolerance)
         self._trainer: Any = None
         self._module: Any = None
-        self._weight_print, self._seen_version = WeightPrint(), -1
+        self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
 
     # What a subclass defines
@@ -235,7 +229,7 @@ class RolloutCallback(RLCallback, Generator):
     def _count_change(self) -> None:
         """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
         module = self._module
-        has_changed = self._weight_print.has_changed(module.named_weights())
+        has_changed = self._fingerprint.has_changed(module.named_weights())
         is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
         if any_rank(has_changed and not is_counted, name="weights changed"):
             module.weight_version += 1

@@ -425,11 +425,11 @@ class VLLMRollout(RolloutCallback):
         # While the actor has the device: its memory may be somewhere else once the engine is awake.
         is_due = self.verification.evaluate(module, engines.engines)
         self._wait_for_start(engines)
-        engines.load_weights(module.named_weights, version)
+        engines.send_weights(module, version)
         if engines.can_sleep:
             fire(self._trainer, module, "on_engine_wake")
             self._room.on_engine_wake(self._trainer, module)
-        engines.finish_loading(version)
+        engines.activate_weights(version)
         for engine in engines.fresh if is_due else ():
             try:
                 self.verification.verify(module, engine)

@@ -1,11 +1,11 @@
-"""Where completions come from: the engine, its process, and the way of the weights to it.
+"""Where completions come from: the engine, its process, and how weights reach it.
 
 ::
 
     trainer process                        engine process              engine core (vLLM's child, one a device)
     VLLMEngine  -- prompts, sampling ---->  AsyncLLM  ---------------->  model, KV cache
                 <-- tokens, logprobs ----                              <-- WeightReceiver
-    WeightSender ============ one flat bucket: shared memory, or CUDA IPC ====^
+    WeightSender ============ chunks of weights, by a transport ==============^
 """
 
 from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts

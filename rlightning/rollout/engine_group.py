@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -29,7 +28,9 @@ from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlig
 from rlightning.rollout.placement import lent_devices
 from rlightning.rollout.sampler import OnCompleted, Request, Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket, Weights, weight_shapes
+from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights.transports import make_colocated_sender
 from rlightning.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,7 @@ class EngineGroup:
         configs = [replace(config, visible_devices=devices) for config in configs]
         self.config = configs[0]
         self.engines = [VLLMEngine(config) for config in configs] if global_rank() == first else []
-        self._bucket: WeightBucket | None = None
-        self._handles: list[bytes] = []
-        self._loading: list[VLLMEngine] = []
+        self._updater: WeightUpdater | None = None
         self._death: EngineDiedError | None = None
         self._restarted: list[VLLMEngine] = []
         self._num_stopped = 0  # in this step
@@ -104,41 +103,34 @@ class EngineGroup:
         """Whether this rank has an engine that holds other weights."""
         return any(engine.weight_version != weight_version for engine in self.engines)
 
-    def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
-        """Bring the actor's weights into each engine that is stale; it is awake then, but for its KV cache.
-
-        Sharded weights are gathered from all ranks, so all take part to the end, whatever becomes of their engines.
+    def send_weights(self, source: WeightSource, weight_version: int) -> None:
+        """Have each engine that is stale load the actor's weights; see :meth:`WeightUpdater.send_weights`.
 
         Args:
-            weights: gives names and tensors, whole or sharded, anew with each call.
-            weight_version: of the weights.
+            source: of the weights.
+            weight_version: of them.
         """
-        if self._bucket is None:
-            shapes = weight_shapes(weights())
-            config = self.config
-            self._bucket = WeightBucket(shapes, config.dtype, config.device, config.bucket_bytes)
-            received = exchange({self.ranks[0]: self._bucket.handle()}, name="buckets")
-            self._handles = list(received.values())
-        self._death = None
-        self._loading = [engine for engine in self.engines if engine.weight_version != weight_version]
-        self._meet("engine wakes")  # its neighbours' devices have room for it now
-        self._load(partial(VLLMEngine.begin_loading, handles=self._handles))
-        for chunk in self._bucket.fill(weights()):
-            self._meet("weights in the bucket")
-            self._load(partial(VLLMEngine.load_chunk, index=chunk))
-            self._meet("weights in the engine")
+        if self._updater is None:
+            self._updater = WeightUpdater(make_colocated_sender(source, self.config, self.ranks))
+        stale = [engine for engine in self.engines if engine.weight_version != weight_version]
+        for engine in stale:
+            engine.weight_version = None
+        self._updater.send_weights(source, [engine.process for engine in stale if engine.process is not None])
 
-    def finish_loading(self, weight_version: int) -> None:
-        """Let each engine that was stale take the memory for its KV cache, and be ready.
+    def activate_weights(self, weight_version: int) -> None:
+        """Have each engine that was sent weights take the memory for its KV cache, and sample from them.
 
         Raises:
             EngineDiedError: if an engine of this rank died, now or while it loaded.
-            EngineError: if a parameter of its model was set by none of the weights.
         """
+        assert self._updater is not None, "send_weights comes first"
         self._meet("engine takes its KV cache")
-        self._load(partial(VLLMEngine.finish_loading, weight_version=weight_version))
-        if self._death is not None:
-            raise self._death
+        updated = self._updater.activate_weights(weight_version)
+        for engine in self.engines:
+            if engine.process in updated:
+                engine.weight_version = weight_version
+        if self._updater.deaths:
+            raise self._updater.deaths[-1]
 
     def generate(
         self,
@@ -320,18 +312,12 @@ class EngineGroup:
             raise death
 
     def close(self) -> None:
-        """End the engines and give the bucket's memory back. May be called twice, and by one rank alone."""
+        """End the engines and release the bucket's memory. May be called twice, and by one rank alone."""
         for engine in self.engines:
             engine.close()
-        if self._bucket is not None:
-            self._bucket.close()
-            self._bucket = None
-
-    def _load(self, step: Callable[[VLLMEngine], None]) -> None:
-        """Take a step of loading with each engine that does; one that dies does no more."""
-        deaths = _at_once(step, self._loading)
-        self._loading = [engine for engine, death in zip(self._loading, deaths, strict=True) if death is None]
-        self._death = next(filter(None, deaths), self._death)
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
 
     def _meet(self, name: str) -> None:
         if len(self.ranks) > 1:

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -67,7 +67,7 @@ class VLLMConfig:
         url: where an engine that others have started listens; "" is one of the trainer's own.
         weight_folder: where weights pass through, if nothing faster connects trainer and engine.
         can_sleep: whether it shares its device with an actor, so that sleeping pays.
-        bucket_bytes: see :class:`~rlightning.rollout.weights.WeightBucket`.
+        bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`.
         start_timeout: seconds until the engine must be up.
         hang_timeout: seconds without a heartbeat, while something is asked of it, until it counts as dead; while it
             only samples, and has before, ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
@@ -166,6 +166,26 @@ class EngineLink(ABC):
                 self._blocking.add(number)
         self._send((number, method, arguments))
         return answer
+
+    # What a weight update asks: rollout.weights.driver.Engine
+
+    @property
+    def worker_devices(self) -> Sequence[str]:
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        size = int(self.config.engine_args.get("tensor_parallel_size") or 1)
+        return self.config.visible_devices or ("",) * size
+
+    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("open_weight_receivers", receivers)
+
+    def receive_weights(self, chunk: int) -> "Future[list[str]]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("receive_weights", chunk)
+
+    def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("finish_weight_update", version, keeps_cache)
 
     def cancel(self, answers: "list[Future[Any]]") -> None:
         """End calls whose answers nobody waits for any more."""

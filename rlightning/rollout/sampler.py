@@ -1,6 +1,6 @@
 """What samples from the policy, whatever runs it and wherever it is."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from rlightning.types import Prompt, Sample, Trajectory
 from rlightning.types.trajectory import TEMPERATURES
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from rlightning.rollout.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +135,6 @@ class Generator(Protocol):
         return ""
 
 
-class WeightSource(Protocol):
-    """Has weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
-
-    def named_weights(self) -> "Iterable[tuple[str, Tensor]]":
-        """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
-
-
 class Sampler(Protocol):
     """Holds a copy of the policy and samples from it; the asynchronous methods may be called for many prompts at once.
 
@@ -175,7 +168,7 @@ class Sampler(Protocol):
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
+    def update_weights(self, source: "WeightSource", version: int) -> None:
         """Take the actor's weights; called by all ranks, on the trainer's thread.
 
         Args:

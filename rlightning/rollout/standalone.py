@@ -25,16 +25,14 @@ from numpy.typing import NDArray
 from rlightning import intervals
 from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.async_metrics import Pace
-from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
-from rlightning.rollout.engine_pool import Answer, EnginePool
-from rlightning.rollout.engine_wire import own_address
-from rlightning.rollout.folder_bucket import FolderBucket
+from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
+from rlightning.rollout.engine_pool import Answer, EnginePool, Member
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight, ages
 from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weight_swap import WeightSwap
-from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights, weight_shapes
+from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights.transports import make_standalone_sender
 from rlightning.types import Sample, Trajectory
 
 log = logging.getLogger(__name__)
@@ -129,7 +127,10 @@ class StandaloneEngines:
         configs: of the engines.
         in_flight: what has been handed in before, and will be.
         engines_key: see :class:`~rlightning.rollout.async_metrics.Pace`.
-        keeps_cache: see :class:`~rlightning.rollout.weight_swap.WeightSwap`.
+        keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
+
+    Attributes:
+        fresh: engines of this rank that were given weights last.
     """
 
     can_sleep = False
@@ -145,9 +146,13 @@ class StandaloneEngines:
         self.config, self._configs = configs[0], configs
         self.in_flight = in_flight
         self._keeps_cache = keeps_cache
+        self.fresh: list[VLLMEngine] = []
         self._changed = threading.Event()
         self._pool = EnginePool(configs, self._changed.set) if global_rank() == OWNER else None
-        self._swap: WeightSwap | ShardGiver | None = None
+        self._updater: WeightUpdater | None = None
+        self._stale: dict[Member, EngineLink] = {}
+        self._is_paused = False
+        self._pause_seconds = 0.0
         self._arrivals: Arrivals[Group] = Arrivals(self._changed.set)
         self._pace = Pace(in_flight.max_staleness, len(configs), engines_key)
         self._waited_seconds = 0.0
@@ -159,11 +164,6 @@ class StandaloneEngines:
     def engines(self) -> list[VLLMEngine]:
         """Those that this rank owns."""
         return [] if self._pool is None else [member.engine for member in self._pool.members]
-
-    @property
-    def fresh(self) -> list[VLLMEngine]:
-        """Those of them that were given weights last."""
-        return self._swap.fresh if isinstance(self._swap, WeightSwap) else []
 
     def start(self) -> None:
         """Start the engines; returns before they are up."""
@@ -190,9 +190,9 @@ class StandaloneEngines:
         """End the engines; what is in flight stays known. May be called twice."""
         if self._pool is not None:
             self._pool.close()
-        if isinstance(self._swap, WeightSwap):
-            self._swap.close()
-        self._swap = None
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
 
     # Weights
 
@@ -223,29 +223,33 @@ class StandaloneEngines:
         self._pool.check()
         return bool(self._pool.stale_links(weight_version))
 
-    def load_weights(self, weights: Callable[[], Weights], weight_version: int) -> None:
-        """Bring the actor's weights into each engine that is up and stale; sharded ones come from all ranks.
+    def send_weights(self, source: WeightSource, weight_version: int) -> None:
+        """Have each engine that is up and stale load the actor's weights; see :meth:`WeightUpdater.send_weights`.
 
         Args:
-            weights: gives names and tensors, whole or sharded, anew with each call.
-            weight_version: of the weights.
+            source: of the weights.
+            weight_version: of them.
         """
-        if self._swap is None:
-            shapes = weight_shapes(weights())
-            if self._pool is None:
-                self._swap = ShardGiver(shapes, self.config.dtype, self.config.bucket_bytes, destination=OWNER)
-            else:
-                self._swap = WeightSwap(self._pool, sending_end(shapes, self._configs), keeps_cache=self._keeps_cache)
-        if isinstance(self._swap, WeightSwap):
-            self._swap.load(weights(), weight_version)
-        else:
-            for _ in self._swap.fill(weights()):
-                pass
+        if self._updater is None:
+            self._updater = WeightUpdater(make_standalone_sender(source, self._configs), keeps_cache=self._keeps_cache)
+        if self._pool is not None:
+            self._stale = self._pool.stale_links(weight_version)
+            self._is_paused = any(member.engine.weight_version is not None for member in self._stale)
+        self._updater.send_weights(source, list(self._stale.values()))
 
-    def finish_loading(self, weight_version: int) -> None:
-        """Let the engines go on."""
-        if isinstance(self._swap, WeightSwap):
-            self._swap.finish(weight_version)
+    def activate_weights(self, weight_version: int) -> None:
+        """Let the engines go on, with the weights that they were sent; those that were not stay paused."""
+        assert self._updater is not None, "send_weights comes first"
+        updated = self._updater.activate_weights(weight_version)
+        if self._pool is None:
+            return
+        if updated and self._is_paused:
+            self._pause_seconds = self._updater.seconds
+        incomplete = {member: link for member, link in self._stale.items() if link not in updated}
+        self._pool.note_weights(incomplete, None)
+        held = {member: link for member, link in self._stale.items() if link in updated}
+        self.fresh = [member.engine for member in self._pool.note_weights(held, weight_version)]
+        self._pool.resume()
 
     # Completions
 
@@ -353,7 +357,7 @@ class StandaloneEngines:
                 self._pool.cancel(self._arrivals.forget(stopped))
             metrics = {
                 **totals.metrics(flight.max_staleness, weight_version),
-                "async/swap_pause": self._swap.pause_seconds if isinstance(self._swap, WeightSwap) else 0.0,
+                "async/swap_pause": self._pause_seconds,
                 "async/running": float(len(flight) - flight.num_finished),
                 "async/finished": float(flight.num_finished),
             }
@@ -386,24 +390,3 @@ class StandaloneEngines:
                 self._changed.wait(intervals.POLL_INTERVAL)
         finally:
             self._waited_seconds += time.monotonic() - began
-
-
-def sending_end(shapes: Shapes, configs: Sequence[VLLMConfig]) -> SendingEnd:
-    """The way of the weights from this rank to the engines.
-
-    Args:
-        shapes: see :data:`~rlightning.rollout.weights.Shapes`.
-        configs: of the engines.
-    """
-    config = configs[0]
-    bucket = (shapes, config.dtype, config.device, config.bucket_bytes)
-    destination = OWNER if world_size() > 1 else None
-    # A worker that receives answers nothing else, and must not count as hanging.
-    timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
-    if config.weight_folder is not None:
-        config.weight_folder.mkdir(parents=True, exist_ok=True)
-        return FolderBucket(*bucket, folder=config.weight_folder, timeout=timeout, destination=destination)
-    urls = [config.url for config in configs if config.url]
-    if config.device.type == "cpu" and not urls:
-        return WeightBucket(*bucket, destination=destination)
-    return BroadcastBucket(*bucket, host=own_address(urls), timeout=timeout, destination=destination)

@@ -40,17 +40,17 @@ class VLLMEngine:
         self.process: EngineLink | None = None
         self.is_verified = False
         self._held_version: int | None = None
-        self._is_bucket_open = self._is_asleep = False
-        self._faults: list[str] = []
+        self._is_asleep = False
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the weights that it serves; None before the first ones came, and when it has died."""
+        """The version of the weights that it serves; None before the first update, while asleep, and when dead."""
         return self._held_version if self.is_alive else None
 
     @weight_version.setter
     def weight_version(self, version: int | None) -> None:
         self._held_version = version
+        self._is_asleep &= version is None  # an update wakes it
 
     @property
     def is_alive(self) -> bool:
@@ -61,7 +61,7 @@ class VLLMEngine:
         """Start a process, or connect to one that others have started; returns before the engine is up."""
         self._held_version = None
         self.is_verified = False
-        self._is_bucket_open = self._is_asleep = False
+        self._is_asleep = False
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
     def wait_until_ready(self) -> None:
@@ -110,55 +110,12 @@ class VLLMEngine:
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
-    def begin_loading(self, handles: Sequence[bytes]) -> None:
-        """Take the weights' memory, if asleep, and get ready for :meth:`load_chunk`.
-
-        Args:
-            handles: of the bucket on each of the engine's devices (:meth:`WeightBucket.handle`).
-        """
-        self.weight_version = None
-        if self._is_asleep:
-            self._wake("weights")
-        if not self._is_bucket_open:
-            self._call("open_bucket", list(handles))
-            self._is_bucket_open = True
-
-    def load_chunk(self, index: int) -> None:
-        """Load the weights that are in the bucket now, which must stay there until this returns."""
-        self._faults = self._call("load_chunk", index)
-
-    def finish_loading(self, weight_version: int) -> None:
-        """Take the memory of the KV cache, if asleep, and serve with the weights that were loaded.
-
-        Raises:
-            EngineError: if a parameter of the engine's model was set by none of the chunks, or a weight not taken.
-        """
-        check_complete(self._faults)
-        if self._is_asleep:
-            self._wake("kv_cache")
-            self._is_asleep = False
-        if not self._call("adopt", weight_version, False):
-            raise EngineError("The engine is still busy with requests of the weights before. Finish them first.")
-        self.weight_version = weight_version
-
     def sleep(self) -> None:
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
         if self.config.can_sleep and not self._is_asleep:
             self._call("sleep")
             self._is_asleep = True
             self.weight_version = None
-
-    def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        try:
-            self._call("wake", tag)
-        except EngineError as error:
-            if isinstance(error, EngineDiedError) or "out of memory" not in str(error).lower():
-                raise
-            raise EngineError(
-                f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
-                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization.",
-                str(error),
-            ) from error
 
     def close(self) -> None:
         """End it and everything that it started. May be called twice."""
@@ -168,12 +125,6 @@ class VLLMEngine:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self.submit(method, *arguments).result()
-
-
-def check_complete(faults: Sequence[str]) -> None:
-    """Raise EngineError with what :func:`~rlightning.rollout.load_check.describe_faults` has found, if anything."""
-    if faults:
-        raise EngineError(" ".join(faults))
 
 
 def model_files(config: VLLMConfig) -> ModelFiles:

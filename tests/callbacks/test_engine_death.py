@@ -287,7 +287,7 @@ def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_pa
     engine = rollout.engine
     assert engine is not None and isinstance(engine.process, EngineProcess)
     engine.wait_until_ready()
-    send(engine, module.named_weights(), 0)
+    send(engine, module, 0)
     session = engine.process.pid
     os.kill(session, signal.SIGSTOP)
     limit_waiting(engine.process._ours, 5)

@@ -34,7 +34,7 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
 from rlightning.errors import ConfigError, EngineError
 from rlightning.hooks import RLCallback
-from rlightning.rollout.weights import WeightBucket
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.types import RolloutBatch
 
 RUNS_AHEAD = {"placement": "standalone", "max_staleness": 1}
@@ -414,7 +414,7 @@ def test_engine_death_during_weight_sync_is_recovered(
     moment: str, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = make_rollout(placement="standalone", num_engines=2, max_staleness=1, bucket_bytes=1 << 14)
-    fill, num_swaps = WeightBucket.fill, 0
+    fill, num_updates = SharedMemorySender.fill, 0
 
     def kill() -> None:
         engine = rollout._engines.engines[0]  # type: ignore[union-attr]
@@ -424,17 +424,17 @@ def test_engine_death_during_weight_sync_is_recovered(
         while engine.process is process:  # until another has been started in its place
             time.sleep(0.01)
 
-    def fatal(bucket: WeightBucket, weights: Any) -> Iterator[int]:
-        nonlocal num_swaps
-        num_swaps += 1
-        for index in fill(bucket, weights):
-            if num_swaps == 2 and index == 1 and moment == "between two chunks":
+    def fatal(sender: SharedMemorySender, source: Any) -> Iterator[int]:
+        nonlocal num_updates
+        num_updates += 1
+        for index in fill(sender, source):
+            if num_updates == 2 and index == 1 and moment == "between two chunks":
                 kill()
             yield index
-        if num_swaps == 2 and moment == "after the last":
+        if num_updates == 2 and moment == "after the last":
             kill()
 
-    monkeypatch.setattr(WeightBucket, "fill", fatal)
+    monkeypatch.setattr(SharedMemorySender, "fill", fatal)
     witness = Witness()
     trainer = make_trainer(tmp_path, 4, rollout, Strikes({}, waits=(2,)), witness)
     trainer.fit(make_module(model_folder), make_data(tmp_path))

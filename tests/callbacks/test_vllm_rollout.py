@@ -8,6 +8,7 @@ import runpy
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,10 @@ from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
+from rlightning.rollout.engine_link import EngineLink
 from rlightning.rollout.requests import with_run_seed
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
@@ -310,13 +312,15 @@ def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) 
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
-    call = VLLMEngine._call
 
-    def skip_loading(engine: VLLMEngine, method: str, *arguments: Any) -> Any:
-        return [] if method == "load_chunk" else call(engine, method, *arguments)
+    def skip_loading(engine: EngineLink, chunk: int) -> "Future[list[str]]":
+        engine.submit("begin_weight_update").result()
+        answer: Future[list[str]] = Future()
+        answer.set_result([])
+        return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(VLLMEngine, "_call", skip_loading)
+        patch.setattr(EngineLink, "receive_weights", skip_loading)
         change_weights(loop.policy)
         with pytest.raises(EngineError, match="Actor and engine disagree after weights") as caught:
             sample(loop)
@@ -333,11 +337,11 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
 def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
 
-    def leave_as_it_was(bucket: WeightBucket, weights: Any) -> Iterator[int]:
-        yield from range(len(bucket.chunks))
+    def leave_as_it_was(sender: SharedMemorySender, source: Any) -> Iterator[int]:
+        yield from range(len(sender.plan.chunks))
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightBucket, "fill", leave_as_it_was)
+        patch.setattr(SharedMemorySender, "fill", leave_as_it_was)
         change_weights(loop.policy, 1e-5)  # as much as an update
         with pytest.raises(EngineError, match=r"is -\d+\.\d+ under the actor and -.* of the way back"):
             sample(loop)

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from rlightning.parallel import gathering
 from rlightning.parallel.gathering import gather_into, local_box
-from rlightning.rollout.weights import WeightBucket, open_bucket
+from rlightning.rollout.weights import plan_chunks
+from rlightning.rollout.weights.source import fill_bucket
 
 MESHES = [
     # (replicate, shard, tensor parallel), 0 where the mesh has no such dimension, over four ranks
@@ -140,28 +141,32 @@ def check_memory(folder: Path) -> None:
     assert all(output.eq(i).all() for i, output in enumerate(outputs))
 
 
-def check_bucket(folder: Path) -> None:
-    """Each rank's engine sees all weights; the iterator is asked for no more than the chunk in the bucket needs."""
-    net = shard_net(make_net(), 0, 2, 2)
-    taken: list[str] = []
+class Stream:
+    """A source that notes which of its weights have been taken."""
 
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in net.named_parameters():
-            taken.append(name)
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.taken = net, list[str]()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.net.named_parameters():
+            self.taken.append(name)
             yield name, parameter
 
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
-    bucket = WeightBucket(shapes, torch.bfloat16, torch.device("cpu"), 400)
-    chunks, dtype, memory = open_bucket(bucket.handle(), torch.device("cpu"))
+
+def check_bucket(folder: Path) -> None:
+    """Each rank's bucket gets all weights; the source is asked for no more than the chunk in the bucket needs."""
+    source = Stream(shard_net(make_net(), 0, 2, 2))
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in source.net.named_parameters()]
+    plan = plan_chunks(shapes, torch.bfloat16, 400)
+    bucket = torch.empty(plan.num_bytes, dtype=torch.uint8)
     weights = dict(make_net().named_parameters())
     seen = []
-    for index in bucket.fill(stream()):
-        seen += [slot.name for slot in chunks[index]]
-        assert taken == seen
-        for slot in chunks[index]:
-            assert torch.equal(slot.view(memory, dtype), weights[slot.name].bfloat16())
-    assert len(chunks) > 3 and seen == list(weights)
-    bucket.close()
+    for index in fill_bucket(plan, bucket, source):
+        seen += [slot.name for slot in plan.chunks[index]]
+        assert source.taken == seen
+        for name, tensor in plan.tensors(bucket, index):
+            assert torch.equal(tensor, weights[name].bfloat16())
+    assert len(plan.chunks) > 3 and seen == list(weights)
 
 
 def check_everything(folder: Path) -> None:

@@ -261,10 +261,10 @@ def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -
 def test_reward_arriving_during_trainer_stall_still_counts(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.length", timeout=0.5), num_workers=1)
     assert score(runner, [""]).failed == 0, "the worker is there"
-    prompts, completions = make_samples(["a", "bb", "ccc"])
-    runner.begin(prompts, completions)
+    trajectories = make_trajectories(["a", "bb", "ccc"])
+    runner.begin(trajectories)
     background_loop().loop.call_soon_threadsafe(time.sleep, 2.0)
-    assert values(runner.score(prompts, completions).rewards) == [1.0, 2.0, 3.0]
+    assert values(runner.score(trajectories).rewards) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.processes

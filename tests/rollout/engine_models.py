@@ -17,7 +17,10 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket
+from rlightning.rollout.weights import WeightSource, plan_chunks
+from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.source import weight_shapes
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
@@ -94,22 +97,29 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def send(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-    """Let the engine load ``weights`` through a bucket of their own, and serve with them."""
-    load(engine, weights)
-    engine.finish_loading(weight_version)
+class Weights(dict[str, Tensor]):
+    """A source of these weights."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.items()
 
 
-def load(engine: VLLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
+def send(engine: VLLMEngine, source: WeightSource, weight_version: int) -> None:
+    """Let the engine load a source's weights through a bucket of their own, and serve with them."""
+    load(engine, source).activate_weights(weight_version)
+    engine.weight_version = weight_version
+
+
+def load(engine: VLLMEngine, source: WeightSource) -> WeightUpdater:
     """The part of :func:`send` before the engine serves with them."""
-    weights = list(weights)
-    shapes = [(name, tuple(weight.shape)) for name, weight in weights]
-    bucket = WeightBucket(shapes, engine.config.dtype, engine.config.device, engine.config.bucket_bytes)
-    engine._is_bucket_open = False
-    engine.begin_loading([bucket.handle()])
-    for chunk in bucket.fill(weights):
-        engine.load_chunk(chunk)
-    bucket.close()
+    config = engine.config
+    plan = plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)
+    updater = WeightUpdater(SharedMemorySender(plan, config.device))
+    engine.weight_version = None
+    assert engine.process is not None
+    updater.send_weights(source, [engine.process])
+    updater.close()
+    return updater
 
 
 class Actor:
@@ -118,7 +128,7 @@ class Actor:
     def __init__(self, folder: str) -> None:
         self.model = load_policy(folder, torch.float32)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As RLModule.named_weights."""
         yield from named_weights(self.model)
 

@@ -31,7 +31,8 @@ async def pause_often(model_folder: str) -> None:
         }
     )
     server = VLLMServer(engine)
-    await server.adopt(0, False)
+    await server.begin_weight_update()
+    await server.finish_weight_update(0, False)
     await engine.pause_generation(mode="keep", clear_cache=False)  # so that all begin together
     sampling = {"n": NUM_SAMPLES, "temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     calls = [asyncio.create_task(server.generate([1, 2, 3, 1 + index], sampling)) for index in range(NUM_PROMPTS)]
@@ -42,11 +43,11 @@ async def pause_often(model_folder: str) -> None:
         await asyncio.sleep(0)
     boundaries = []
     for version in range(1, NUM_PAUSES + 1):
-        await server.pause()
+        await server.begin_weight_update()
         boundaries.append(counted(server))
         await asyncio.sleep(0.1)
         assert counted(server) == boundaries[-1], "tokens came in after the pause"
-        await server.adopt(version, keeps_cache=version % 2 == 0)
+        await server.finish_weight_update(version, keeps_cache=version % 2 == 0)
         await asyncio.sleep(0.02)
     assert len(boundaries[0]) == NUM_PROMPTS * NUM_SAMPLES
     answers = await asyncio.gather(*calls)

@@ -133,7 +133,7 @@ def test_an_architecture_goes_through_plan_export_engine_and_sync(
         np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)  # what was exported
         for version in (1, 2):
             actor.perturb(version)
-            send(engine, actor.weights(), version)
+            send(engine, actor, version)
             np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)
             ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
             np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
@@ -149,4 +149,4 @@ def test_a_weight_that_vllm_has_no_place_for_is_named(tmp_path: Path) -> None:
             r"2 of the weights that the actor sent were not taken, such as model\.layers\.0\.self_attn\.o_proj\.bias"
         )
         with pytest.raises(EngineError, match=biases):
-            send(engine, Actor(model).weights(), 0)
+            send(engine, Actor(model), 0)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_models import Weights as Source
 from engine_models import engine_config, send, started
 from tiny import save_byte_model
 from tiny_models import tiny_config
@@ -65,7 +66,7 @@ class Policy:
 
     def verify(self, sent: Weights) -> None:
         """Send the engine weights, and check them against the actor's."""
-        send(self.engine, sent.items(), self.version)
+        send(self.engine, Source(sent), self.version)
         self.canary.check(self.engine.score_all(self.canary.token_ids), self.model.config)
 
 

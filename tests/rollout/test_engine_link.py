@@ -69,7 +69,7 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
     theirs.send((None, "ready", {}))
     link.ready.result()
     # It may have to compile something, and loading weights keeps its workers from answering: silent, it is alive.
-    for number, method in enumerate(("generate", "load_chunk", "generate", "load_chunk"), start=1):
+    for number, method in enumerate(("generate", "receive_weights", "generate", "receive_weights"), start=1):
         answer = link.submit(method)
         if number != 3:
             time.sleep(0.3)

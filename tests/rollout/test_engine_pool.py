@@ -48,19 +48,19 @@ def load(pool: EnginePool, actor: Actor) -> None:
     for member in pool.members:
         member.engine.wait_until_ready()
         if member.engine.weight_version is None:
-            send(member.engine, actor.weights(), 0)
+            send(member.engine, actor, 0)
     pool.resume()
 
 
 def hold(*members: Member) -> None:
     """Have engines sample nothing until :func:`go_on`, so that what they have to do can be counted."""
     for member in members:
-        member.engine.submit("pause").result()
+        member.engine.submit("begin_weight_update").result()
 
 
 def go_on(*members: Member) -> None:
     for member in members:
-        assert member.engine.submit("adopt", 0, True).result()
+        member.engine.submit("finish_weight_update", 0, True).result()
 
 
 def loads(pool: EnginePool) -> list[int]:

@@ -1,5 +1,6 @@
 """New weights for an engine that is in the midst of sampling: every token knows which weights it is from."""
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from engine_models import Actor, make_prompt, running_engine, save_model, stopped
+from engine_models import Actor, Weights, make_prompt, running_engine, save_model, stopped
 from engine_run import find_core
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -24,7 +25,9 @@ from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess, engine_environment
 from rlightning.rollout.vllm.token_versions import TokenVersions
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weights import WeightBucket
+from rlightning.rollout.weights import plan_chunks
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.source import weight_shapes
 from rlightning.types import Prompt, Sample
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -40,11 +43,11 @@ class Policy:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.actor = Actor(folder)
-        self.weights: list[dict[str, torch.Tensor]] = []
+        self.weights: list[Weights] = []
         for version in range(NUM_SWAPS + 1):
             if version:
                 self.actor.perturb(version)
-            self.weights.append({name: weight.detach().clone() for name, weight in self.actor.weights()})
+            self.weights.append(Weights((name, weight.detach().clone()) for name, weight in self.actor.named_weights()))
         self.plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def logprobs(self, prompt: Prompt, sample: dict[str, Any], version: int) -> NDArray[np.float32]:
@@ -86,26 +89,25 @@ class Trainer:
     policy: Policy
 
     def __post_init__(self) -> None:
-        shapes = [(name, tuple(weight.shape)) for name, weight in self.policy.weights[0].items()]
-        self.bucket = WeightBucket(shapes, torch.float32, torch.device("cpu"), 50_000)
-        self.ask("open_bucket", [self.bucket.handle()])
+        plan = plan_chunks(weight_shapes(self.policy.weights[0]), torch.float32, 50_000)
+        self.sender = SharedMemorySender(plan, torch.device("cpu"))
+        self.ask("open_weight_receivers", [pickle.dumps(self.sender.make_receivers([""])[0])])
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The engine's answer."""
         return self.engine.submit(method, *arguments).result(timeout=120)
 
-    def load(self, version: int) -> None:
-        """Send weights."""
+    def send(self, version: int) -> None:
+        """Send weights to a paused engine, or pause it first."""
         missing: list[str] = []
-        for index in self.bucket.fill(self.policy.weights[version].items()):
-            missing = self.ask("load_chunk", index)
+        for chunk in self.sender.fill(self.policy.weights[version]):
+            missing = self.ask("receive_weights", chunk)
         assert not missing
 
-    def swap(self, version: int, keeps_cache: bool) -> None:
-        """Send weights to a busy engine."""
-        self.ask("pause")
-        self.load(version)
-        assert self.ask("adopt", version, keeps_cache)
+    def update(self, version: int, keeps_cache: bool) -> None:
+        """Send weights to a busy engine, and let it go on with them."""
+        self.send(version)
+        self.ask("finish_weight_update", version, keeps_cache)
 
     def generate(self, prompt: Prompt, num_samples: int = 1, max_tokens: int = MAX_TOKENS) -> "Future[Any]":
         """Begin to sample completions that end at ``max_tokens``, whatever they say."""
@@ -116,7 +118,7 @@ class Trainer:
         """Begin these, and pause before they can end."""
         with stopped(self.process.pid):
             begun = [self.generate(prompt, num_samples) for prompt, num_samples in requests]
-            paused = self.engine.submit("pause")
+            paused = self.engine.submit("begin_weight_update")
         paused.result(timeout=120)
         return begun
 
@@ -150,17 +152,16 @@ def started(policy: Policy, tmp_path_factory: pytest.TempPathFactory, starts_pro
     with running_engine(policy.folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
         trainer = Trainer(engine, policy)
         refusal = trainer.generate(PROMPTS[0]).exception(timeout=120)
-        trainer.swap(2, keeps_cache=False)
+        trainer.update(2, keeps_cache=False)
         yield Running(trainer, refusal, trainer.generate(PROMPTS[0]).result(timeout=120))
-        trainer.bucket.close()
+        trainer.sender.close()
 
 
 @pytest.fixture
 def trainer(started: Running) -> Trainer:
     """An idle engine with the weights of version 0."""
     running = started.trainer
-    running.load(0)
-    assert running.ask("adopt", 0, False), "requests of another test are left"
+    running.update(0, keeps_cache=False)
     return running
 
 
@@ -174,9 +175,9 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
     for version in range(1, NUM_SWAPS + 1):
         # What had not ended at the last pause ends with tokens of the last version.
         assert wait(pending, timeout=120, return_when=FIRST_COMPLETED).done
-        trainer.ask("pause")
+        trainer.ask("begin_weight_update")
         pending = {answer for answer in pending if not answer.done()}
-        trainer.swap(version, keeps_cache)
+        trainer.update(version, keeps_cache)
     samples = [(prompt, sample) for prompt, answer in begun for sample in answer.result(timeout=120)]
     for _, sample in samples:
         assert len(sample["token_ids"]) == len(sample["weight_versions"]) == MAX_TOKENS
@@ -190,18 +191,18 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
 
 def test_versions_without_a_change() -> None:
     versions = TokenVersions()
-    versions.adopt(3, [])
+    versions.activate(3, [])
     versions.begin("a", 2)
     assert [one.tolist() for one in versions.end("a", [2, 0])] == [[3, 3], []]
 
 
 def test_versions_change_where_each_sample_was() -> None:
     versions = TokenVersions()
-    versions.adopt(0, [])
+    versions.activate(0, [])
     versions.begin("a", 3)
-    versions.adopt(1, [("a", 0, 2), ("a", 1, 0), ("unknown", 0, 5)])  # the third sample is at its end
+    versions.activate(1, [("a", 0, 2), ("a", 1, 0), ("unknown", 0, 5)])  # the third sample is at its end
     versions.begin("b", 1)
-    versions.adopt(2, [("a", 0, 2), ("a", 1, 3), ("b", 0, 1)])
+    versions.activate(2, [("a", 0, 2), ("a", 1, 3), ("b", 0, 1)])
     assert [one.tolist() for one in versions.end("a", [4, 4, 2])] == [[0, 0, 2, 2], [1, 1, 1, 2], [0, 0]]
     assert [one.tolist() for one in versions.end("b", [2])] == [[1, 2]]
     assert versions.end("a", []) == []
@@ -209,7 +210,7 @@ def test_versions_change_where_each_sample_was() -> None:
 
 def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert isinstance(started.without_weights, EngineError)
-    assert "not adopted any weights yet" in str(started.without_weights)
+    assert "not been sent any weights yet" in str(started.without_weights)
     (sample,) = started.with_the_first
     assert spans(sample["weight_versions"]) == [(2, MAX_TOKENS)]
 
@@ -260,12 +261,12 @@ def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> 
 def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
     (running,) = trainer.pause_amid((PROMPTS[0], 4))
-    trainer.ask("pause")
+    trainer.ask("begin_weight_update")
     waiting = [trainer.generate(LONG_PROMPT, num_samples, max_tokens=16) for num_samples in (1, 3)]
-    trainer.load(1)
+    trainer.send(1)
     trainer.ask("ping")
     assert not any(answer.done() for answer in [*waiting, running])
-    assert trainer.ask("adopt", 1, keeps_cache)
+    trainer.ask("finish_weight_update", 1, keeps_cache)
     later = trainer.generate(LONG_PROMPT, max_tokens=16)
     samples = [sample for answer in [*waiting, later] for sample in answer.result(timeout=120)]
     for sample, version in [(before, 0), *((sample, 1) for sample in samples)]:
@@ -278,23 +279,19 @@ def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, pol
 def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
     tokens = LONG_PROMPT.token_ids
     before = trainer.ask("score", tokens)
-    trainer.ask("pause")
+    trainer.ask("begin_weight_update")
     answer = trainer.engine.submit("score", tokens)
-    trainer.load(1)
-    assert trainer.ask("adopt", 1, True)
+    trainer.update(1, keeps_cache=True)
     assert np.abs(np.subtract(before, answer.result(timeout=120))).max() > 0.01
     again = trainer.ask("score", tokens)
     np.testing.assert_allclose(answer.result(), again, atol=1e-5)
 
 
-def test_weights_are_not_adopted_under_running_requests(trainer: Trainer) -> None:
-    with stopped(trainer.core):
-        answer = trainer.generate(PROMPTS[0], 8)
-        assert not trainer.ask("adopt", 1, False)
-        assert not trainer.ask("adopt", 1, True)
-    samples = answer.result(timeout=120)
-    assert all(spans(sample["weight_versions"]) == [(0, MAX_TOKENS)] for sample in samples)
-    assert trainer.ask("adopt", 1, False)
+def test_an_update_ends_only_after_it_has_begun(trainer: Trainer) -> None:
+    with pytest.raises(EngineError, match="No weight update has begun"):
+        trainer.ask("finish_weight_update", 1, False)
+    (sample,) = trainer.generate(PROMPTS[0], max_tokens=16).result(timeout=120)
+    assert spans(sample["weight_versions"]) == [(0, 16)]
 
 
 def cancel(trainer: Trainer, *answers: "Future[Any]") -> None:
@@ -312,14 +309,15 @@ def test_cancelled_requests_end_and_others_go_on(trainer: Trainer) -> None:
         cancel(trainer, *doomed)
     assert [len(answer.result(timeout=120)) for answer in others] == [1, 8]
     trainer.ask("cancel", [10**9])  # answered long ago, as far as it knows
-    assert trainer.ask("adopt", 1, False)  # nothing is left
+    trainer.update(1, keeps_cache=False)
+    (sample,) = trainer.generate(PROMPTS[0], max_tokens=16).result(timeout=120)
+    assert spans(sample["weight_versions"]) == [(1, 16)]
 
 
 def test_requests_can_be_cancelled_during_a_pause(trainer: Trainer) -> None:
     other, begun = trainer.pause_amid((PROMPTS[1], 2), (PROMPTS[0], 8))
     held = trainer.generate(PROMPTS[0], 8)
     cancel(trainer, begun, held)
-    trainer.load(1)
-    assert trainer.ask("adopt", 1, False)
+    trainer.update(1, keeps_cache=False)
     assert {len(sample["weight_versions"]) for sample in other.result(timeout=120)} == {MAX_TOKENS}
-    assert trainer.ask("adopt", 2, False)
+    trainer.update(2, keeps_cache=False)

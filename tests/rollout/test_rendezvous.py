@@ -1,4 +1,4 @@
-"""Connections from strangers: to the rendezvous of a weight transfer, and in numbers that use up file descriptors."""
+"""Connections from strangers, in numbers that use up file descriptors."""
 
 import resource
 import socket
@@ -6,99 +6,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from rlightning import intervals
 from rlightning.rollout.acceptor import MAX_UNKNOWN, Acceptor
 from rlightning.rollout.engine_wire import enter, let_in, reach
-from rlightning.rollout.rendezvous import RendezvousServer, join_rendezvous
-from rlightning.rollout.transfer_group import TransferReceiver, TransferSender
 
 HOST = "127.0.0.1"
-_c10d: Any = dist
-SECRET = bytes(range(32))
-
-
-@pytest.fixture
-def server() -> Iterator[RendezvousServer]:
-    server = RendezvousServer(HOST, SECRET, timeout=60.0)
-    yield server
-    server.close()
 
 
 def flood(port: int, count: int) -> list[socket.socket]:
     """Connections that say nothing."""
     return [socket.create_connection((HOST, port)) for _ in range(count)]
-
-
-def test_store_shares_keys_between_members(server: RendezvousServer) -> None:
-    first, second = (join_rendezvous(HOST, server.port, SECRET, 60.0) for _ in range(2))
-    assert not first.check(["a"]) and not server.store.check(["a", "b"])
-    first.set("a", "one")
-    second.set("b", b"\x00two")
-    assert server.store.check(["a", "b"])
-    assert second.get("a") == b"one" and server.store.get("b") == b"\x00two"
-    assert [first.add("count", 2), second.add("count", 3)] == [2, 5] and first.get("count") == b"5"
-    assert first.delete_key("a") and not second.delete_key("a") and not second.check(["a"])
-    with pytest.raises(TimeoutError, match="nobody has set c, d"):
-        first.wait(["c", "d"], timedelta(seconds=0.1))
-    waiting = threading.Timer(0.2, partial(second.set, "late", "here"))
-    waiting.start()
-    assert first.get("late") == b"here"
-
-
-def test_rendezvous_refuses_whoever_lacks_the_secret(
-    server: RendezvousServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(OSError, match=rf"{HOST}, port {server.port}, is the rendezvous of others"):
-        join_rendezvous(HOST, server.port, bytes(32), 60.0)
-    with pytest.raises(RuntimeError):
-        _c10d.TCPStore(HOST, server.port, is_master=False, timeout=timedelta(seconds=2))
-    with socket.create_connection((HOST, server.port)) as stranger:
-        stranger.sendall(b"\xff" * 1000)
-    assert join_rendezvous(HOST, server.port, SECRET, 60.0).check([])
-    assert "was not let in" in caplog.text
-    assert not server.store.check(["joined/1"])
-
-
-def test_members_learn_that_the_server_is_closed(server: RendezvousServer) -> None:
-    store = join_rendezvous(HOST, server.port, SECRET, 60.0)
-    server.close()
-    with pytest.raises(RuntimeError, match="the rendezvous is over"):
-        store.check(["a"])
-    with pytest.raises(OSError):
-        join_rendezvous(HOST, server.port, SECRET, 1.0)
-
-
-def test_weights_reach_receivers_amid_strangers() -> None:
-    sender = TransferSender(1, torch.device("cpu"), host=HOST, timeout=60.0)
-    (place,) = sender.places
-    assert place.secret not in repr(place).encode() and "secret" not in repr(place)
-    strangers = flood(place.port, 2 * MAX_UNKNOWN)
-    received = torch.zeros(5)
-
-    def receive() -> None:
-        receiver = TransferReceiver(place, torch.device("cpu"))
-        receiver.broadcast(received)
-        receiver.leave()
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sender.connect()
-    sender.broadcast(torch.arange(5.0))
-    thread.join()
-    sender.leave("done")
-    assert received.tolist() == [0, 1, 2, 3, 4]
-    for stranger in strangers:
-        stranger.close()
 
 
 def test_acceptor_sheds_the_oldest_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +85,7 @@ def test_acceptor_goes_on_after_a_thread_could_not_start(monkeypatch: pytest.Mon
 
 FEW_DESCRIPTORS = """
 import resource, socket, sys, threading
+from dataclasses import replace
 from functools import partial
 from rlightning.rollout.acceptor import Acceptor
 from rlightning.rollout.engine_wire import let_in

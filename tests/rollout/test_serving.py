@@ -353,7 +353,8 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, stream=0, end_token_ids=())
     with connected(config) as first:
-        assert first.submit("adopt", 0, False).result(PATIENCE_SECONDS)
+        first.submit("begin_weight_update").result(PATIENCE_SECONDS)
+        first.submit("finish_weight_update", 0, False).result(PATIENCE_SECONDS)
         with pytest.raises(RequestRefusedError, match=r"refused a request: .*\nTraceback"):
             first.submit("generate", [1], {"no such": "parameter"}).result(PATIENCE_SECONDS)
         answers = [first.submit("generate", [1, 2, 3], sampling) for _ in range(200)]
@@ -361,7 +362,7 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
         first.cancel(answers[100:])
         with pytest.raises(EngineError, match="was cancelled"):
             answers[199].result(PATIENCE_SECONDS)
-        first.submit("pause").result(PATIENCE_SECONDS)
+        first.submit("begin_weight_update").result(PATIENCE_SECONDS)
         answers.append(first.submit("generate", [1, 2, 3], sampling))  # held back
         hasty = make_config(project, server.url, start_timeout=2.0)
         message = "could not be reached for 2 s: it serves another trainer"
@@ -370,8 +371,8 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     assert not wait(answers, PATIENCE_SECONDS).not_done
     assert isinstance(answers[-1].exception(), EngineDiedError)
     with connected(config) as third:
-        assert third.submit("adopt", 1, False).result(PATIENCE_SECONDS)  # it was paused
-        assert third.submit("adopt", 2, False).result(PATIENCE_SECONDS)  # which is refused while requests run
+        third.submit("begin_weight_update").result(PATIENCE_SECONDS)  # it was paused
+        third.submit("finish_weight_update", 2, False).result(PATIENCE_SECONDS)
         [sample] = third.submit("generate", [1, 2, 3], sampling | {"n": 1}).result(PATIENCE_SECONDS)
         assert sample["weight_versions"].tolist() == [2] * 60
 

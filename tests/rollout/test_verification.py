@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlightning.errors import ConfigError
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs
-from rlightning.rollout.canary import NUM_FORWARDS
-from rlightning.rollout.verification import Verification
+from rlightning.rollout.canary import NUM_FORWARDS, Verification
 from rlightning.types import RolloutBatch
 
 

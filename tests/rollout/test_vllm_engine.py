@@ -1,5 +1,6 @@
 """The engine against the actor: what it samples, with what probability, from which weights."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import CHARACTERS, Actor, load, make_prompt, running_engine, save_model, send, stopped
+from engine_models import CHARACTERS, Actor, Weights, make_prompt, running_engine, save_model, send, stopped
 from engine_run import find_core
 from tiny import VOCABULARY
 from tokenizers import Tokenizer, decoders, models
@@ -22,6 +23,7 @@ from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_process import engine_environment
+from rlightning.rollout.vllm.server import VLLMServer
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Prompt, Sample
 
@@ -54,7 +56,7 @@ def engine(folder: str, census: Path, starts_processes: None) -> Iterator[VLLMEn
 def actor(folder: str, engine: VLLMEngine) -> Actor:
     """The actor as it was saved; the engine holds its weights as version 0."""
     actor = Actor(folder)
-    send(engine, actor.weights(), 0)
+    send(engine, actor, 0)
     return actor
 
 
@@ -86,10 +88,10 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
 
 def test_prompts_own_temperature_and_limit_are_the_engines(engine: VLLMEngine, actor: Actor) -> None:
     own = [PROMPTS[0]._replace(temperature=0.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
-    groups = engine.generate(own, 16, Sampling(max_new_tokens=16))
-    assert len({completion.text for completion in groups[0]}) == 1
-    assert all(len(completion.token_ids) <= 3 for completion in groups[0])
-    for completion in groups[1]:
+    ((greedy,),) = engine.generate(own[:1], 1, Sampling(max_new_tokens=16))  # vLLM takes one greedy sample at a time
+    assert greedy.token_ids.tolist() == actor.greedy(PROMPTS[0], 3)
+    (group,) = engine.generate(own[1:], 16, Sampling(max_new_tokens=16))
+    for completion in group:
         assert_sampled_from(actor, own[1], completion, 0.5)
 
 
@@ -213,7 +215,7 @@ def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor:
     before = engine.generate(prompts, 1, GREEDY)
     for version in (1, 2, 3):
         actor.perturb(version)
-        send(engine, actor.weights(), version)
+        send(engine, actor, version)
         assert engine.weight_version == version
         after = engine.generate(prompts, 1, GREEDY)
         for prompt, (completion,) in zip(prompts, after, strict=True):
@@ -225,36 +227,25 @@ def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor:
         before = after
 
 
-def test_keys_and_values_of_old_weights_are_forgotten(
-    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_values_of_old_weights_are_forgotten(engine: VLLMEngine, actor: Actor) -> None:
+    """Also if other weights come under the same version, as those of another trainer may."""
     sampling = Sampling(max_new_tokens=4)
-    engine.generate([LONG_PROMPT], 1, sampling)
+    ((before,),) = engine.generate([LONG_PROMPT], 1, sampling)
     actor.perturb(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(VLLMEngine, "finish_loading", lambda engine, version: None)
-        send(engine, actor.weights(), 1)
-    engine.weight_version = 1
-    # The new weights alone would go on from what the old ones have cached ...
-    ((stale,),) = engine.generate([LONG_PROMPT], 1, sampling)
-    expected = actor.logprobs(LONG_PROMPT, stale, 1.0).numpy()
-    assert abs(stale.logprobs - expected).max() > 0.01
-    # ... and that is what a sync clears.
-    send(engine, actor.weights(), 1)
-    ((fresh,),) = engine.generate([LONG_PROMPT], 1, sampling)
-    assert_sampled_from(actor, LONG_PROMPT, fresh, 1.0)
+    send(engine, actor, 0)
+    ((after,),) = engine.generate([LONG_PROMPT], 1, sampling)
+    assert_sampled_from(actor, LONG_PROMPT, after, 1.0)
+    assert abs(before.logprobs - actor.logprobs(LONG_PROMPT, before, 1.0).numpy()).max() > 0.01
 
 
-def test_no_sync_in_the_middle_of_a_request(engine: VLLMEngine, actor: Actor) -> None:
-    load(engine, actor.weights())
+def test_an_update_waits_for_no_request(engine: VLLMEngine, actor: Actor) -> None:
     assert engine.process is not None
     with stopped(find_core(engine.process.pid)):
         unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
-        with pytest.raises(EngineError, match="still busy with requests"):
-            engine.finish_loading(1)
-    assert engine.weight_version is None
-    assert len(unfinished.result(60)) == 8
-    send(engine, actor.weights(), 1)
+    actor.perturb(1)
+    send(engine, actor, 1)
+    assert {len(sample["weight_versions"]) for sample in unfinished.result(60)} == {240}
+    assert {sample["weight_versions"][-1] for sample in unfinished.result(60)} == {1}
     assert engine.generate(PROMPTS, 1, GREEDY)
 
 
@@ -268,7 +259,7 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
 
 
 def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
-    fewer = [(name, weight) for name, weight in actor.weights() if "layers.1.self_attn" not in name]
+    fewer = Weights((name, weight) for name, weight in actor.named_weights() if "layers.1.self_attn" not in name)
     with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
         send(engine, fewer, 4)
     assert engine.weight_version is None
@@ -276,7 +267,7 @@ def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) ->
 
 def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
-    wrong = [(n, w[:, :100] if n == name else w) for n, w in actor.weights()]
+    wrong = Weights((n, w[:, :100] if n == name else w) for n, w in actor.named_weights())
     with pytest.raises(EngineError, match=rf"{name} \(64, 100\) does not fit the engine's model"):
         send(engine, wrong, 4)
 
@@ -293,28 +284,35 @@ def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
 
-def test_a_full_device_is_told_with_the_ways_out(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_told_with_the_ways_out() -> None:
     """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
 
-    def refuse(engine: VLLMEngine, method: str, *arguments: str) -> None:
-        raise EngineError("The engine refused a request:\nCUDA Error: out of memory at /workspace/cumem_allocator.cpp")
+    class FullDevice:
+        async def sleep(self, level: int) -> None:
+            assert level == 2
 
-    with monkeypatch.context() as patch:
-        patch.setattr(VLLMEngine, "_call", refuse)
-        patch.setattr(engine, "_is_asleep", True)
-        with pytest.raises(EngineError, match=r"(?s)no room for its weights when .* Lower rollout.gpu_memory_.*cumem"):
-            engine.begin_loading([])
+        async def wake_up(self, tags: list[str]) -> None:
+            raise RuntimeError("CUDA Error: out of memory at /workspace/cumem_allocator.cpp")
+
+    async def wake() -> None:
+        server = VLLMServer(FullDevice())  # type: ignore[arg-type]
+        await server.sleep()
+        for _ in range(2):  # what is held for an update is released again
+            with pytest.raises(MemoryError, match=r"no room for its weights when .* Lower rollout\.gpu_memory_"):
+                await server.receive_weights(0)
+
+    asyncio.run(asyncio.wait_for(wake(), 60))
 
 
 @pytest.mark.processes
 def test_tied_weights_travel_once(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", tie_word_embeddings=True)
     actor = Actor(folder)
-    names = [name for name, _ in actor.weights()]
+    names = [name for name, _ in actor.named_weights()]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     with running_engine(folder, tmp_path / "engine.log") as engine:
         for version in (0, 1):
-            send(engine, actor.weights(), version)
+            send(engine, actor, version)
             for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, 2, Sampling()), strict=True):
                 for completion in group:
                     assert_sampled_from(actor, prompt, completion, 1.0)
@@ -374,7 +372,7 @@ def test_engine_process_holds_weights_once_without_trainer_state(
     """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""
     engine.generate(PROMPTS, 1, GREEDY)
     engine.submit("ping").result(500)
-    weights = dict(actor.weights())
+    weights = dict(actor.named_weights())
     padding = sum(
         (64 - weight.shape[0]) * weight[0].nbytes for weight in weights.values() if len(weight) == len(VOCABULARY)
     )

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlightning import intervals
 from rlightning.foreign_text import cut_line
-from rlightning.rollout.load_check import describe_faults
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
-RESET_TRIES = 5
 ALL_AT_ONCE = 1 << 30
 """vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
 one piece, of this many requests, it is when there are no more steps' outputs to take."""
@@ -63,7 +61,8 @@ def describe_refusal(error: Exception) -> str:
 class VLLMServer:
     """One AsyncLLM, and the methods that a trainer may call on it.
 
-    Weights may be changed while requests run: :meth:`pause`, :meth:`load_chunk` for each chunk, :meth:`adopt`.
+    Weights may be changed while requests run or the engine sleeps: :meth:`receive_weights` for each chunk, then
+    :meth:`finish_weight_update`. An update that a trainer has left halfway is begun again with chunk 0.
 
     Args:
         engine: from :func:`start_engine`.
@@ -72,11 +71,12 @@ class VLLMServer:
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
         self.versions = TokenVersions()
-        self._num_requests = 0
-        self._is_paused = False
+        self._num_requests = self._num_updates = 0
+        self._is_asleep = self._is_updating = False
         self._admission = asyncio.Lock()
-        """Held while a request is handed to vLLM, which takes several awaits, and all the time that it is paused."""
-        self._swap = asyncio.Lock()
+        """Held while a request is handed to vLLM, which takes several awaits, and all through a weight update."""
+        self._transition = asyncio.Lock()
+        """Held while an update begins or ends."""
 
     async def generate(self, token_ids: list[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         """Sample completions of one prompt.
@@ -113,66 +113,75 @@ class VLLMServer:
         entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [0.0, *(entry[token].logprob for token, entry in entries)]
 
-    async def open_bucket(self, handles: list[bytes]) -> None:
-        """Let each worker open the memory that weights come in on its device."""
-        await self.engine.collective_rpc("rl_open_bucket", args=(handles,))
+    async def open_weight_receivers(self, receivers: list[bytes]) -> None:
+        """Have each worker open its receiver, pickled by the trainer."""
+        await self.engine.collective_rpc("rl_open_receiver", args=(receivers,))
 
-    async def load_chunk(self, index: int) -> list[str]:
-        """Load what is in the bucket; after the last chunk, what is wrong with the model then."""
-        return describe_faults(await self.engine.collective_rpc("rl_load_chunk", args=(index,)))
+    async def receive_weights(self, chunk: int) -> list[str]:
+        """Load a chunk, the first of which begins an update; after the last, what is wrong with the model then."""
+        if chunk == 0:
+            await self.begin_weight_update()
+        return describe_faults(await self.engine.collective_rpc("rl_receive_weights", args=(chunk,)))
 
-    async def pause(self) -> None:
-        """Freeze what is being sampled, and hold back what comes meanwhile, until :meth:`adopt`.
+    async def begin_weight_update(self) -> None:
+        """Take the weights' memory, if asleep, or freeze what is being sampled; hold back what comes meanwhile.
 
         Returns when no step runs any more, and the tokens of all that did are here.
         """
-        async with self._swap:
-            if self._is_paused:
+        async with self._transition:
+            if self._is_updating:
                 return
             await self._admission.acquire()
             try:
-                # AsyncLLM.pause_generation is this and 20 ms of sleep, which need not suffice for what comes next.
-                await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                await self._take_in_outputs()
+                if self._is_asleep:
+                    await self._wake("weights")
+                else:
+                    # AsyncLLM.pause_generation is this and 20 ms of sleep, which need not suffice for what comes next.
+                    await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                    await self._take_in_outputs()
             except BaseException:
                 self._admission.release()
                 raise
-            self._is_paused = True
+            self._is_updating = True
 
-    async def adopt(self, weight_version: int, keeps_cache: bool) -> bool:
-        """Count tokens from here on as those of the weights that have been loaded; go on, if paused.
+    async def finish_weight_update(self, version: int, keeps_cache: bool) -> None:
+        """Go on, and count tokens from here on as those of the weights that have been loaded.
 
         Args:
-            weight_version: of these weights.
+            version: of these weights.
             keeps_cache: whether frozen requests keep their keys and values, which other weights have computed, or have
                 them computed anew. Those frozen before their first token share what they find of their prompt, too.
-
-        Returns:
-            False if it was not paused and requests are running: then nothing has changed.
         """
-        async with self._swap:
-            if self._is_paused:
-                if not keeps_cache:
-                    await self.engine.reset_prefix_cache(reset_running_requests=True)
-                self.versions.adopt(weight_version, self._count_tokens())
+        async with self._transition:
+            if not self._is_updating:
+                raise RuntimeError("No weight update has begun: receive_weights comes first.")
+            if self._is_asleep:
+                await self._wake("kv_cache")
+            elif not keeps_cache:
+                await self.engine.reset_prefix_cache(reset_running_requests=True)
+            self._num_updates += 1
+            self.versions.activate(version, self._count_tokens())
+            if not self._is_asleep:
                 await self.engine.resume_generation()
-                self._is_paused = False
-                self._admission.release()
-                return True
-            async with self._admission:
-                if self.engine.output_processor.has_unfinished_requests() or not await self._reset_prefix_cache():
-                    return False
-                self.versions.adopt(weight_version, ())
-                return True
+            self._is_asleep = self._is_updating = False
+            self._admission.release()
 
     async def sleep(self) -> None:
         """Free the weights' and the KV cache's memory."""
         self.versions.current = None
         await self.engine.sleep(level=2)
+        self._is_asleep = True
 
-    async def wake(self, tag: str) -> None:
-        """Take memory again, for "weights" or for "kv_cache"."""
-        await self.engine.wake_up(tags=[tag])
+    async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        try:
+            await self.engine.wake_up(tags=[tag])
+        except Exception as error:  # what the engine's core has raised, as text
+            if "out of memory" not in str(error).lower():
+                raise
+            raise MemoryError(
+                f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
+                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization."
+            ) from error
 
     async def ping(self) -> None:
         """Return once every worker has answered."""
@@ -191,7 +200,7 @@ class VLLMServer:
                 if has_versions:
                     self.versions.begin(request_id, params.n)
                 # The salt keeps it from the keys and values that other weights have computed for the same prompt.
-                prompt: Any = {"prompt_token_ids": token_ids, "cache_salt": str(self.versions.current)}
+                prompt: Any = {"prompt_token_ids": token_ids, "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params)
             output: Any = await collector.get()  # FINAL_ONLY: there is one
             lengths = [len(one.token_ids) for one in output.outputs]
@@ -217,10 +226,25 @@ class VLLMServer:
             if state.detokenizer is not None:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
 
-    async def _reset_prefix_cache(self) -> bool:
-        """Forget the keys and values of prompts; False if requests still hold some."""
-        for _ in range(RESET_TRIES):
-            if await self.engine.reset_prefix_cache():
-                return True
-            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)  # a step that was scheduled ahead may still run
-        return False
+
+def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
+    """Return what is wrong with a model after all weights were sent, in a sentence each; nothing if all is well.
+
+    Args:
+        reports: of each worker, the parameters that no weight has set, and the weights that it has not taken. Workers
+            that split a model may each take a part of the weights.
+    """
+    unset = sorted(set(chain.from_iterable(unset for unset, _ in reports)))
+    unread = sorted(set.intersection(*(set(unread) for _, unread in reports)))
+    faults = []
+    if unset:
+        faults.append(
+            f"{len(unset)} of the engine's parameters were set by none of the weights that the actor sent and are "
+            f"still random, such as {', '.join(unset[:3])}. vLLM's model has them, the actor's files would not."
+        )
+    if unread:
+        faults.append(
+            f"{len(unread)} of the weights that the actor sent were not taken, such as {', '.join(unread[:3])}: vLLM's "
+            "model of this architecture has no place for them, and would compute without. Choose another model."
+        )
+    return faults

@@ -20,10 +20,10 @@ class TokenVersions:
     def begin(self, request_id: str, num_samples: int) -> None:
         """Note a request that is about to be sampled from."""
         if self.current is None:
-            raise RuntimeError("The engine has not adopted any weights yet: its own are random. Load some.")
+            raise RuntimeError("The engine has not been sent any weights yet: its own are random. Load some.")
         self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
 
-    def adopt(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
+    def activate(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
         """Count tokens from here on as those of other weights.
 
         Args:

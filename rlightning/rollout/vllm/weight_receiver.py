@@ -1,22 +1,33 @@
-"""What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``."""
+"""What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``.
 
-from collections.abc import Iterator
+Weights come under the names of the policy, as transformers runs it, and are loaded in the form in which a model's files
+hold them. After the first sync each weight must have been taken, after each sync no parameter may be left as it was.
+"""
+
+import pickle
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from vllm import _custom_ops
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
+from rlightning.models.remote_code import read_config
 from rlightning.parallel.device import synchronize_stream
 from rlightning.processes.process_group import die_with_parent
-from rlightning.rollout.load_check import ReadWeights, unset_parameters
-from rlightning.rollout.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
-from rlightning.rollout.stored_form import StoredForm
-from rlightning.rollout.weights import ReceivingEnd, open_end
+from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
+from rlightning.rollout.weights import driver
 
-die_with_parent()  # the workers must not outlive an engine process that is killed and can end nobody any more
+die_with_parent()  # the workers must not outlive an engine process that is killed and can end no process any more
 
 if current_platform.is_cpu():
     # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.
@@ -31,42 +42,50 @@ class WeightReceiver:
     vllm_config: VllmConfig
     device: torch.device
     rank: int
-    _rl_end: ReceivingEnd | None = None
-    _rl_stored_form: StoredForm | None = None
+    _rl_receiver: driver.WeightReceiver | None = None
+    _rl_stored_form: "StoredForm | None" = None
     _rl_loaded: set[str]
     _rl_unread: set[str]
     _rl_is_checked = False
 
-    def rl_open_bucket(self, handles: list[bytes]) -> None:
-        """Open this worker's end of the way that weights will come; an end that it had before is left."""
-        if self._rl_end is not None:
-            self._rl_end.close()
-            self._rl_end = None
-        self._rl_end = open_end(handles[self.rank], torch.device(self.device))
+    def rl_open_receiver(self, receivers: list[bytes]) -> None:
+        """Open this worker's receiver; one that it had before is closed."""
+        if self._rl_receiver is not None:
+            self._rl_receiver.close()
+            self._rl_receiver = None
+        receiver: driver.WeightReceiver = pickle.loads(receivers[self.rank])
+        receiver.open(torch.device(self.device))
+        self._rl_receiver = receiver
         if self._rl_stored_form is None:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
-                self._rl_stored_form = StoredForm(
-                    self.vllm_config.model_config.model,
-                    trust_remote_code=self.vllm_config.model_config.trust_remote_code,
-                )
+                self._rl_stored_form = StoredForm(self.vllm_config.model_config)
 
-    def rl_load_chunk(self, index: int) -> tuple[list[str], list[str]]:
+    def rl_receive_weights(self, chunk: int) -> tuple[list[str], list[str]]:
         """Wait for a chunk, and load it.
 
         Returns:
             After the last chunk, the model's parameters that no chunk of this sync has set; after that of the first
             sync, also the weights that the model has not taken. Else nothing.
         """
-        assert self._rl_end is not None and self._rl_stored_form is not None, "rl_open_bucket comes first"
-        stored_form = self._rl_stored_form
+        assert self._rl_receiver is not None, "rl_open_receiver comes first"
         model = self.model_runner.model
-        if index == 0:
+        if chunk == 0:
             self._rl_loaded, self._rl_unread = set(), set()
             unpack_weights(model)
-        received = self._rl_end.receive(index)
+        self._rl_load(model, self._rl_receiver.receive(chunk))
+        synchronize_stream(self.device)  # the sender refills the bucket after this returns
+        if chunk < len(self._rl_receiver.plan.chunks) - 1:
+            return [], []
+        pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
+        self._rl_is_checked = True  # the names of later syncs are the same
+        return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
+
+    def _rl_load(self, model: Any, received: Iterable[tuple[str, Tensor]]) -> None:
+        stored_form = self._rl_stored_form
+        assert stored_form is not None
         latest: tuple[str, tuple[int, ...]] = ("", ())
 
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        def weights() -> Iterator[tuple[str, Tensor]]:
             nonlocal latest
             for name, tensor in received:
                 latest = (name, tuple(tensor.shape))
@@ -82,14 +101,93 @@ class WeightReceiver:
                 f"the actor's {name} {shape} does not fit the engine's model: "
                 f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
             ) from error
-        synchronize_stream(self.device)  # the sender refills the bucket after this returns
         if not self._rl_is_checked:
             self._rl_unread |= reads.unread()
-        if index < self._rl_end.num_chunks - 1:
-            return [], []
-        pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
-        self._rl_is_checked = True  # the names of later syncs are the same
-        return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
 
     def rl_ping(self) -> None:
         """Answer, which a worker that hangs does not."""
+
+
+class StoredForm:
+    """Converts weights, one by one, from the form in which transformers runs them to that of a model's files.
+
+    Some have other names there, and those of experts are one tensor an expert, not one a layer.
+
+    Args:
+        model: vLLM's configuration of it.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        config = read_config(model.model, trust_remote_code=model.trust_remote_code)
+        with torch.device("meta"):
+            policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
+
+    def convert(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors that a file holds in a weight's place; most often the weight itself."""
+        if self._policy is None:
+            yield name, weight
+        else:
+            yield from revert_weight_conversion(self._policy, {name: weight}).items()
+
+
+class ReadWeights(TorchFunctionMode):
+    """Within, records which of the tensors that pass :meth:`watch` any operation of torch takes.
+
+    A loader passes over a name that its model lacks without a word, and does nothing with the tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._addresses: dict[str, range] = {}
+        self._read: set[int] = set()
+        self._is_recording = True
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, which are contiguous, and remember where they lie."""
+        self._is_recording = False  # what makes the tensors is none of the loader's operations
+        for name, weight in weights:
+            self._addresses[name] = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+            self._is_recording = True
+            yield name, weight
+            self._is_recording = False
+        self._is_recording = True
+
+    def unread(self) -> set[str]:
+        """The names of the weights that none has taken."""
+        read = [*sorted(self._read), sys.maxsize]
+        return {
+            name
+            for name, addresses in self._addresses.items()
+            if addresses and read[bisect_left(read, addresses.start)] not in addresses
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record the tensors that ``func`` takes; to ask for a property such as a shape is not to read."""
+        kwargs = kwargs or {}
+        if self._is_recording and getattr(func, "__name__", "") != "__get__":
+            self._read |= {tensor.data_ptr() for tensor in _tensors((args, kwargs.values())) if tensor.numel()}
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)) or type(value) is type({}.values()):
+            yield from _tensors(value)
+
+
+def unset_parameters(model: nn.Module, loaded: set[str]) -> set[str]:
+    """Return the parameters that loading has left as they were.
+
+    Args:
+        model: vLLM's.
+        loaded: names that its loader reports; of a shared parameter any one.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    done = {id(parameter) for name, parameter in parameters if name in loaded}
+    return {name for name, parameter in parameters if id(parameter) not in done}

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlightning.rollout.weight_print import WeightPrint, checksum
+from rlightning.rollout.weights.fingerprint import WeightFingerprint, checksum
 
 
 def make_weights() -> dict[str, torch.Tensor]:
     return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "empty": torch.zeros(0)}
 
 
-def test_weight_print_notices_a_swap_through_data() -> None:
-    weights, found = make_weights(), WeightPrint()
+def test_fingerprint_notices_a_swap_through_data() -> None:
+    weights, found = make_weights(), WeightFingerprint()
     assert not found.has_changed(weights.items())  # the first call has nothing to compare with
     assert not found.has_changed(weights.items())
     averaged = weights["b"].clone()
@@ -45,18 +45,18 @@ def negate(weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [swap_rows, nudge_one, flip_rows, swap_two, negate])
-def test_weight_print_notices_every_change(change: Callable[[torch.Tensor], None]) -> None:
+def test_fingerprint_notices_every_change(change: Callable[[torch.Tensor], None]) -> None:
     for seed in range(50):
         weight = torch.randn(256, 64, generator=torch.Generator().manual_seed(seed))
-        found = WeightPrint()
+        found = WeightFingerprint()
         found.has_changed([("a", weight)])
         change(weight.data)  # whose version does not count as the weight's
         assert weight._version == 0
         assert found.has_changed([("a", weight)]) and not found.has_changed([("a", weight)])
 
 
-def test_weight_print_of_more_or_fewer_tensors_differs() -> None:
-    weights, found = make_weights(), WeightPrint()
+def test_fingerprint_of_more_or_fewer_tensors_differs() -> None:
+    weights, found = make_weights(), WeightFingerprint()
     found.has_changed(weights.items())
     assert found.has_changed([("a", weights["a"])])
     assert found.has_changed([])
@@ -75,14 +75,14 @@ def test_checksum_of_an_element_is_its_bits_times_odd_factors() -> None:
     assert number % 2**22 == 0 and number % 2**23 != 0
 
 
-def test_weight_print_of_nan_equals_itself() -> None:
-    weights, found = {"a": torch.tensor([float("nan"), 1.0])}, WeightPrint()
+def test_fingerprint_of_nan_equals_itself() -> None:
+    weights, found = {"a": torch.tensor([float("nan"), 1.0])}, WeightFingerprint()
     found.has_changed(weights.items())
     assert not found.has_changed(weights.items())
 
 
-def test_weight_print_leaves_offloaded_weights_alone() -> None:
-    weights, found = make_weights(), WeightPrint()
+def test_fingerprint_leaves_offloaded_weights_alone() -> None:
+    weights, found = make_weights(), WeightFingerprint()
     found.has_changed(weights.items())
     storage = weights["a"].untyped_storage()
     size = storage.nbytes()

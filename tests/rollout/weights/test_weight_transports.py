@@ -1,4 +1,4 @@
-"""The ways of the weights: what arrives at several workers, and what happens if one of them does not take it."""
+"""The transports of weights: what arrives at several workers, and what happens if one of them does not take it."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,58 +17,75 @@ import pytest
 import sharded_net
 import torch
 import torch.distributed as dist
-from engine_models import Actor, make_prompt, running_engine, save_model
-from torch import Tensor
+from engine_models import Actor, Weights, make_prompt, running_engine, save_model
 
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling, broadcast_bucket
-from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.folder_bucket import FolderBucket
-from rlightning.rollout.rendezvous import join_rendezvous
-from rlightning.rollout.transfer_group import Place, TransferSender
+from rlightning.rollout import Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weight_swap import group_by_device
-from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, open_end
+from rlightning.rollout.weights import ChunkPlan, plan_chunks
+from rlightning.rollout.weights import broadcast as broadcast_file
+from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_device
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
+from rlightning.rollout.weights.files import FileSender
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.transports import ShardSender
 
 CPU = torch.device("cpu")
-WAYS = ["shared memory", "broadcast", "folder"]
-PATIENCE_SECONDS = 60.0
-WEIGHTS = {"a": torch.randn(3, 5), "scalar": torch.tensor(2.5), "b": torch.randn(64), "c": torch.randn(9)}
-LARGE = {"a": torch.ones(1000), "large": torch.ones(1 << 24)}
-"""Too large for the buffers of a connection: it cannot be sent to somebody who takes nothing."""
+TRANSPORTS = ["shared memory", "broadcast", "files"]
+TIMEOUT = 60.0
+WEIGHTS = Weights(a=torch.randn(3, 5), scalar=torch.tensor(2.5), b=torch.randn(64), c=torch.randn(9))
+LARGE = Weights(a=torch.ones(1000), large=torch.ones(1 << 24))
+"""Too large for the buffers of a connection: it cannot be sent to a worker that takes nothing."""
 
 
-def shapes_of(weights: dict[str, Tensor]) -> Shapes:
-    return [(name, tuple(weight.shape)) for name, weight in weights.items()]
+def plan_of(weights: Weights, dtype: torch.dtype, bucket_bytes: int) -> ChunkPlan:
+    return plan_chunks([(name, tuple(weight.shape)) for name, weight in weights.items()], dtype, bucket_bytes)
 
 
-def make_end(way: str, shapes: Shapes, dtype: torch.dtype, bucket_bytes: int, folder: Path) -> SendingEnd:
-    if way == "shared memory":
-        return WeightBucket(shapes, dtype, CPU, bucket_bytes)
-    if way == "folder":
-        return FolderBucket(shapes, dtype, CPU, bucket_bytes, folder=folder)
-    return BroadcastBucket(shapes, dtype, CPU, bucket_bytes)
+def scaled(weights: Weights, factor: float) -> Weights:
+    return Weights((name, weight * factor) for name, weight in weights.items())
+
+
+def make_sender(transport: str, plan: ChunkPlan, folder: Path) -> WeightSender:
+    if transport == "shared memory":
+        return SharedMemorySender(plan, CPU)
+    if transport == "files":
+        return FileSender(plan, CPU, folder=folder)
+    return BroadcastSender(plan, CPU)
+
+
+PLAN = plan_of(WEIGHTS, torch.bfloat16, 600)
+
+
+def open_receivers(sender: WeightSender, count: int) -> list[WeightReceiver]:
+    """In this process, as they come to workers."""
+    receivers: list[WeightReceiver] = [pickle.loads(pickle.dumps(one)) for one in sender.make_receivers([""] * count)]
+    for receiver in receivers:
+        receiver.open(CPU)
+    return receivers
 
 
 def work(connection: Connection, device: torch.device) -> None:
-    """A worker without vLLM: opens its end, tells what it gets, and keeps a process group of its own meanwhile."""
+    """A worker without vLLM: makes its receiver, tells what it gets, and keeps a process group of its own meanwhile."""
     torch.set_num_threads(1)
     c10d: Any = dist  # which has no types for its stores
     dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
-    end = None
+    receiver = None
     while True:
         asked = connection.recv()
         try:
             if isinstance(asked, str):
                 connection.send("idle")
             elif isinstance(asked, bytes):
-                if end is not None:
-                    end.close()
-                end = open_end(asked, device)
+                if receiver is not None:
+                    receiver.close()
+                receiver = pickle.loads(asked)
+                receiver.open(device)
                 connection.send(None)
             else:
-                assert end is not None
-                received = end.receive(asked)
+                assert receiver is not None
+                received = receiver.receive(asked)
                 connection.send({name: (tuple(one.shape), one.flatten()[:100].tolist()) for name, one in received})
             dist.all_reduce(torch.ones(1))
         except EngineError as error:
@@ -90,7 +106,7 @@ class Worker:
         self.connection.send(asked)
 
     def answer(self) -> Any:
-        assert self.connection.poll(PATIENCE_SECONDS), "no answer"
+        assert self.connection.poll(TIMEOUT), "no answer"
         answer = self.connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -102,7 +118,7 @@ class Worker:
             return False
         os.kill(self.process.pid or 0, signal.SIGCONT)
         self.ask("idle?")
-        while self.connection.poll(PATIENCE_SECONDS):
+        while self.connection.poll(TIMEOUT):
             if self.connection.recv() == "idle":
                 return True
         return False
@@ -135,27 +151,27 @@ def start_workers(workers_on_cpu: list[Worker]) -> Iterator[Callable[[int], list
             os.kill(worker.process.pid or 0, signal.SIGCONT)
 
 
-def connect(end: SendingEnd, workers: list[Worker], groups: list[int] | None = None) -> None:
-    for worker, handle in zip(workers, end.handles(groups or [0] * len(workers)), strict=True):
-        worker.ask(handle)
-    end.connect()
+def connect(sender: WeightSender, workers: list[Worker], devices: list[str] | None = None) -> None:
+    for worker, receiver in zip(workers, sender.make_receivers(devices or [""] * len(workers)), strict=True):
+        worker.ask(pickle.dumps(receiver))
+    sender.connect()
     for worker in workers:
         worker.answer()
 
 
 def wait_until_joined(place: Place) -> None:
     """Until the worker in this place has come to where the sender waits for it."""
-    store = join_rendezvous(place.host, place.port, place.secret, PATIENCE_SECONDS)
-    store.wait([f"joined/{place.rank}"], timedelta(seconds=PATIENCE_SECONDS))
+    store = join_rendezvous(place)
+    store.wait([f"joined/{place.rank}"], timedelta(seconds=TIMEOUT))
 
 
-def send(end: SendingEnd, workers: list[Worker], weights: dict[str, Tensor]) -> None:
+def send(sender: WeightSender, workers: list[Worker], weights: Weights) -> None:
     """Send all, and compare what arrives."""
     seen: list[str] = []
-    for index in end.fill(weights.items()):
+    for index in sender.fill(weights):
         for worker in workers:
             worker.ask(index)
-        end.send(index)
+        sender.send(index)
         answers = [worker.answer() for worker in workers]
         for answer in answers:
             assert answer == {
@@ -165,33 +181,33 @@ def send(end: SendingEnd, workers: list[Worker], weights: dict[str, Tensor]) -> 
     assert index > 0 and seen == list(weights)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_workers_get_all_of_every_sync(
-    way: str, start_workers: Callable[[int], list[Worker]], tmp_path: Path
+    transport: str, start_workers: Callable[[int], list[Worker]], tmp_path: Path
 ) -> None:
     workers = start_workers(2)
-    end = make_end(way, shapes_of(WEIGHTS), torch.bfloat16, 600, tmp_path)
-    connect(end, workers)
+    sender = make_sender(transport, PLAN, tmp_path)
+    connect(sender, workers)
     for factor in (1.0, 2.0):
-        send(end, workers, {name: weight * factor for name, weight in WEIGHTS.items()})
+        send(sender, workers, scaled(WEIGHTS, factor))
     # Another set of engines: those that were there open their ends anew.
-    connect(end, workers[1:])
-    send(end, workers[1:], WEIGHTS)
-    end.close()
-    end.close()
+    connect(sender, workers[1:])
+    send(sender, workers[1:], WEIGHTS)
+    sender.close()
+    sender.close()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_workers_of_one_device_receive_weights_in_turn(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(3)
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=PATIENCE_SECONDS)
-    connect(end, workers, groups=[0, 1, 0])
-    send(end, workers, WEIGHTS)
+    sender = BroadcastSender(PLAN, CPU, timeout=TIMEOUT)
+    connect(sender, workers, devices=["2", "2", "3"])
+    send(sender, workers, WEIGHTS)
     # One has died: new handles for the others, of whom two share a device.
-    connect(end, workers[1:], groups=[1, 0])
-    send(end, workers[1:], WEIGHTS)
-    end.close()
+    connect(sender, workers[1:], devices=["2", "2"])
+    send(sender, workers[1:], WEIGHTS)
+    sender.close()
 
 
 @pytest.mark.long
@@ -199,66 +215,63 @@ def test_missing_worker_in_second_group_stops_first_group(
     start_workers: Callable[[int], list[Worker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (worker,) = start_workers(1)
-    timeouts = iter([PATIENCE_SECONDS, 1.0])  # only the second waits in vain
+    timeouts = iter([TIMEOUT, 1.0])  # the second group alone times out
 
-    def make_sender(*args: Any, **options: Any) -> TransferSender:
-        return TransferSender(*args, **options | {"timeout": next(timeouts)})
+    def make_server(host: str, size: int, timeout: float) -> RendezvousServer:
+        return RendezvousServer(host, size, next(timeouts))
 
-    monkeypatch.setattr(broadcast_bucket, "TransferSender", make_sender)
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600)
-    worker.ask(end.handles([0, 1])[0])
+    monkeypatch.setattr(broadcast_file, "RendezvousServer", make_server)
+    sender = BroadcastSender(PLAN, CPU)
+    worker.ask(pickle.dumps(sender.make_receivers(["2", "2"])[0]))
     with pytest.raises(EngineError, match="no sign of number 0"):
-        end.connect()
+        sender.connect()
     worker.answer()  # it had been connected
     worker.ask(0)
     with pytest.raises(EngineError, match="Chunk 0 of the weights did not come"):
         worker.answer()
-    end.close()
+    sender.close()
 
 
 def test_when_all_engines_are_gone_nothing_is_sent() -> None:
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=3.0)
-    assert end.handles([]) == []
-    end.connect()
-    for index in end.fill(WEIGHTS.items()):
-        end.send(index)
-    end.close()
+    sender = BroadcastSender(PLAN, CPU, timeout=3.0)
+    assert sender.make_receivers([]) == []
+    sender.connect()
+    for index in sender.fill(WEIGHTS):
+        sender.send(index)
+    sender.close()
 
 
-def test_engines_on_the_same_devices_are_told_apart() -> None:
-    def link(*names: str) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(visible_devices=names))
-
-    assert group_by_device([link("2"), link("3"), link("2"), link("2"), link("3")]) == [0, 0, 1, 2, 1]
-    assert group_by_device([link("2", "3"), link("4", "5"), link("2", "3")]) == [0, 0, 1]
-    assert group_by_device([link(), link()]) == [0, 0]  # on other hosts, or on CPUs
+def test_workers_on_the_same_device_are_numbered() -> None:
+    assert number_by_device(["2", "3", "2", "2", "3"]) == [0, 0, 1, 2, 1]
+    assert number_by_device(["2", "3", "4", "5", "2", "3"]) == [0, 0, 0, 0, 1, 1]  # three engines of two workers
+    assert number_by_device(["", ""]) == [0, 0]  # on other hosts, or on CPUs
 
 
 @pytest.mark.long
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=5.0)
-    handle, _ = end.handles([0, 0])
-    workers[0].ask(handle)
-    wait_until_joined(pickle.loads(handle)[-1])
+    sender = BroadcastSender(PLAN, CPU, timeout=5.0)
+    receiver, _ = sender.make_receivers(["", ""])
+    workers[0].ask(pickle.dumps(receiver))
+    wait_until_joined(receiver._place)
     with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 5 s"):
-        end.connect()
+        sender.connect()
     with pytest.raises(EngineError, match=r"No weights from 127\.0\.0\.1"):
         workers[0].answer()
-    end.timeout = PATIENCE_SECONDS
-    connect(end, workers)
-    send(end, workers, WEIGHTS)
-    end.close()
+    sender.timeout = TIMEOUT
+    connect(sender, workers)
+    send(sender, workers, WEIGHTS)
+    sender.close()
 
 
 def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Worker]]) -> None:
     killed, *others = start_workers(3)
-    end = BroadcastBucket(shapes_of(LARGE), torch.bfloat16, CPU, 4000)
-    connect(end, [killed, *others])
-    chunks = end.fill(LARGE.items())
+    sender = BroadcastSender(plan_of(LARGE, torch.bfloat16, 4000), CPU)
+    connect(sender, [killed, *others])
+    chunks = sender.fill(LARGE)
     for worker in [killed, *others]:
         worker.ask(next(chunks) if worker is killed else 0)
-    end.send(0)
+    sender.send(0)
     for worker in [killed, *others]:
         worker.answer()
     killed.process.kill()
@@ -266,64 +279,68 @@ def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Work
     for worker in others:
         worker.ask(next(chunks) if worker is others[0] else 1)
     with pytest.raises(EngineError, match=r"^The engines' workers did not take chunk 1 of the weights: "):
-        end.send(1)
+        sender.send(1)
     for worker in others:  # to whom some or all of it may have come
         with contextlib.suppress(EngineError):
             worker.answer()
     with pytest.raises(EngineError, match="There is no connection"):
-        end.send(1)
-    connect(end, others)
-    send(end, others, LARGE)
-    end.close()
+        sender.send(1)
+    connect(sender, others)
+    send(sender, others, LARGE)
+    sender.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout", [5.0, 600.0])
 def test_a_worker_that_hangs(timeout: float, start_workers: Callable[[int], list[Worker]]) -> None:
     (hung,) = start_workers(1)
-    end = BroadcastBucket(shapes_of(LARGE), torch.bfloat16, CPU, 1 << 30, timeout=timeout)
-    connect(end, [hung])
+    sender = BroadcastSender(plan_of(LARGE, torch.bfloat16, 1 << 30), CPU, timeout=timeout)
+    connect(sender, [hung])
     os.kill(hung.process.pid or 0, signal.SIGSTOP)
-    next(end.fill(LARGE.items()))
-    told = threading.Timer(0.5, end.interrupt, ["The engine hangs, it is said"])
-    if timeout > PATIENCE_SECONDS:
+    next(sender.fill(LARGE))
+    told = threading.Timer(0.5, sender.interrupt, ["The engine hangs, it is said"])
+    if timeout > TIMEOUT:
         told.start()
-    reason = "longer than 5 s" if timeout < PATIENCE_SECONDS else "The engine hangs, it is said"
+    reason = "longer than 5 s" if timeout < TIMEOUT else "The engine hangs, it is said"
     with pytest.raises(EngineError, match=rf"did not take chunk 0 of the weights: .*{reason}"):
-        end.send(0)
-    end.close()
+        sender.send(0)
+    sender.close()
 
 
 def test_workers_learn_that_the_trainer_has_gone(start_workers: Callable[[int], list[Worker]]) -> None:
     (worker,) = start_workers(1)
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, timeout=600.0)
-    connect(end, [worker])
+    sender = BroadcastSender(PLAN, CPU, timeout=600.0)
+    connect(sender, [worker])
     worker.ask(0)
-    end.close()
+    sender.close()
     with pytest.raises(EngineError, match="Chunk 0 of the weights did not come"):
         worker.answer()
 
 
 def test_strangers_cannot_reach_where_the_workers_meet() -> None:
-    end = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600)
-    port = pickle.loads(end.handles([0])[0])[-1].port
+    sender = BroadcastSender(PLAN, CPU)
+    port = sender.make_receivers([""])[0]._place.port
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if f":{port:04X} " in line]
     assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
-    end.close()
-    elsewhere = BroadcastBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, host="192.0.2.1")
+    sender.close()
+    elsewhere = BroadcastSender(PLAN, CPU, host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        elsewhere.handles([0])
+        elsewhere.make_receivers([""])
+
+
+ZEROS = Weights(a=torch.zeros(64), b=torch.zeros(64))
+ONES = Weights(a=torch.ones(64), b=torch.ones(64))
+IN_TWO_FILES = plan_of(ZEROS, torch.float32, 256)
 
 
 def test_stale_weight_file_is_rejected(tmp_path: Path) -> None:
     """As a disk behind a network may show one."""
-    weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
-    bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
-    first, late = (open_end(handle, CPU) for handle in bucket.handles([0, 0]))
+    sender = FileSender(IN_TWO_FILES, CPU, folder=tmp_path, timeout=0.2)
+    first, late = open_receivers(sender, 2)
     old: dict[Path, bytes] = {}
-    for index in bucket.fill(weights.items()):
+    for index in sender.fill(ZEROS):
         ((name, tensor),) = first.receive(index)
-        assert (name, tensor.tolist()) == (list(weights)[index], [0.0] * 64)
+        assert (name, tensor.tolist()) == (list(ZEROS)[index], [0.0] * 64)
         (file,) = tmp_path.iterdir()
         old[file] = file.read_bytes()
     for file, contents in old.items():
@@ -332,57 +349,56 @@ def test_stale_weight_file_is_rejected(tmp_path: Path) -> None:
         EngineError, match=r"Chunk 0 of the weights did not come: .*\.safetensors is not there, or of an"
     ):
         first.receive(0)
-    for index in bucket.fill((name, weight + 1) for name, weight in weights.items()):
-        for end in (first, late):
-            ((_, tensor),) = end.receive(index)
+    for index in sender.fill(ONES):
+        for receiver in (first, late):
+            ((_, tensor),) = receiver.receive(index)
             assert tensor.tolist() == [1.0] * 64
         for file, contents in old.items():
             if not file.exists():
                 file.write_bytes(contents)
-    bucket.close()
+    sender.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupted_sync_leaves_no_file_next_succeeds(tmp_path: Path) -> None:
-    weights = {"a": torch.zeros(64), "b": torch.zeros(64)}
-    bucket = FolderBucket(shapes_of(weights), torch.float32, CPU, 256, folder=tmp_path, timeout=0.2)
-    (end,) = (open_end(handle, CPU) for handle in bucket.handles([0]))
-    for index in bucket.fill(weights.items()):
-        end.receive(index)
+    sender = FileSender(IN_TWO_FILES, CPU, folder=tmp_path, timeout=0.2)
+    (receiver,) = open_receivers(sender, 1)
+    for index in sender.fill(ZEROS):
+        receiver.receive(index)
         break
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(EngineError, match="Chunk 1 of the weights did not come"):
-        end.receive(1)
-    for index in bucket.fill((name, weight + 1) for name, weight in weights.items()):
-        ((_, tensor),) = end.receive(index)
+        receiver.receive(1)
+    for index in sender.fill(ONES):
+        ((_, tensor),) = receiver.receive(index)
         assert tensor.tolist() == [1.0] * 64
-    bucket.close()
+    sender.close()
 
 
 def test_leftover_weight_files_of_killed_run_are_removed(tmp_path: Path) -> None:
     for name in ("weights-0-00000.safetensors", ".weights-0-00001.safetensors.partial", "mine.safetensors"):
         (tmp_path / name).touch()
-    FolderBucket(shapes_of(WEIGHTS), torch.bfloat16, CPU, 600, folder=tmp_path).close()
+    FileSender(PLAN, CPU, folder=tmp_path).close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
 def fill_from_two_ranks(folder: Path) -> None:
     """Rank 0 alone has a bucket, and rank 1 gives its shards; in the end rank 0 has seen all weights."""
-    net = sharded_net.shard_net(sharded_net.make_net(), 0, 1, 2)
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
+    sharded = Weights(sharded_net.shard_net(sharded_net.make_net(), 0, 1, 2).named_parameters())
+    plan = plan_of(sharded, torch.bfloat16, 400)
     if dist.get_rank() == 1:
-        assert list(ShardGiver(shapes, torch.bfloat16, 400, destination=0).fill(net.named_parameters()))[:2] == [0, 1]
+        assert list(ShardSender(plan, destination=0).fill(sharded))[:2] == [0, 1]
         return
-    bucket = FolderBucket(shapes, torch.bfloat16, CPU, 400, folder=folder / "weights", destination=0)
-    (end,) = (open_end(handle, CPU) for handle in bucket.handles([0]))
+    sender = FileSender(plan, CPU, folder=folder / "weights", destination=0)
+    (receiver,) = open_receivers(sender, 1)
     weights = dict(sharded_net.make_net().named_parameters())
     seen = []
-    for index in bucket.fill(net.named_parameters()):
-        for name, tensor in end.receive(index):
+    for index in sender.fill(sharded):
+        for name, tensor in receiver.receive(index):
             seen.append(name)
             assert torch.equal(tensor, weights[name].bfloat16())
     assert seen == list(weights)
-    bucket.close()
+    sender.close()
 
 
 @pytest.mark.processes
@@ -402,23 +418,29 @@ def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_process
         yield engine
 
 
-@pytest.mark.parametrize("version", range(len(WAYS)))
-def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", range(len(TRANSPORTS)))
+def test_engine_samples_from_updated_weights(
+    version: int, engine: VLLMEngine, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor = Actor(folder)
     actor.perturb(version)
-    weights = {name: weight.detach() for name, weight in actor.weights()}
-    end = make_end(WAYS[version], shapes_of(weights), torch.float32, 50_000, tmp_path)
-    opened = engine.submit("open_bucket", end.handles([0]))
-    end.connect()
-    opened.result(PATIENCE_SECONDS)
-    engine.submit("pause").result(PATIENCE_SECONDS)
-    for index in end.fill(weights.items()):
-        loaded = engine.submit("load_chunk", index)
-        end.send(index)
-        missing = loaded.result(PATIENCE_SECONDS)
-    engine.submit("adopt", version, False).result(PATIENCE_SECONDS)
-    end.close()
-    assert index > 3 and missing == []
+    plan = plan_of(Weights(actor.named_weights()), torch.float32, 50_000)
+    updater = WeightUpdater(make_sender(TRANSPORTS[version], plan, tmp_path))
+    assert engine.process is not None
+    asked: list[str] = []
+    submit = engine.process.submit
+
+    def noted(method: str, *arguments: Any) -> Any:
+        asked.append(method)
+        return submit(method, *arguments)
+
+    monkeypatch.setattr(engine.process, "submit", noted)
+    for _ in range(2):
+        assert updater.update_weights(actor, version, [engine.process]) == [engine.process]
+    assert len(plan.chunks) > 3
+    sync = ["receive_weights"] * len(plan.chunks) + ["finish_weight_update"]
+    assert asked == ["open_weight_receivers", *sync, *sync]
+    updater.close()
     engine.weight_version = version
     prompts = [make_prompt("1+1="), make_prompt("2+3=", 1)]
     for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, Sampling(max_new_tokens=12)), strict=True):
@@ -429,14 +451,14 @@ def test_an_engine_samples_from_what_came(version: int, engine: VLLMEngine, fold
 
 @pytest.mark.multigpu
 def test_two_workers_on_one_other_gpu() -> None:
-    sender, other = (torch.device("cuda", index) for index in range(2))
-    weights = {name: weight.to(sender) for name, weight in LARGE.items()}
+    own, other = (torch.device("cuda", index) for index in range(2))
+    weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
     workers = [Worker(other), Worker(other)]
-    end = BroadcastBucket(shapes_of(weights), torch.bfloat16, sender, 4000, timeout=20.0)
-    connect(end, workers, groups=[0, 1])
+    sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
+    connect(sender, workers, devices=["1", "1"])
     for factor in (1.0, 2.0):
-        send(end, workers, {name: weight * factor for name, weight in weights.items()})
-    end.close()
+        send(sender, workers, scaled(weights, factor))
+    sender.close()
     for worker in workers:
         worker.end()
 
@@ -444,22 +466,22 @@ def test_two_workers_on_one_other_gpu() -> None:
 @pytest.mark.multigpu
 def test_workers_on_other_gpus() -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    sender, others = devices[0], devices[1:3]
-    weights = {name: weight.to(sender) for name, weight in LARGE.items()}
+    own, others = devices[0], devices[1:3]
+    weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
     workers = [Worker(device) for device in others]
-    end = BroadcastBucket(shapes_of(weights), torch.bfloat16, sender, 4000, timeout=20.0)
-    connect(end, workers)
+    sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
+    connect(sender, workers)
     for factor in (1.0, 2.0):
-        send(end, workers, {name: weight * factor for name, weight in weights.items()})
+        send(sender, workers, scaled(weights, factor))
     workers[0].process.kill()
     workers[0].process.join()
-    next(end.fill(weights.items()))
+    next(sender.fill(weights))
     with pytest.raises(EngineError, match="did not take chunk 0"):
         for _ in range(64):  # NCCL keeps some for the one that is gone
-            end.send(0)
+            sender.send(0)
     left = [*workers[1:], Worker(others[0])]
-    connect(end, left)
-    send(end, left, weights)
-    end.close()
+    connect(sender, left)
+    send(sender, left, weights)
+    sender.close()
     for worker in left:
         worker.end()

@@ -1,14 +1,18 @@
-"""The bucket by itself: what fits, and that both ends see the same."""
+"""Chunks in a bucket of shared memory: what fits, and that both sides read the same."""
 
 import gc
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from engine_models import Weights
 
 from rlightning.errors import EngineError
-from rlightning.rollout.weights import WeightBucket, open_bucket, plan_chunks, weight_shapes
+from rlightning.rollout.weights import ChunkPlan, plan_chunks
+from rlightning.rollout.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from rlightning.rollout.weights.source import weight_shapes
 
 CPU = torch.device("cpu")
 
@@ -30,58 +34,69 @@ def test_a_tensor_larger_than_the_bucket_makes_it_larger() -> None:
     assert size == 2000
 
 
+def open_receiver(sender: SharedMemorySender) -> SharedMemoryReceiver:
+    receiver: SharedMemoryReceiver = pickle.loads(pickle.dumps(sender.make_receivers([""])[0]))
+    receiver.open(CPU)
+    return receiver
+
+
 def test_receiver_reads_each_chunk_in_engine_dtype() -> None:
     weights = {"a": torch.randn(3, 5), "scalar": torch.tensor(2.5), "b": torch.randn(64)}
-    shapes = [(name, tuple(weight.shape)) for name, weight in weights.items()]
-    bucket = WeightBucket(shapes, torch.bfloat16, CPU, 300)
-    chunks, dtype, memory = open_bucket(bucket.handle(), CPU)
+    plan = plan_chunks([(name, tuple(weight.shape)) for name, weight in weights.items()], torch.bfloat16, 300)
+    sender = SharedMemorySender(plan, CPU)
+    receiver = open_receiver(sender)
+    assert len(receiver.plan.chunks) == 2
     for factor in (1.0, 2.0):
         seen: dict[str, torch.Tensor] = {}
-        for index in bucket.fill((name, weight * factor) for name, weight in weights.items()):
-            seen |= {slot.name: slot.view(memory, dtype).clone() for slot in chunks[index]}
-        assert len(chunks) == 2 and seen.keys() == weights.keys()
+        for chunk in sender.fill(Weights({name: weight * factor for name, weight in weights.items()})):
+            seen |= {name: tensor.clone() for name, tensor in receiver.receive(chunk)}
+        assert seen.keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(seen[name], (weight * factor).bfloat16())
-    bucket.close()
+    sender.close()
 
 
-def test_buffers_travel_in_their_own_dtype() -> None:
-    weights = {"matrix": torch.nn.Parameter(torch.randn(3, 5)), "biases": torch.tensor([1.0, 1.001])}
-    shapes = weight_shapes(weights.items())
-    bucket = WeightBucket(shapes, torch.bfloat16, CPU, 300)
-    end = open_bucket(bucket.handle(), CPU)
-    (index,) = bucket.fill(weights.items())
-    seen = dict(end.receive(index))
+def test_buffers_are_sent_in_their_own_dtype() -> None:
+    weights = Weights(matrix=torch.nn.Parameter(torch.randn(3, 5)), biases=torch.tensor([1.0, 1.001]))
+    plan = plan_chunks(weight_shapes(weights), torch.bfloat16, 300)
+    assert plan.num_bytes == 256 + 8
+    sender = SharedMemorySender(plan, CPU)
+    receiver = open_receiver(sender)
+    (chunk,) = sender.fill(weights)
+    seen = dict(receiver.receive(chunk))
     assert torch.equal(seen["matrix"], weights["matrix"].bfloat16())
     assert torch.equal(seen["biases"], weights["biases"])  # in bfloat16 both would be 1
-    assert plan_chunks(shapes, torch.bfloat16, 300)[1] == 256 + 8
-    bucket.close()
+    sender.close()
 
 
 @pytest.mark.long
-def test_closing_gives_the_memory_back() -> None:
+def test_closing_releases_the_memory() -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rlightning-weights" in line]
 
     gc.collect()  # other tests' files
     before = mapped(), len(os.listdir("/proc/self/fd"))
-    bucket = WeightBucket([("a", (1000,))], torch.float32, CPU, 1 << 20)
+    sender = SharedMemorySender(plan_of(a=1000), CPU)
     assert len(mapped()) > len(before[0])
-    bucket.close()
-    bucket.close()
+    sender.close()
+    sender.close()
     gc.collect()
     assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
 
 
+def plan_of(**lengths: int) -> ChunkPlan:
+    return plan_chunks([(name, (length,)) for name, length in lengths.items()], torch.float32, 1 << 20)
+
+
 def test_what_changed_between_two_syncs_is_named() -> None:
     a, b = torch.zeros(2), torch.zeros(3)
-    bucket = WeightBucket([("a", (2,)), ("b", (3,))], torch.float32, CPU, 1 << 20)
+    sender = SharedMemorySender(plan_of(a=2, b=3), CPU)
     with pytest.raises(EngineError, match=r"expected b \(3,\), got b \(4,\)"):
-        list(bucket.fill([("a", a), ("b", torch.zeros(4))]))
+        list(sender.fill(Weights(a=a, b=torch.zeros(4))))
     with pytest.raises(EngineError, match=r"expected a \(2,\), got b \(3,\)"):
-        list(bucket.fill([("b", b), ("a", a)]))
+        list(sender.fill(Weights(b=b, a=a)))
     with pytest.raises(EngineError, match=r"expected b \(3,\), got nothing"):
-        list(bucket.fill([("a", a)]))
+        list(sender.fill(Weights(a=a)))
     with pytest.raises(EngineError, match="expected nothing more, got c"):
-        list(bucket.fill([("a", a), ("b", b), ("c", a)]))
-    bucket.close()
+        list(sender.fill(Weights(a=a, b=b, c=a)))
+    sender.close()

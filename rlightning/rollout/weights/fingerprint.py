@@ -13,8 +13,8 @@ _PART = 2048 * _BLOCK  # elements that are multiplied at once, 64 MiB of product
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class WeightPrint:
-    """Tells whether weights have changed since it was asked last, by whatever way they were written.
+class WeightFingerprint:
+    """Tells whether weights have changed since the last call, however they were written.
 
     It keeps a checksum of each tensor's bits. Neither ``tensor._version`` nor addresses would do: writes through
     ``.data`` do not count up the one, and offloading to the host changes the other.
@@ -31,7 +31,7 @@ class WeightPrint:
         """
         tensors = [local_tensor(tensor) for _, tensor in weights]
         if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
-            return False  # they wait in the host's memory, where nothing writes to them
+            return False  # they are offloaded to the host's memory, where nothing writes to them
         sums = [checksum(tensor) for tensor in tensors]
         known, self._known = self._known, torch.stack(sums).tolist() if sums else []
         return known is not None and known != self._known

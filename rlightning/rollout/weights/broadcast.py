@@ -1,0 +1,134 @@
+"""Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL or on the CPU by gloo."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import EngineError
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+from rlightning.rollout.weights.transfer_group import TransferGroup
+
+
+class BroadcastSender(WeightSender):
+    """Broadcasts its bucket to all workers at once, to those that share a device one after the other.
+
+    Args:
+        plan: of the weights. Each worker has a bucket of its size, too.
+        device: where the bucket lies: a CUDA device if the engines are on others, or the CPU if they are on CPUs.
+        host: this machine's address as the engines reach it. The port where they meet is open on that address alone,
+            and to those who know the key that goes to the engines with their receivers. What is sent is not encrypted:
+            use the address of a private network.
+        timeout: seconds that connecting may take, and that sending a chunk may take.
+        destination: this rank, if weights are sharded and the other ranks, which have no bucket, give their shards by
+            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+    """
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        device: torch.device,
+        *,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        destination: int | None = None,
+    ) -> None:
+        self.plan, self.timeout = plan, timeout
+        self._device, self._host, self._destination = device, host, destination
+        self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        self._groups: list[TransferGroup] = []
+
+    def make_receivers(self, devices: Sequence[str]) -> "list[BroadcastReceiver]":
+        """See :meth:`WeightSender.make_receivers`. NCCL takes each device once in a group."""
+        self._leave("The trainer connects anew.")
+        numbers = number_by_device(devices)
+        sizes = dict(sorted(Counter(numbers).items()))
+        servers = {number: RendezvousServer(self._host, size + 1, self.timeout) for number, size in sizes.items()}
+        self._groups = [TransferGroup(server.places[0], self._device, server) for server in servers.values()]
+        places = {number: iter(server.places[1:]) for number, server in servers.items()}
+        return [BroadcastReceiver(self.plan, next(places[number])) for number in numbers]
+
+    def connect(self) -> None:
+        """See :meth:`WeightSender.connect`."""
+        try:
+            for group in self._groups:
+                group.connect()
+        except (OSError, RuntimeError) as error:
+            self._tell(str(error))
+            raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
+
+    def fill(self, source: WeightSource) -> Iterator[int]:
+        """See :meth:`WeightSender.fill`."""
+        return fill_bucket(self.plan, self._bucket, source, destination=self._destination)
+
+    def send(self, chunk: int) -> None:
+        """See :meth:`WeightSender.send`. The bucket is free when this returns."""
+        try:
+            for group in self._groups:
+                group.broadcast(self.plan.filled(self._bucket, chunk))
+        except (OSError, RuntimeError) as error:
+            self._tell(str(error))
+            raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
+
+    def interrupt(self, reason: str) -> None:
+        """See :meth:`WeightSender.interrupt`."""
+        for group in self._groups:
+            group.interrupt(reason)
+
+    def close(self) -> None:
+        """See :meth:`WeightSender.close`."""
+        self._leave("The trainer has closed.")
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    def _leave(self, reason: str) -> None:
+        self._tell(reason)
+        self._groups = []
+
+    def _tell(self, reason: str) -> None:
+        for group in self._groups:
+            group.leave(reason)
+
+
+class BroadcastReceiver(WeightReceiver):
+    """Has a bucket of its own.
+
+    Args:
+        plan: of the weights.
+        place: among the workers that the sender broadcasts to.
+    """
+
+    def __init__(self, plan: ChunkPlan, place: Place) -> None:
+        self.plan, self._place = plan, place
+        self._group: TransferGroup | None = None
+
+    def open(self, device: torch.device) -> None:
+        """Connect with the sender and the other workers."""
+        try:
+            self._group = TransferGroup(self._place, device)
+            self._group.connect()
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"No weights from {self._place.host}, port {self._place.port}: {error}.") from error
+        self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
+
+    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`WeightReceiver.receive`."""
+        assert self._group is not None, "open comes first"
+        try:
+            self._group.broadcast(self.plan.filled(self._bucket, chunk))
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise EngineError(f"Chunk {chunk} of the weights did not come: {error}.") from error
+        return self.plan.tensors(self._bucket, chunk)
+
+    def close(self) -> None:
+        """See :meth:`WeightReceiver.close`."""
+        if self._group is not None:
+            self._group.leave("The worker has left.")
+
+
+def number_by_device(devices: Sequence[str]) -> list[int]:
+    """Return for each worker how many before it are on the same device; devices named "" are taken for different."""
+    return [devices[:number].count(device) if device else 0 for number, device in enumerate(devices)]

@@ -1,0 +1,198 @@
+"""Where a sender and its receivers meet to form a process group: a store for those alone who have the group's key.
+
+torch's TCPStore serves any process that connects, and lists its keys to it. This one is served by a
+:class:`~rlightning.rpc.Server`, which parses nothing before a client has shown that it has the key.
+"""
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rlightning import intervals
+from rlightning.errors import ConfigError
+from rlightning.rpc import AuthenticationError, Peer, RPCError, Server, background_loop, connect, listen
+
+if TYPE_CHECKING:
+    Store = Any  # the types of torch's Store name C++'s overloads
+else:
+    Store = dist.Store
+
+KEY_BYTES = 32
+OPERATIONS = ("set", "get", "check", "add", "delete_key")
+"""Of a store that are answered at once; what waits asks again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A member's place in a process group, and where its members meet.
+
+    Attributes:
+        host, port: of the rendezvous.
+        rank: of the member; 0 is the sender.
+        size: of the group.
+        timeout: seconds that connecting may take, and that a broadcast may take.
+        key: that the rendezvous asks for.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    timeout: float
+    key: bytes = field(repr=False)
+
+
+class RendezvousServer:
+    """Holds a store, and serves it to the members of one process group.
+
+    Args:
+        host: this machine's address that it listens on; no other.
+        size: of the group.
+        timeout: seconds, see :class:`Place`.
+
+    Attributes:
+        places: one for each member.
+        store: the sender's.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, size: int, timeout: float) -> None:
+        try:
+            listener = listen(host, 0)
+        except OSError as error:
+            raise ConfigError(
+                f"The trainer cannot listen on {host} ({error}). Give the address of one of this machine's own "
+                "interfaces."
+            ) from error
+        key = secrets.token_bytes(KEY_BYTES)
+        port = int(listener.getsockname()[1])
+        self.places = [Place(host, port, rank, size, timeout, key) for rank in range(size)]
+        self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        self.store.set_timeout(timedelta(seconds=timeout))
+        self._server = background_loop().run(self._start(listener, key, size))
+
+    def close(self) -> None:
+        """Disconnect all members, and accept no more."""
+        background_loop().run(self._server.close())
+
+    async def _start(self, listener: socket.socket, key: bytes, size: int) -> Server:
+        return Server(listener, key, self._serve, max_clients=size)
+
+    async def _serve(self, end: socket.socket, client: str) -> None:
+        methods = {operation: self._method(operation) for operation in OPERATIONS}
+        peer = await Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
+        try:
+            await asyncio.wait([peer.closed])
+        finally:
+            peer.abort("the rendezvous is over")
+
+    def _method(self, operation: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*arguments: Any) -> Any:
+            return getattr(self.store, operation)(*arguments)
+
+        return call
+
+
+class RemoteStore(Store):  # type: ignore[misc]
+    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's.
+
+    Args:
+        peer: the server.
+        timeout: seconds that waiting for a key may take.
+    """
+
+    def __init__(self, peer: Peer, timeout: float) -> None:
+        super().__init__()
+        self._peer = peer
+        self._timeout = timedelta(seconds=timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key's value."""
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and return its value."""
+        self.wait([key])
+        return bytes(self._ask("get", key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have a value."""
+        return bool(self._ask("check", list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a key's number, 0 at first, and return the sum."""
+        return int(self._ask("add", key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it had a value."""
+        return bool(self._ask("delete_key", key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have a value.
+
+        Raises:
+            TimeoutError: when the time is over.
+        """
+        seconds = (timeout or self._timeout).total_seconds()
+        wait_until(lambda: self.check(keys), seconds, intervals.SHORT_POLL_INTERVAL)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long waiting for a key may take."""
+        self._timeout = timeout
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        try:
+            return background_loop().run(self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT))
+        except RPCError as error:
+            raise RuntimeError(f"the rendezvous is over: {error}") from error
+
+
+def join_rendezvous(place: Place) -> RemoteStore:
+    """Connect to a place's server, and return its store.
+
+    Raises:
+        OSError: it is not there, has another key, or does not answer.
+    """
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    work = connect(f"tcp://{host}:{place.port}", place.key, {}, timeout=place.timeout, heartbeat_timeout=float("inf"))
+    try:
+        return RemoteStore(background_loop().run(work), place.timeout)
+    except AuthenticationError as error:
+        raise OSError(f"{place.host}, port {place.port}, is the rendezvous of another group ({error})") from error
+
+
+def wait_until(
+    is_done: Callable[[], bool], timeout: float, poll_interval: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Poll until something is done.
+
+    Args:
+        is_done: asked every ``poll_interval`` seconds.
+        timeout: seconds.
+        poll_interval: seconds.
+        check: raises if it cannot be done any more; asked every :data:`~rlightning.intervals.POLL_INTERVAL`.
+
+    Raises:
+        TimeoutError: when the time is over.
+    """
+    start = time.monotonic()
+    next_check = start
+    while True:
+        now = time.monotonic()
+        if now >= next_check:
+            check()
+            next_check = now + intervals.POLL_INTERVAL
+        if is_done():
+            return
+        if now - start > timeout:
+            raise TimeoutError(f"it took longer than {timeout:g} s")
+        time.sleep(poll_interval)

@@ -1,0 +1,108 @@
+"""Weights for engines on the same host: memory that both sides open, and that one fills and the other reads.
+
+On the CPU it is a memory file, on one CUDA device an allocation that is opened by its IPC handle.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.collectives import exchange
+from rlightning.parallel.device import shareable_memory
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+
+
+class SharedMemorySender(WeightSender):
+    """Fills a bucket that engines on this host read.
+
+    Args:
+        plan: of the weights.
+        device: where the engines are: the CPU, or the CUDA device that the actor is on too.
+        ranks: neighbours, this rank among them, whose buckets one engine reads, a worker each; or none. All ranks of
+            the run then make their sender, and fill it, at the same time.
+        destination: this rank, if it alone has a bucket and the others give their shards by
+            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+    """
+
+    def __init__(
+        self, plan: ChunkPlan, device: torch.device, *, ranks: Sequence[int] = (), destination: int | None = None
+    ) -> None:
+        self.plan = plan
+        self._num_ranks = len(ranks)
+        self._destination = destination
+        self._fd: int | None = None
+        if device.type == "cuda":
+            with shareable_memory():
+                self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._fd = os.memfd_create("rlightning-weights")
+            os.ftruncate(self._fd, plan.num_bytes)
+            self._bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
+        receiver = SharedMemoryReceiver(plan, self._locate())
+        self._receivers = [receiver]
+        if self._num_ranks > 1:
+            self._receivers = list(exchange({ranks[0]: receiver}, name="weight buckets").values())
+
+    def _locate(self) -> tuple[Any, ...]:
+        if self._fd is not None:
+            return os.getpid(), self._fd
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return tuple(reduce_tensor(self._bucket))
+
+    def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
+        """See :meth:`WeightSender.make_receivers`: each worker of an engine reads the bucket of its own rank."""
+        return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
+
+    def fill(self, source: WeightSource) -> Iterator[int]:
+        """See :meth:`WeightSender.fill`."""
+        for chunk in fill_bucket(self.plan, self._bucket, source, destination=self._destination):
+            self._meet("weights in the bucket")
+            yield chunk
+            self._meet("weights in the engine")
+
+    def _meet(self, name: str) -> None:
+        if self._num_ranks > 1:
+            barrier(name)
+
+    def close(self) -> None:
+        """See :meth:`WeightSender.close`."""
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class SharedMemoryReceiver(WeightReceiver):
+    """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
+
+    Args:
+        plan: of the weights.
+        location: of the bucket: process and file descriptor, or what torch's ``reduce_tensor`` has returned.
+    """
+
+    def __init__(self, plan: ChunkPlan, location: tuple[Any, ...]) -> None:
+        self.plan, self._location = plan, location
+
+    def open(self, device: torch.device) -> None:
+        """Open the bucket; a CUDA device is the sender's, under whatever index it has here."""
+        if device.type == "cuda":
+            rebuild, arguments = self._location
+            rebuilt = list(arguments)
+            rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+            self._bucket: Tensor = rebuild(*rebuilt)
+        else:
+            pid, fd = self._location
+            with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+                memory = mmap.mmap(file.fileno(), self.plan.num_bytes)
+            self._bucket = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`WeightReceiver.receive`: the chunk is there when the worker is asked for it."""
+        return self.plan.tensors(self._bucket, chunk)

@@ -1,0 +1,73 @@
+"""Which transport brings weights to a run's engines; a further one is named here."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rlightning import intervals
+from rlightning.parallel.collectives import global_rank, world_size
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_wire import own_address
+from rlightning.rollout.weights.broadcast import BroadcastSender
+from rlightning.rollout.weights.driver import WeightSender
+from rlightning.rollout.weights.files import FileSender
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_chunks, weight_shapes
+
+SENDER_RANK = 0
+"""The rank with the bucket for standalone engines."""
+
+
+class ShardSender(WeightSender):
+    """A rank's that has no engines and no bucket: it gives its shards to another rank's sender.
+
+    Args:
+        plan: as the other sender's.
+        destination: that rank.
+    """
+
+    def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
+        self.plan, self._destination = plan, destination
+
+    def fill(self, source: WeightSource) -> Iterator[int]:
+        """Take part in the other rank's :meth:`WeightSender.fill`."""
+        nothing = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device="meta")
+        return fill_bucket(self.plan, nothing, source, destination=self._destination)
+
+
+def make_colocated_sender(source: WeightSource, config: VLLMConfig, ranks: Sequence[int]) -> WeightSender:
+    """Return this rank's sender to engines on its own device.
+
+    Args:
+        source: of the weights.
+        config: of the engines.
+        ranks: neighbours, this one among them, that one engine runs on.
+    """
+    return SharedMemorySender(_plan(source, config), config.device, ranks=ranks)
+
+
+def make_standalone_sender(source: WeightSource, configs: Sequence[VLLMConfig]) -> WeightSender:
+    """Return this rank's sender to engines on devices of their own, which are connected with rank 0.
+
+    Args:
+        source: of the weights.
+        configs: of the engines.
+    """
+    config = configs[0]
+    plan = _plan(source, config)
+    if global_rank() != SENDER_RANK:
+        return ShardSender(plan, destination=SENDER_RANK)
+    destination = SENDER_RANK if world_size() > 1 else None
+    # A worker that receives answers nothing else, and must not count as hanging.
+    timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
+    if config.weight_folder is not None:
+        folder = config.weight_folder
+        return FileSender(plan, config.device, folder=folder, timeout=timeout, destination=destination)
+    urls = [config.url for config in configs if config.url]
+    if config.device.type == "cpu" and not urls:
+        return SharedMemorySender(plan, config.device, destination=destination)
+    return BroadcastSender(plan, config.device, host=own_address(urls), timeout=timeout, destination=destination)
+
+
+def _plan(source: WeightSource, config: VLLMConfig) -> ChunkPlan:
+    return plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)

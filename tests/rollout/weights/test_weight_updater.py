@@ -1,0 +1,181 @@
+"""The driver of a weight sync, with engines that are threads of this process and load weights into a dictionary."""
+
+import importlib
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from engine_models import Weights
+from torch import Tensor
+
+from rlightning.errors import EngineError
+from rlightning.rollout.engine_link import EngineDiedError
+from rlightning.rollout.weights import plan_chunks
+from rlightning.rollout.weights.broadcast import BroadcastSender
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.source import weight_shapes
+from rlightning.rollout.weights.transports import ShardSender
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+WEIGHTS = Weights(a=torch.zeros(64), b=torch.zeros(64), c=torch.zeros(64))
+PLAN = plan_chunks(weight_shapes(WEIGHTS), torch.float32, 256)
+"""A chunk a weight."""
+
+
+def weights_of(version: int) -> Weights:
+    return Weights((name, weight + version) for name, weight in WEIGHTS.items())
+
+
+class LocalEngine:
+    """An engine of two workers, a thread each.
+
+    Attributes:
+        dies_at: the chunk before which it dies.
+        loaded: weights, by worker.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Future[EngineError] = Future()
+        self.worker_devices: Sequence[str] = ("", "")
+        self.dies_at: int | None = None
+        self.faults: list[str] = []
+        self.version: int | None = None
+        self.loaded: list[dict[str, float]] = [{}, {}]
+        self.num_openings = 0
+        self._receivers: list[WeightReceiver] = []
+        self._workers = ThreadPoolExecutor(2)
+        self._calls = ThreadPoolExecutor(1)
+
+    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
+        def open_all() -> None:
+            self.num_openings += 1
+            self._receivers = [pickle.loads(receiver) for receiver in receivers]
+            list(self._workers.map(lambda receiver: receiver.open(CPU), self._receivers))
+
+        return self._ask(open_all)
+
+    def receive_weights(self, chunk: int) -> "Future[list[str]]":
+        def receive(worker: int) -> None:
+            received: Iterator[tuple[str, Tensor]] = self._receivers[worker].receive(chunk)
+            self.loaded[worker].update((name, float(tensor[-1])) for name, tensor in received)
+
+        def receive_all() -> list[str]:
+            if chunk == self.dies_at:
+                self.die()
+            list(self._workers.map(receive, range(2)))
+            return self.faults if chunk == len(PLAN.chunks) - 1 else []
+
+        return self._ask(receive_all)
+
+    def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
+        def finish() -> None:
+            self.version = version
+
+        return self._ask(finish)
+
+    def die(self) -> None:
+        self.ended.set_result(EngineError("It is gone."))
+        raise EngineDiedError("It is gone.")
+
+    def close(self) -> None:
+        self._workers.shutdown()
+        self._calls.shutdown()
+
+    def _ask(self, call: Callable[[], T]) -> "Future[T]":
+        return self._calls.submit(call)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[LocalEngine]]:
+    with ExitStack() as stack:
+        made = [LocalEngine() for _ in range(3)]
+        for engine in made:
+            stack.callback(engine.close)
+        yield made
+
+
+def make_sender(transport: str) -> WeightSender:
+    return SharedMemorySender(PLAN, CPU) if transport == "shared memory" else BroadcastSender(PLAN, CPU)
+
+
+def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
+    for engine in engines:
+        assert engine.version == version
+        assert engine.loaded == [dict.fromkeys(WEIGHTS, float(version))] * 2
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "broadcast"])
+def test_engines_connect_anew_only_when_they_change(transport: str, engines: list[LocalEngine]) -> None:
+    updater = WeightUpdater(make_sender(transport))
+    for version in (1, 2):
+        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert_updated(engines[:2], version)
+    assert [engine.num_openings for engine in engines] == [1, 1, 0]
+    assert updater.update_weights(weights_of(3), 3, engines) == engines
+    assert_updated(engines, 3)
+    assert [engine.num_openings for engine in engines] == [2, 2, 1]
+    assert updater.seconds > 0
+    updater.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "chunk"),
+    [
+        *(("shared memory", chunk) for chunk in range(3)),
+        pytest.param("broadcast", 1, marks=pytest.mark.long),
+    ],
+)
+def test_death_leaves_other_engines_to_next_update(transport: str, chunk: int, engines: list[LocalEngine]) -> None:
+    updater = WeightUpdater(make_sender(transport))
+    updater.update_weights(weights_of(1), 1, engines)
+    engines[1].dies_at = chunk
+    assert updater.update_weights(weights_of(2), 2, engines) == []
+    assert [str(death) for death in updater.deaths] == ["It is gone."]
+    assert [engine.version for engine in engines] == [1, 1, 1]
+    left = [engines[0], engines[2]]
+    assert updater.update_weights(weights_of(2), 2, left) == left
+    assert updater.deaths == []
+    assert_updated(left, 2)
+    updater.close()
+
+
+def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -> None:
+    updater = WeightUpdater(make_sender("shared memory"))
+    for engine in engines[:2]:
+        engine.faults = ["2 weights were not taken."]
+    with pytest.raises(EngineError, match=r"^2 weights were not taken\.$"):
+        updater.send_weights(weights_of(1), engines)
+    assert [engine.version for engine in engines] == [None, None, None]
+    updater.close()
+
+
+def test_rank_without_engines_gives_all_chunks() -> None:
+    updater = WeightUpdater(ShardSender(PLAN, destination=0))
+    assert updater.update_weights(weights_of(1), 1, []) == []
+    with pytest.raises(EngineError, match="expected nothing more, got d"):
+        updater.update_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), 2, [])
+    updater.close()
+
+
+def test_documented_transport_updates_engines(
+    engines: list[LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "weight_transports.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "mapped_file.py").write_text(snippet)
+    monkeypatch.syspath_prepend(tmp_path)  # its receiver is pickled by its module's name
+    (tmp_path / "weights").write_bytes(bytes(PLAN.num_bytes))
+    sender = importlib.import_module("mapped_file").MappedFileSender(PLAN, str(tmp_path / "weights"))
+    updater = WeightUpdater(sender)
+    for version in (1, 2):
+        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert_updated(engines[:2], version)
+    updater.close()
