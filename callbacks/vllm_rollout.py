@@ -17,7 +17,7 @@ from rlightning.memory_plan.running import check_engine
 from rlightning.models import describe_length_limit, load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
-from rlightning.report.late_loggers import is_service
+from rlightning.report.loggers import is_service
 from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.canary import MAX_DISTANCE
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
