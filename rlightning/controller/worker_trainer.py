@@ -149,7 +149,7 @@ class WorkerTrainer(Trainer):
 def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
     """The Trainer of one rank."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
-    from rlightning.parallel.ddp import replace_lightning_ddp
+    from rlightning.parallel.strategy import replace_lightning_ddp
 
     replace_lightning_ddp()
     plugins: list[Any] = [environment]
