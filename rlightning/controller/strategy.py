@@ -23,9 +23,8 @@ from rlightning.controller.commands import (
     StopWanted,
     Train,
 )
-from rlightning.controller.controller_relay import Relay, split_in_order
 from rlightning.controller.epoch_metrics import log_epoch_metrics
-from rlightning.controller.hook_relay import GLOBAL_GROUPS
+from rlightning.controller.hook_relay import GLOBAL_GROUPS, Relay, split_in_order
 from rlightning.controller.rtensor import localize
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
