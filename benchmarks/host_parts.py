@@ -13,9 +13,8 @@ import torch
 from make_model import make_tokenizer
 
 from rlightning.callbacks.completions_table import completion_rows, write_parquet
-from rlightning.module.batching import balance, deal_groups
+from rlightning.module.batching import balance, deal_groups, split_microbatches
 from rlightning.module.metrics import rollout_metrics
-from rlightning.module.packing import split_microbatches
 from rlightning.objectives import group_advantages
 from rlightning.rewards import RewardRunner
 from rlightning.rollout.model_files import ModelFiles

@@ -24,7 +24,7 @@ from rlightning.models.counts import sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.module.packing import split_microbatches
+from rlightning.module.batching import split_microbatches
 from rlightning.module.ranks import Ranks
 from rlightning.module.saved_module import SavedModule
 from rlightning.optim import OptimizerStates
