@@ -38,9 +38,8 @@ from rlightning.optim.steps import drop_untrained, learning_rates, listed, step_
 from rlightning.parallel.collectives import all_reduce, world_size
 from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
-from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.parallel.stacks import run_folder, start_recorder
-from rlightning.parallel.stop_signal import GRACE_PERIOD
+from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
