@@ -1,4 +1,4 @@
-"""The Trainer of one worker: what it is made from, how it knows its rank, and loops that end when the controller's do."""
+"""The Trainer of one worker: what it is made from, its rank, and loops that end when the controller's do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
