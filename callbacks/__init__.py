@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlightning.callbacks.run_report import RunReport
     from rlightning.callbacks.save_hf import SaveHF
     from rlightning.callbacks.throughput import Throughput
+    from rlightning.callbacks.transformers_rollout import TransformersRollout
     from rlightning.callbacks.vllm_rollout import VLLMRollout
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "RunReport",
     "SaveHF",
     "Throughput",
+    "TransformersRollout",
     "VLLMRollout",
 ]
 
@@ -44,9 +46,11 @@ _FILES = {
     "OffloadDuringRollout": "offload_during_rollout",
     "RLProgressBar": "progress_bar",
     "RemotizeOnHeadOnly": "remotize_on_head_only",
+    "RolloutCallback": "rollout",
     "RunReport": "run_report",
     "SaveHF": "save_hf",
     "Throughput": "throughput",
+    "TransformersRollout": "transformers_rollout",
     "VLLMRollout": "vllm_rollout",
 }
 

@@ -10,26 +10,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
+from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.errors import ConfigError, EngineError, EngineStartError
-from rlightning.hooks import RLCallback, check_repeated, fire
+from rlightning.errors import EngineError, EngineStartError
+from rlightning.hooks import fire
 from rlightning.memory_plan.running import check_engine
-from rlightning.models import describe_length_limit, load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.report.loggers import is_service
-from rlightning.rollout import Generator, OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.canary import MAX_DISTANCE
+from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens, with_run_seed
+from rlightning.rollout.requests import check_requests, with_run_seed
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.standalone import StandaloneEngines
-from rlightning.rollout.verification import Verification
 from rlightning.rollout.vllm_engine import VLLMEngine
-from rlightning.rollout.weight_print import WeightPrint
 from rlightning.run_dir import run_dir
 from rlightning.types import Completion, Prompt, RolloutBatch
 
@@ -38,10 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OF_MODULE = ("model_path", "tokenizer", "max_model_length", "device", "weight_version", "named_weights", "score")
 
-
-class VLLMRollout(RLCallback, Generator):
+class VLLMRollout(RolloutCallback):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
 
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
@@ -63,14 +59,6 @@ class VLLMRollout(RLCallback, Generator):
     engine's ``dtype``. ``examples/plain_loop.py`` is one such loop.
 
     Args:
-        temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
-        top_p: see there.
-        top_k: see there.
-        min_p: see there.
-        max_new_tokens: see there.
-        stop: see there.
-        stop_token_ids: see there.
-        seed: see there.
         dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
         placement: "colocated" on the actor's devices, or "standalone" on others of the host.
         num_engines: that the run starts: standalone in all, on ``engine["tensor_parallel_size"]`` devices each, in turn
@@ -89,29 +77,17 @@ class VLLMRollout(RLCallback, Generator):
         gpu_memory_utilization: share of the device's memory that an awake engine may take; None: 0.45 colocated, 0.9
             standalone.
         sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
-        verify_every: syncs between two verifications; 0 verifies nothing.
-        verify_tolerance: how far an engine's log-probabilities may be from the actor's, as a multiple of what rounding
-            makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
         bucket_bytes: memory that weights travel through, on the actor's device.
         start_timeout: seconds that the engine may take to come up.
         hang_timeout: seconds without a heartbeat until it counts as dead; 30 if that is less, while it only samples,
             and has before.
         engine: any further arguments of vLLM's AsyncEngineArgs.
+        kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """
-
-    runs_in = "workers"
 
     def __init__(
         self,
         *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        seed: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         placement: Placement = "colocated",
         num_engines: int = 1,
@@ -122,24 +98,13 @@ class VLLMRollout(RLCallback, Generator):
         cache_after_sync: Literal["keep", "recompute"] = "keep",
         gpu_memory_utilization: float | None = None,
         sleep: bool = True,
-        verify_every: int = 20,
-        verify_tolerance: float = MAX_DISTANCE,
         bucket_bytes: int = 2 << 30,
         start_timeout: float = 600.0,
         hang_timeout: float = 120.0,
         engine: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self.sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_new_tokens=max_new_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(stop_token_ids),
-            seed=seed,
-        )
+        super().__init__(**kwargs)
         self.options = EngineOptions(
             dtype=dtype,
             placement=placement,
@@ -155,7 +120,6 @@ class VLLMRollout(RLCallback, Generator):
             hang_timeout=hang_timeout,
             arguments=engine or {},
         )
-        self.verification = Verification(verify_every, verify_tolerance)
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
         # Not by the options: the engines that a controller has started are named by URL there too.
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
@@ -163,39 +127,29 @@ class VLLMRollout(RLCallback, Generator):
         self.last: dict[str, float] = {}
         self._engines: EngineGroup | StandaloneEngines | None = None
         self._is_started = False
-        self._trainer: Any = None
-        self._module: Any = None
-        self._weight_print, self._seen_version = WeightPrint(), -1
-        self._streams = RandomStreams()
         self._room = MakeRoomForEngine()
 
     # The engine's life
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Check the configuration and start the engine; returns before it is up.
+    @property
+    def is_set_up(self) -> bool:
+        """Whether there are engines."""
+        return self._engines is not None
 
-        With optimizers of the user's own the engine starts when these have been checked.
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence that an engine takes."""
+        return int(self._running_engines.config.engine_args["max_model_len"])
+
+    def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
+        """Start the engines; returns before they are up.
+
+        With optimizers of the user's own they start when these have been checked.
         """
-        check_repeated(getattr(trainer, "callbacks", ()))
-        needs_engine = getattr(module, "generates", True) or stage == "predict"
-        if not needs_engine or self._engines is not None:
-            return
-        missing = [name for name in _OF_MODULE if not hasattr(module, name)]
-        if missing:
-            raise ConfigError(
-                f"VLLMRollout needs {', '.join(missing)} of the module, which {type(module).__name__} does not have. "
-                "Derive it from PolicyModule, or add them: examples/plain_loop.py shows how."
-            )
-        self._trainer, self._module = trainer, module
+        trainer, module = self._trainer, self._module
         if stage == "fit":
             self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
-        max_prompt_tokens = self._check(trainer, module, stage)
-        if stage == "fit":
             check_engine(trainer, module)
-        strategy = getattr(trainer, "strategy", None)
-        device = torch.device(getattr(strategy, "root_device", None) or module.device)
-        sampling = with_run_seed(self.sampling, device)
-        module.generator, module.sampling = self, sampling
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
             tokenizer=module.tokenizer,
@@ -209,7 +163,8 @@ class VLLMRollout(RLCallback, Generator):
             )
         else:
             self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
-        self.verification.begin_run(module, self._engines.config)
+        config = self._engines.config
+        self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
         self._is_started = False
         if stage != "fit" or getattr(module, "has_usual_optimizers", True):
             self._start_engines()
@@ -227,15 +182,13 @@ class VLLMRollout(RLCallback, Generator):
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """End the engine."""
-        self.close()
+        super().teardown(trainer, module, stage)
         self._room.teardown(trainer, module, stage)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """End the engine, and the module's processes, whose own teardown is not called either."""
-        self.close()
+        """End the engine, and the module's processes."""
+        super().on_exception(trainer, module, exception)
         self._room.on_exception(trainer, module, exception)
-        if hasattr(module, "close"):
-            module.close()
 
     def close(self) -> None:
         """End the engine and whatever it started. May be called twice."""
@@ -272,8 +225,8 @@ class VLLMRollout(RLCallback, Generator):
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Forgive one death a step."""
-        self._begin_step()
+        """Begin a step, in which each engine may die once."""
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -285,19 +238,15 @@ class VLLMRollout(RLCallback, Generator):
         self._rest()
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        """Send the weights to engines that go on generating; forgive a death a step, in a loop without batches too."""
+        """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self._update_engines()
-        self._begin_step()
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Draw from other random streams than training; a prompt may come again in another set of this validation."""
-        self._streams.begin("evaluation")
+        super().on_update_end(trainer, module, batch)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Leave the device to the actor."""
-        self._streams.begin("training")
+        super().on_validation_end(trainer, module)
         self._rest()
 
     def on_validation_batch_start(
@@ -307,17 +256,14 @@ class VLLMRollout(RLCallback, Generator):
         if self._engines is not None:
             self._engines.forgive()
 
-    on_test_start: Any = on_validation_start
-    on_test_end: Any = on_validation_end
     on_test_batch_start: Any = on_validation_batch_start
-    on_predict_start: Any = on_validation_start
-    on_predict_end: Any = on_validation_end
     on_predict_batch_start: Any = on_validation_batch_start
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Let each engine die once more."""
         if self._engines is not None:
             self._engines.forgive()
-        self._streams.begin("training")
+        super().begin_step()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Have the actor's tensors on its device, to be saved."""
@@ -340,35 +286,19 @@ class VLLMRollout(RLCallback, Generator):
 
     # Sampling
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        on_completed: OnCompleted | None = None,
+    def seeded_sampling(self, device: torch.device) -> Sampling:
+        """Return how training completions are sampled: on a GPU without the run's seed, which slows vLLM."""
+        return with_run_seed(self.sampling, device)
+
+    def complete(
+        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Completion]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
-
-        The engine is woken and sent the weights first, if need be.
-
-        Args:
-            prompts: of this rank.
-            num_samples: of each.
-            sampling: how.
-            on_completed: called with each prompt as soon as its last completion is there, unless the engine belongs to
-                another rank.
+        """Wake the engines, send them the weights, and sample.
 
         Raises:
-            EngineError: if the engine died for the second time in a step, or refused a request.
+            EngineError: if an engine died for the second time in a step, or refused a request.
         """
-        check_requests(prompts, num_samples, sampling, self._running_engines.config.engine_args["max_model_len"])
-        self._count_change()
-        try:
-            requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-            return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
-        except BaseException:
-            self._begin_step()  # a loop may go on after Ctrl-C, and begin the step again
-            raise
+        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
 
     def exchange(
         self,
@@ -399,7 +329,7 @@ class VLLMRollout(RLCallback, Generator):
         ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
         if not ahead and not in_flight:
             return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
-        check_requests(prompts, num_samples, sampling, self._running_engines.config.engine_args["max_model_len"])
+        check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
         requests = self._streams.assign(prompts, sampling, self._module.weight_version)
         if take_prompts is not None and ahead > in_flight:
@@ -457,15 +387,6 @@ class VLLMRollout(RLCallback, Generator):
             self._room.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
         engines.restart(error)
 
-    def _count_change(self) -> None:
-        """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
-        module = self._module
-        has_changed = self._weight_print.has_changed(module.named_weights())
-        is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
-        if any_rank(has_changed and not is_counted, name="weights changed"):
-            module.weight_version += 1
-            self._seen_version = module.weight_version
-
     def _rest(self) -> None:
         if self._engines is None or not self._engines.can_sleep:
             return
@@ -507,30 +428,4 @@ class VLLMRollout(RLCallback, Generator):
         self.options.check()
         if self.options.placement == "colocated":
             check_group_size(self.options.devices_per_engine)
-        sampling = self.sampling
-        if stage == "fit" and sampling.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
-            )
-        if stage == "fit" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
-            log.warning(
-                "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
-                "the gap between them will not be 0. Consider model.rollout_correction."
-            )
-        datamodule = getattr(trainer, "datamodule", None)
-        for chosen in getattr(datamodule, "validation_sets", ()):
-            try:
-                replace(sampling, temperature=chosen.temperature)
-            except ConfigError as error:
-                raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
-        check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
-        check_own_limit(getattr(datamodule, "longest_limit", 0), sampling)
-        max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
-        if max_prompt_tokens is not None and hasattr(module, "plan"):
-            module.plan.check_sequence_length(
-                max_prompt_tokens,
-                sampling.max_new_tokens,
-                module.max_model_length,
-                describe_length_limit(module.model_config),
-            )
-        return max_prompt_tokens
+        return super()._check(trainer, module, stage)

@@ -56,7 +56,7 @@ class Trainer(lightning.pytorch.Trainer):
 
     Args:
         rollout: the callback that owns the engine; None for none; "auto": a ``VLLMRollout()``, unless ``callbacks`` has
-            one.
+            a rollout callback.
         options: of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default ``runs/<date>-<time>``.
 
     Raises:
@@ -218,8 +218,8 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapp
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])
     if rollout == "auto":
-        kind = find_callback("VLLMRollout")
-        rollout = None if any(isinstance(callback, kind) for callback in callbacks) else kind()
+        has_one = any(isinstance(callback, find_callback("RolloutCallback")) for callback in callbacks)
+        rollout = None if has_one else find_callback("VLLMRollout")()
     if isinstance(rollout, Callback):
         callbacks.insert(0, rollout)
     if options["barebones"]:
@@ -248,8 +248,8 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapp
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """That of the engine in front (:mod:`rlightning.hooks`), the others in their order."""
-    rollout = find_callback("VLLMRollout")
+    """The rollout callback in front (:mod:`rlightning.hooks`), the others in their order."""
+    rollout = find_callback("RolloutCallback")
     return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 

@@ -81,6 +81,12 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert undocumented({name for row in (*sft, *grpo) for name, value in row.items() if value}) == []
     assert len(read_completions(tmp_path / "runs/arithmetic/grpo")) == 128 * 8
 
+    # and without vLLM, from the same weights
+    run = "runs/arithmetic/transformers"
+    grpo = fit("arithmetic_transformers.yaml", tmp_path, *options, "--trainer.default_root_dir", run)
+    assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
+    assert all(float(row["policy/rollout_gap_max"]) < 1e-5 for row in grpo if row["reward/mean"])
+
     shown = run_python(example / "show_result.py", "runs/arithmetic/grpo", folder=tmp_path).stdout
     assert "Greedy pass@1 on 500 held-out problems" in shown
     assert (tmp_path / "runs/arithmetic/grpo/report.html").is_file()

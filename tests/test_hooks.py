@@ -166,5 +166,6 @@ def test_device_callbacks_run_in_controller_workers() -> None:
         "OffloadDuringRollout",
         "RemotizeOnHeadOnly",
         "Throughput",
+        "TransformersRollout",
         "VLLMRollout",
     }

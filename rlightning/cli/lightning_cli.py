@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.cli.config_files import (
@@ -30,7 +31,7 @@ from rlightning.cli.config_files import (
     replace_files,
     use_strict_yaml,
 )
-from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
+from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
@@ -175,7 +176,7 @@ class RLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
-        parser.add_lightning_class_args(find_callback("VLLMRollout"), "rollout", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(find_callback("RolloutCallback"), "rollout", subclass_mode=True, required=False)
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
@@ -259,10 +260,12 @@ class RLCLI(LightningCLI):
         listed = config["callbacks"] or []
         listed = listed if isinstance(listed, list) else [listed]
         rollout = self._get(self.config_init, "rollout")
-        if any(isinstance(callback, find_callback("VLLMRollout")) for callback in listed):
+        own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
+        if own:
             if self.is_rollout_configured():
                 raise ConfigError(
-                    "rollout: this section and a VLLMRollout under trainer.callbacks are both there. Keep one of them."
+                    f"rollout: this section and a {type(own[0]).__name__} under trainer.callbacks are both there. "
+                    "Keep one of them."
                 )
             rollout = None
         predictions = find_callback("JSONLPredictions")

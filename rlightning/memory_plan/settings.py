@@ -176,7 +176,11 @@ def find_callback(trainer: Any, name: str) -> dict[str, Any] | None:
 def find_rollout(config: Any) -> dict[str, Any] | None:
     """The arguments of the engine's callback, listed or in a section of its own."""
     listed = find_callback(config["trainer"], "VLLMRollout")
-    return listed if listed is not None else arguments(config["rollout"]) or None
+    if listed is not None or config["rollout"] is None:
+        return listed
+    section = find_class(config["rollout"]["class_path"], [], "rollout")
+    is_engine = issubclass(section, find_class(f"{CALLBACKS}.VLLMRollout", [], "VLLMRollout"))
+    return arguments(config["rollout"]) if is_engine else None
 
 
 def plan_rollout(rollout: dict[str, Any], batch: BatchPlan, ranks: int, max_prompt_tokens: int) -> Engine:

@@ -67,6 +67,7 @@ class EvaluationSteps(PolicyModule):
         """
         if self.generator is None:
             raise ConfigError(
-                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout to trainer.callbacks."
+                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout or TransformersRollout to "
+                "trainer.callbacks."
             )
         return self.generator

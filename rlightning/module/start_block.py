@@ -12,7 +12,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.memory_plan.phases import total
 from rlightning.memory_plan.report import TITLES, describe_checkpointing, describe_spread
-from rlightning.memory_plan.running import find_rollout, parallelism_of, plan_run
+from rlightning.memory_plan.running import parallelism_of, plan_run
 from rlightning.models.architecture import build_empty
 from rlightning.models.attention import describe_attention
 from rlightning.models.layers import should_compile
@@ -39,9 +39,8 @@ def describe_start(trainer: Any, module: Any) -> str:
         rows["batch"] = module.plan.describe(trainer.world_size)
     if is_fit:
         rows["memory"] = describe_memory(trainer, module)
-    rollout = find_rollout(trainer)
-    if rollout is not None:
-        rows["engine"] = rollout.describe()
+    if getattr(module, "generator", None) is not None:
+        rows["engine"] = module.generator.describe()
     if is_fit and trainer.ckpt_path is not None:
         rows["resumes"] = str(trainer.ckpt_path)
     rows["writes"] = describe_output(trainer, module, num_parameters)

@@ -8,6 +8,6 @@
     WeightSender ============ one flat bucket: shared memory, or CUDA IPC ====^
 """
 
-from rlightning.rollout.sampler import Generator, OnCompleted, RolloutEngine, Sampling, TakePrompts
+from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts
 
-__all__ = ["Generator", "OnCompleted", "RolloutEngine", "Sampling", "TakePrompts"]
+__all__ = ["Generator", "OnCompleted", "Sampler", "Sampling", "TakePrompts"]

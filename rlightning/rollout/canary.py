@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig
 from rlightning.errors import EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.parallel.sharding import local_tensor
-from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.types import RolloutBatch
 
 Floats = NDArray[np.float64]
@@ -105,19 +104,28 @@ class Canary:
 
     Args:
         tokenizer: the policy's.
-        engine: that will score it.
+        max_length: tokens of the longest sequence that the engine takes.
+        dtype: the engine's.
+        device: the engine's.
         tolerance: the largest distance of an engine from the actor, as a multiple of the actor's noise.
 
     Attributes:
         token_ids: [N, L].
     """
 
-    def __init__(self, tokenizer: Any, engine: VLLMConfig, tolerance: float = MAX_DISTANCE) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tolerance: float = MAX_DISTANCE,
+    ) -> None:
         # An engine samples a token for a sequence that it scores.
-        self.token_ids = canary_tokens(tokenizer, int(engine.engine_args["max_model_len"]) - 1)
-        self.tolerance, self._dtype = tolerance, engine.dtype
-        is_tf32 = engine.dtype == torch.float32 and engine.device.type == "cuda"
-        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[engine.dtype]
+        self.token_ids = canary_tokens(tokenizer, max_length - 1)
+        self.tolerance, self._dtype = tolerance, dtype
+        is_tf32 = dtype == torch.float32 and device.type == "cuda"
+        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[dtype]
         self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
         self._latest: Evaluation | None = None
         self._former: Evaluation | None = None  # of the sync before

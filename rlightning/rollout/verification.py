@@ -1,13 +1,34 @@
 """Which weight syncs are verified by the canary, and what comes of it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from rlightning.errors import ConfigError, EngineError
 from rlightning.parallel.collectives import any_rank
 from rlightning.rollout.canary import MAX_DISTANCE, Canary
-from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.vllm_engine import VLLMEngine
+
+
+class VerifiedSampler(Protocol):
+    """What is verified of a sampler.
+
+    Attributes:
+        weight_version: of the weights that it holds; None where it has none.
+        is_verified: whether it has been found to hold the actor's weights, since its start.
+    """
+
+    weight_version: int | None
+    is_verified: bool
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can score, as far as is known."""
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
 
 
 class Verification:
@@ -30,17 +51,19 @@ class Verification:
         self.num_syncs = 0
         self._canary: Canary | None = None
 
-    def begin_run(self, module: Any, config: VLLMConfig) -> None:
+    def begin_run(self, module: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Count syncs anew.
 
         Args:
             module: has ``tokenizer``, ``weight_version`` and ``score(batch, dtype)``.
-            config: of the engines.
+            max_length: tokens of the longest sequence that the samplers take.
+            dtype: of the samplers.
+            device: of the samplers.
         """
         self.num_syncs = 0
-        self._canary = Canary(module.tokenizer, config, self.tolerance) if self.every else None
+        self._canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def evaluate(self, module: Any, engines: Sequence[VLLMEngine]) -> bool:
+    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler]) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
 
         Args:
@@ -59,7 +82,7 @@ class Verification:
             self._canary.evaluate(module.score, module.weight_version)
         return is_due
 
-    def verify(self, module: Any, engine: VLLMEngine) -> None:
+    def verify(self, module: Any, engine: VerifiedSampler) -> None:
         """Refuse to sample from an engine that has other weights than the actor had at :meth:`evaluate`.
 
         Raises:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class VLLMEngine:
-    """A :class:`~rlightning.rollout.sampler.RolloutEngine`: vLLM's AsyncLLM in a child process.
+    """vLLM's AsyncLLM in a child process.
 
     :meth:`start` returns at once, so that the engine comes up while the actor is loaded; the first call waits for it.
 
@@ -82,7 +82,7 @@ class VLLMEngine:
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
     ) -> list[list[Completion]]:
-        """See :meth:`RolloutEngine.generate`."""
+        """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
         answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
         positions = {answer: position for position, answer in enumerate(answers)}
         done: dict[int, list[Completion]] = {}
@@ -114,7 +114,7 @@ class VLLMEngine:
         return make_completions(model_files(self.config), prompt.token_ids, outputs)
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :meth:`RolloutEngine.score`."""
+        """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
         return np.asarray(self._call("score", list(token_ids)), np.float32)
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -154,7 +154,7 @@ class VLLMEngine:
         self.weight_version = weight_version
 
     def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`."""
+        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
         if self.config.can_sleep and not self._is_asleep:
             self._call("sleep")
             self._is_asleep = True
@@ -173,7 +173,7 @@ class VLLMEngine:
             ) from error
 
     def close(self) -> None:
-        """See :meth:`RolloutEngine.close`."""
+        """End it and everything that it started. May be called twice."""
         if self.process is not None:
             self.process.close()
             self.process = None

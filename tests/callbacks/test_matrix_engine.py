@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model, versions
 from sharded_net import run_ranks
-from tiny import heed_ctrl_c
+from tiny import heed_ctrl_c, make_algorithm
 
+from rlightning.algorithms import GRPO
 from rlightning.hooks import fire
 from rlightning.types import Completion, Prompt
 
@@ -38,6 +40,13 @@ class FailingWitness(Witness):
             raise self.errors.pop(trainer.global_step)
 
 
+class OwnOptimizer(GRPO):
+    """Has an optimizer of the user's, which the engine waits for."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of several micro-batches a step fails in its second step, is interrupted in its third; then another run."""
@@ -54,7 +63,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         engines.append(rollout.engine)
     heed_ctrl_c()
     second = make_trainer(folder, 1, rollout, witness)
-    second.fit(make_module(model), make_data(folder))
+    second.fit(make_algorithm(OwnOptimizer, model), make_data(folder))
     return SimpleNamespace(trainer=trainer, second=second, rollout=rollout, witness=witness, engines=engines)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +34,11 @@ from rlightning.types import RolloutBatch
 Weights = dict[str, Tensor]
 
 
+def make_canary(tokenizer: Any, engine: VLLMEngine) -> Canary:
+    config = engine.config
+    return Canary(tokenizer, config.engine_args["max_model_len"], config.dtype, config.device)
+
+
 class Policy:
     """An actor, and the engine that its weights are sent to."""
 
@@ -41,7 +46,7 @@ class Policy:
         self.engine = engine
         self.model = load_policy(folder, torch.float32)
         self.tokenizer = load_tokenizer(folder)
-        self.canary = Canary(self.tokenizer, engine.config)
+        self.canary = make_canary(self.tokenizer, engine)
         self.version = 0
         self.start = {name: weight.detach().clone() for name, weight in named_weights(self.model)}
         self.weights: Weights = {}
@@ -86,7 +91,7 @@ def policy(loaded: Policy) -> Policy:
         name: weight * (1 + 2**-8 * (torch.rand(weight.shape, generator=generator) - 0.5))
         for name, weight in loaded.start.items()
     }
-    loaded.canary = Canary(loaded.tokenizer, loaded.engine.config)  # that has seen nothing of the test before
+    loaded.canary = make_canary(loaded.tokenizer, loaded.engine)  # that has seen nothing of the test before
     loaded.take(masters)
     loaded.take(update(masters, 1e-5))
     return loaded

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import engine_config
 from tiny import save_byte_model
 from torch import Tensor
 
@@ -54,7 +53,7 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
 
     module = SimpleNamespace(tokenizer=load_tokenizer(folder), score=score, weight_version=0)
     verification = Verification(every, 1.2)
-    verification.begin_run(module, engine_config(folder, tmp_path / "engine.log"))
+    verification.begin_run(module, 256, torch.float32, torch.device("cpu"))
     found = []
     for number in range(9):
         module.weight_version = number
@@ -73,7 +72,7 @@ def test_an_engine_that_was_started_again_is_verified_at_once(tmp_path: Path) ->
         weight_version=0,
     )
     verification = Verification(100, 1.2)
-    verification.begin_run(module, engine_config(folder, tmp_path / "engine.log"))
+    verification.begin_run(module, 256, torch.float32, torch.device("cpu"))
     engine: Any = SimpleNamespace(is_alive=True, is_verified=True)
     found = []
     for is_verified in (True, True, False, True):

@@ -84,6 +84,15 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
             assert_sampled_from(actor, prompt, completion, temperature)
 
 
+def test_prompts_own_temperature_and_limit_are_the_engines(engine: VLLMEngine, actor: Actor) -> None:
+    own = [PROMPTS[0]._replace(temperature=0.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
+    groups = engine.generate(own, 16, Sampling(max_new_tokens=16))
+    assert len({completion.text for completion in groups[0]}) == 1
+    assert all(len(completion.token_ids) <= 3 for completion in groups[0])
+    for completion in groups[1]:
+        assert_sampled_from(actor, own[1], completion, 0.5)
+
+
 def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     groups = engine.generate(PROMPTS, 16, Sampling(max_new_tokens=16))
     completions = [completion for group in groups for completion in group]

@@ -1,0 +1,269 @@
+"""What rollout callbacks share: sampling arguments, random streams, weight versions, and which syncs are verified."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback, check_repeated
+from rlightning.models import describe_length_limit, load_config
+from rlightning.parallel.collectives import any_rank
+from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout.canary import MAX_DISTANCE
+from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
+from rlightning.rollout.sampler import Request
+from rlightning.rollout.verification import Verification
+from rlightning.rollout.weight_print import WeightPrint
+from rlightning.seeds import run_seed
+from rlightning.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+_OF_MODULE = ("model_path", "tokenizer", "max_model_length", "device", "weight_version", "named_weights", "score")
+
+
+class RolloutCallback(RLCallback, Generator):
+    """Completes a module's prompts by a sampler that holds the actor's current weights.
+
+    A subclass starts its sampler in :meth:`start`, samples in :meth:`complete`, and ends it in :meth:`close`.
+
+    Args:
+        temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
+        top_p: see there.
+        top_k: see there.
+        min_p: see there.
+        max_new_tokens: see there.
+        stop: see there.
+        stop_token_ids: see there.
+        seed: see there.
+        verify_every: weight syncs between two verifications; 0 verifies nothing.
+        verify_tolerance: how far the sampler's log-probabilities may be from the actor's, as a multiple of what
+            rounding makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
+    """
+
+    runs_in = "workers"
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        verify_every: int = 20,
+        verify_tolerance: float = MAX_DISTANCE,
+    ) -> None:
+        super().__init__()
+        self.sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            seed=seed,
+        )
+        self.verification = Verification(verify_every, verify_tolerance)
+        self._trainer: Any = None
+        self._module: Any = None
+        self._weight_print, self._seen_version = WeightPrint(), -1
+        self._streams = RandomStreams()
+
+    # What a subclass defines
+
+    @property
+    @abstractmethod
+    def is_set_up(self) -> bool:
+        """Whether there is a sampler, which need not be up yet."""
+
+    @property
+    @abstractmethod
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence that the sampler takes.
+
+        Raises:
+            EngineError: if there is no sampler.
+        """
+
+    @abstractmethod
+    def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
+        """Start the sampler; may return before it is up.
+
+        Args:
+            stage: Lightning's.
+            device: of the actor.
+            sampling: of training completions.
+            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
+        """
+
+    def seeded_sampling(self, device: torch.device) -> Sampling:
+        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one.
+
+        Args:
+            device: of the actor.
+        """
+        return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
+
+    @abstractmethod
+    def complete(
+        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
+    ) -> list[list[Completion]]:
+        """Sync the weights if need be, and sample; a collective.
+
+        Args:
+            requests: this rank's prompts, each with the number of its random stream.
+            num_samples: completions of each.
+            sampling: how.
+            on_completed: see :meth:`generate`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the sampler and whatever it started. May be called twice."""
+
+    # Its life
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Check the configuration and start the sampler."""
+        check_repeated(getattr(trainer, "callbacks", ()))
+        is_needed = getattr(module, "generates", True) or stage == "predict"
+        if not is_needed or self.is_set_up:
+            return
+        missing = [name for name in _OF_MODULE if not hasattr(module, name)]
+        if missing:
+            raise ConfigError(
+                f"{type(self).__name__} needs {', '.join(missing)} of the module, which {type(module).__name__} does "
+                "not have. Derive it from PolicyModule, or add them: examples/plain_loop.py shows how."
+            )
+        self._trainer, self._module = trainer, module
+        max_prompt_tokens = self._check(trainer, module, stage)
+        strategy = getattr(trainer, "strategy", None)
+        device = torch.device(getattr(strategy, "root_device", None) or module.device)
+        sampling = self.seeded_sampling(device)
+        module.generator, module.sampling = self, sampling
+        self.start(stage, device, sampling, max_prompt_tokens)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """End the sampler."""
+        self.close()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """End the sampler, and the module's processes, whose own teardown is not called either."""
+        self.close()
+        if hasattr(module, "close"):
+            module.close()
+
+    # Random streams
+
+    def begin_step(self) -> None:
+        """Called when a step begins, and when one has ended, in a loop without batches too."""
+        self._streams.begin("training")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step."""
+        self.begin_step()
+
+    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        """Begin a step, in a loop without batches too."""
+        self.begin_step()
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        """Draw from other random streams than training; a prompt may come again in another set of this validation."""
+        self._streams.begin("evaluation")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Draw from the streams of training again."""
+        self._streams.begin("training")
+
+    on_test_start: Any = on_validation_start
+    on_predict_start: Any = on_validation_start
+
+    def on_test_end(self, trainer: Any, module: Any) -> None:
+        """As of a validation."""
+        self.on_validation_end(trainer, module)
+
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
+        """As of a validation."""
+        self.on_validation_end(trainer, module)
+
+    # Sampling
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None = None,
+    ) -> list[list[Completion]]:
+        """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
+
+        The sampler is sent the weights first, if need be.
+
+        Args:
+            prompts: of this rank.
+            num_samples: of each.
+            sampling: how.
+            on_completed: called with each prompt as soon as its last completion is there, unless the engine belongs to
+                another rank.
+
+        Raises:
+            EngineError: if the sampler cannot go on.
+        """
+        check_requests(prompts, num_samples, sampling, self.max_sequence_length)
+        self._count_change()
+        try:
+            requests = self._streams.assign(prompts, sampling, self._module.weight_version)
+            return self.complete(requests, num_samples, sampling, on_completed)
+        except BaseException:
+            self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            raise
+
+    def _count_change(self) -> None:
+        """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
+        module = self._module
+        has_changed = self._weight_print.has_changed(module.named_weights())
+        is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
+        if any_rank(has_changed and not is_counted, name="weights changed"):
+            module.weight_version += 1
+            self._seen_version = module.weight_version
+
+    # Configuration
+
+    def _check(self, trainer: Any, module: Any, stage: str) -> int | None:
+        """Refuse what cannot work; the longest prompt that the data module lets through."""
+        sampling = self.sampling
+        if stage == "fit" and sampling.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
+            )
+        if stage == "fit" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+            log.warning(
+                "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
+                "the gap between them will not be 0. Consider model.rollout_correction."
+            )
+        datamodule = getattr(trainer, "datamodule", None)
+        for chosen in getattr(datamodule, "validation_sets", ()):
+            try:
+                replace(sampling, temperature=chosen.temperature)
+            except ConfigError as error:
+                raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
+        check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
+        check_own_limit(getattr(datamodule, "longest_limit", 0), sampling)
+        max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
+        if max_prompt_tokens is not None and hasattr(module, "plan"):
+            module.plan.check_sequence_length(
+                max_prompt_tokens,
+                sampling.max_new_tokens,
+                module.max_model_length,
+                describe_length_limit(module.model_config),
+            )
+        return max_prompt_tokens

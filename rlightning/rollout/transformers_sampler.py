@@ -1,0 +1,340 @@
+"""A sampler in the trainer's own process: Hugging Face's model, on any device, without an engine.
+
+Requests of all callers are decoded together, a token a step of every sequence, in a thread that runs while there are
+any. A request joins at the next step, and its sequences leave as they end.
+"""
+
+import asyncio
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
+
+from rlightning.errors import EngineError
+from rlightning.models.logprobs import compute_packed_logprobs
+from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.sharding import named_weights
+from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
+from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling, WeightSource
+from rlightning.rollout.token_choice import choose_tokens
+from rlightning.rollout.vllm_engine import make_completions
+from rlightning.types import Completion, RolloutBatch
+
+MAX_PROMPT_TOKENS = 8192
+"""That one forward pass computes, unless a single prompt is longer."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """What :meth:`TransformersSampler.sample` was asked for."""
+
+    token_ids: list[int]
+    sampling: Sampling
+    sequences: list["_Sequence"] = field(default_factory=list)
+    done: "Future[list[Completion]]" = field(default_factory=Future)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One sample of a request: its tokens so far, and its random numbers, one a token, whatever it is batched with."""
+
+    request: _Request
+    uniforms: list[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    end: int | str | None = None
+    is_finished: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache holds of it: all but the one that was sampled last."""
+        return len(self.request.token_ids) + len(self.token_ids) - 1
+
+
+class TransformersSampler:
+    """A :class:`~rlightning.rollout.Sampler` that owns a copy of the model and decodes it in this process.
+
+    Args:
+        config: of the policy.
+        files: of the policy: its tokenizer, and what ends a completion.
+        device: where it computes.
+        dtype: what it computes in.
+        max_length: tokens of the longest sequence.
+        max_sequences: that are decoded at once; others wait.
+
+    Attributes:
+        weight_version: of the weights that it holds; None before the first came, and while it sleeps.
+        is_verified: whether it has been found to hold the actor's weights.
+    """
+
+    is_alive = True
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        files: ModelFiles,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_length: int,
+        max_sequences: int = 256,
+    ) -> None:
+        self.model = build_model(config, device, dtype)
+        self.files, self.device, self.dtype = files, device, dtype
+        self.max_length, self.max_sequences = max_length, max_sequences
+        self.weight_version: int | None = None
+        self.is_verified = False
+        self._shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
+        self._cache = KeyValueCache()
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        """In the order of the cache's rows."""
+        self._is_working = False
+        self._queue_lock = threading.Lock()
+        self._model_lock = threading.Lock()
+        """Held during a step, and while weights are written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+
+    # Requests
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Completion]:
+        """See :meth:`Sampler.sample`; a session changes nothing here."""
+        request = _Request(list(token_ids), sampling)
+        request.sequences = [_Sequence(request, draw_uniforms(sampling, number)) for number in range(num_samples)]
+        longest = len(request.token_ids) + sampling.max_new_tokens
+        if longest > self.max_length:
+            raise EngineError(f"A sequence of up to {longest} tokens is longer than the sampler's {self.max_length}.")
+        with self._queue_lock:
+            self._waiting.extend(request.sequences)
+        # All that is asked for in this turn of the loop begins together, whatever the thread is doing.
+        asyncio.get_running_loop().call_soon(self._start_work)
+        return await asyncio.wrap_future(request.done)  # a cancelled one is dropped at the next step
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :meth:`Sampler.score`."""
+        scores = self._thread.submit(self.score_all, np.array([token_ids]))
+        (logprobs,) = await asyncio.wrap_future(scores)
+        return np.asarray(logprobs)
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
+        batch = RolloutBatch.of_sequences(token_ids.tolist()).to(self.device)
+        with self._model_lock, torch.inference_mode():
+            logprobs, _ = compute_packed_logprobs(self.model, batch, 1.0, False)
+        return logprobs.view(token_ids.shape).cpu().numpy()
+
+    # Weights
+
+    @torch.no_grad()
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
+
+        Raises:
+            EngineError: a weight is missing, or is none of the model's; the sampler has no weights then.
+        """
+        with self._model_lock:
+            self.weight_version = None
+            self.wake()
+            own = dict(named_weights(self.model))
+            given = dict(source.named_weights())
+            if faults := sorted(given.keys() ^ own.keys()):
+                raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
+            gather_into([own[name] for name in given], list(given.values()))
+            self.weight_version = version
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether its memory is of a kind that the actor lacks; the CPU's is kept."""
+        return self.device.type != "cpu"
+
+    def sleep(self) -> None:
+        """See :meth:`Sampler.sleep`."""
+        if not self.can_sleep:
+            return
+        with self._model_lock:
+            self.weight_version = None
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.new_empty(0)
+
+    def wake(self) -> None:
+        """See :meth:`Sampler.wake`."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.shape != self._shapes[name]:
+                parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
+
+    def close(self) -> None:
+        """End the thread; what is under way fails. May be called twice."""
+        with self._queue_lock:
+            self._fail([*self._waiting, *self._running], EngineError("The sampler has been closed."))
+            self._waiting.clear()
+        self._thread.shutdown(cancel_futures=True)
+
+    # In the thread
+
+    def _start_work(self) -> None:
+        with self._queue_lock:
+            if self._waiting and not self._is_working:
+                self._is_working = True
+                self._thread.submit(self._work)
+
+    def _work(self) -> None:
+        """Decode until there are no more requests."""
+        try:
+            while True:
+                with self._queue_lock:
+                    self._drop_abandoned()
+                    if not self._waiting and not self._running:
+                        self._is_working = False
+                        self._cache = KeyValueCache()
+                        return
+                self._step()
+        except Exception as error:  # what a step fails with is its requests' error, not this thread's
+            with self._queue_lock:
+                self._is_working = False
+                self._fail([*self._waiting, *self._running], error)
+                self._waiting.clear()
+                self._running.clear()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Compute waiting prompts, or one token of each running sequence."""
+        admitted = self._admit()
+        with self._model_lock:
+            version = self.weight_version
+            if version is None:
+                raise EngineError("The sampler has no weights.")
+            if admitted:
+                logits = self._read_prompts(admitted)
+            else:
+                last = [sequence.token_ids[-1] for sequence in self._running]
+                logits = predict_next(self.model, self._cache, last, [one.length for one in self._running])
+            chosen = admitted or self._running
+            tokens, logprobs = choose_tokens(
+                logits,
+                [sequence.request.sampling for sequence in chosen],
+                [sequence.uniforms[len(sequence.token_ids)] for sequence in chosen],
+            )
+        for sequence, token, logprob in zip(chosen, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.weight_versions.append(version)
+            self._end(sequence)
+        for sequence in [sequence for sequence in self._running if sequence.is_finished]:
+            self._remove(sequence)
+
+    def _admit(self) -> list[_Sequence]:
+        """Take in as many waiting sequences as there is room for, in their order."""
+        admitted: list[_Sequence] = []
+        num_tokens = 0
+        with self._queue_lock:
+            while self._waiting and len(self._running) + len(admitted) < self.max_sequences:
+                request = self._waiting[0].request
+                is_new = not admitted or admitted[-1].request is not request
+                num_tokens += len(request.token_ids) if is_new else 0
+                if admitted and num_tokens > MAX_PROMPT_TOKENS:
+                    break
+                admitted.append(self._waiting.popleft())
+            self._running += admitted
+        return admitted
+
+    def _read_prompts(self, admitted: list[_Sequence]) -> torch.Tensor:
+        """Compute their prompts, each once; the logits of each sequence's first token [N, V]."""
+        first = len(self._running) - len(admitted)
+        requests = list(dict.fromkeys(sequence.request for sequence in admitted))
+        rows: dict[_Request, list[int]] = {request: [] for request in requests}
+        for row, sequence in enumerate(admitted, start=first):
+            rows[sequence.request].append(row)
+        longest = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+        self._cache.reserve(len(self._running), longest)
+        logits = predict_after_prompts(
+            self.model, self._cache, [request.token_ids for request in requests], [rows[one] for one in requests]
+        )
+        places = {request: place for place, request in enumerate(requests)}
+        return logits[[places[sequence.request] for sequence in admitted]]
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Finish a sequence if its last token ends it, and its request with its last sequence."""
+        sampling, token = sequence.request.sampling, sequence.token_ids[-1]
+        if token in self.files.end_token_ids or token in sampling.stop_token_ids:
+            sequence.end = token
+        elif sampling.stop:
+            sequence.end = self._find_stop(sequence)
+        sequence.is_finished = sequence.end is not None or len(sequence.token_ids) == sampling.max_new_tokens
+        request = sequence.request
+        if request.is_finished:
+            completions = self._completions(request)
+            with self._queue_lock:
+                if not request.done.done():
+                    request.done.set_result(completions)
+
+    def _find_stop(self, sequence: _Sequence) -> str | None:
+        """Return the stop string that the last token has completed, if there is one."""
+        stop = sequence.request.sampling.stop
+        # Each token has a byte at least, unless it is a special one, and a character four at most.
+        split = max(len(sequence.token_ids) - 4 * max(map(len, stop)) - CONTEXT_TOKENS, 0)
+        before = sequence.request.token_ids + sequence.token_ids[:split]
+        (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])
+        return next((text_end for text_end in stop if text_end in text), None)
+
+    def _completions(self, request: _Request) -> list[Completion]:
+        outputs = [
+            {
+                "token_ids": np.array(sequence.token_ids, np.int64),
+                "logprobs": np.array(sequence.logprobs, np.float32),
+                "weight_versions": np.array(sequence.weight_versions, np.int32),
+                "end": sequence.end,
+            }
+            for sequence in request.sequences
+        ]
+        return make_completions(self.files, request.token_ids, outputs)
+
+    def _remove(self, sequence: _Sequence) -> None:
+        """Give a sequence's row to the last one."""
+        row, last = self._running.index(sequence), len(self._running) - 1
+        if row != last:
+            self._cache.move(last, row)
+            self._running[row] = self._running[last]
+        self._running.pop()
+
+    def _drop_abandoned(self) -> None:
+        """Leave out sequences of requests that were cancelled, or have failed."""
+        self._waiting = deque(sequence for sequence in self._waiting if not sequence.request.done.done())
+        for sequence in [sequence for sequence in self._running if sequence.request.done.done()]:
+            self._remove(sequence)
+
+    @staticmethod
+    def _fail(sequences: Sequence[_Sequence], error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            failure = EngineError(f"The sampler failed: {error}")
+            failure.__cause__, error = error, failure
+        for request in {sequence.request for sequence in sequences}:
+            if not request.done.done():
+                request.done.set_exception(error)
+
+
+def draw_uniforms(sampling: Sampling, number: int) -> list[float]:
+    """Return a sample's random numbers in [0, 1), one a token, the same on any device and in any batch.
+
+    Args:
+        sampling: of the request; without a seed the numbers are new ones each time.
+        number: of the sample among the request's.
+    """
+    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed + number
+    drawn: list[float] = np.random.Generator(np.random.Philox(seed)).random(sampling.max_new_tokens).tolist()
+    return drawn

@@ -1,0 +1,156 @@
+"""Whole runs without an engine: training, validation, prediction, resume, ranks and the command line."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_project import fit_here
+from engine_run import Witness, drawn, make_data, make_module, make_trainer, save_model, versions
+from lightning.pytorch.callbacks import ModelCheckpoint
+from programs import read_csv, run_python, steps_with
+from rank_processes import finish, start_calls
+from tiny import copy_weights, write_sums
+
+from rlightning.callbacks import TransformersRollout
+from rlightning.data import ValidationSet
+from rlightning.errors import ConfigError, EngineError
+from rlightning.parallel.fsdp import FSDP
+from rlightning.types import RolloutBatch
+
+
+def make_rollout(**kwargs: Any) -> TransformersRollout:
+    """Verified at every sync."""
+    return TransformersRollout(**{"max_new_tokens": 8, "verify_every": 1, "seed": 0} | kwargs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def saves(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=2)
+
+
+@pytest.mark.processes
+def test_run_learns_and_resumes_bit_equal(folder: str, tmp_path: Path) -> None:
+    path = write_sums(tmp_path)
+    sets = {
+        "greedy": ValidationSet(path, temperature=0.0, limit=8),
+        "sampled": ValidationSet(path, samples_per_prompt=4, temperature=1.0, limit=8),
+    }
+    witness, module = Witness(), make_module(folder, lr=1e-2, samples_per_prompt=8)
+    data = make_data(tmp_path, validation=sets)
+    trainer = make_trainer(tmp_path, 12, make_rollout(), witness, saves(tmp_path), enable_checkpointing=True)
+    trainer.fit(module, data)
+    rewards = [step["reward/mean"] for step in witness.steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert [versions(batch) for batch in witness.batches] == [[number] for number in range(12)]
+    sampled_from = [prompt.index for batch in witness.batches for prompt in batch.prompts[::8]]
+    assert sampled_from == drawn(trainer, 48)
+    # exact in float32, after updates too: the temperature is 1
+    assert all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps)
+    assert witness.events[:6] == ["validation", "sync 0", "rollout", "update", "rollout", "sync 1"]
+
+    greedy, sampled = trainer.validate(module, data, verbose=False)
+    assert "val/greedy/pass@1" in greedy and "val/sampled/pass@4" in sampled
+    predictions: Any = trainer.predict(module, data)
+    pairs = [pair for batch in predictions for pair in batch]
+    assert [prompt.index for prompt, _ in pairs] == list(range(16))
+    assert all((one.weight_versions == 12).all() for _, completions in pairs for one in completions)
+
+    again = Witness()
+    resumed = make_module(folder, lr=1e-2, samples_per_prompt=8)
+    trainer = make_trainer(tmp_path / "resumed", 12, make_rollout(), again)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*step=6.ckpt")
+    trainer.fit(resumed, make_data(tmp_path, validation=sets), ckpt_path=checkpoint)
+    assert len(again.batches) == 6
+    for one, other in zip(again.batches, witness.batches[6:], strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
+    for name, weight in copy_weights(resumed).items():
+        assert torch.equal(weight, copy_weights(module)[name]), name
+
+
+def sample_on_ranks(folder: Path, model: str, num_ranks: int) -> list[list[Any]]:
+    """Two steps that change nothing; the prompts of this rank, each with its tokens, and their log-probabilities."""
+    witness = Witness()
+    ranks: dict[str, Any] = {"devices": num_ranks, "strategy": FSDP()} if num_ranks > 1 else {}
+    module = make_module(model, lr=1e-30)
+    make_trainer(folder, 2, make_rollout(), witness, **ranks).fit(module, make_data(folder))
+    return [found for batch in witness.batches for found in completions_of(batch)]
+
+
+def completions_of(batch: RolloutBatch) -> list[list[Any]]:
+    rows = zip(batch.prompts, batch.completions, strict=True)
+    return [[prompt.index, one.token_ids.tolist(), one.logprobs.tolist()] for prompt, one in rows]
+
+
+@pytest.mark.processes
+def test_two_sharded_ranks_sample_as_one(folder: str, tmp_path: Path) -> None:
+    one = sample_on_ranks(tmp_path, folder, 1)
+    first, second = finish(start_calls(sample_on_ranks, 2, tmp_path, folder, 2))
+    assert len(first) == len(second) == len(one) / 2
+    by_prompt: dict[int, list[Any]] = {}
+    for index, *completion in one:
+        by_prompt.setdefault(index, []).append(completion)
+    for index, tokens, logprobs in first + second:
+        expected, expected_logprobs = by_prompt[index].pop(0)
+        assert tokens == expected
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-6)
+
+
+CONFIG = """\
+model: {class_path: GRPO, init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}}
+rollout: {class_path: TransformersRollout, init_args: {max_new_tokens: 4}}
+data: {train: sums.jsonl, max_prompt_tokens: 16, validation: {sums: {path: sums.jsonl, limit: 4}}}
+trainer: {accelerator: cpu, max_steps: 2, default_root_dir: run}
+"""
+
+WITHOUT_VLLM = """\
+import sys
+sys.modules["vllm"] = None  # as if it were not installed
+from rlightning.__main__ import main
+main(["fit", "--config", "run.yaml"])
+"""
+
+
+@pytest.mark.processes
+def test_command_line_needs_no_vllm(project: Path) -> None:
+    write_sums(project)
+    (project / "run.yaml").write_text(CONFIG)
+    done = run_python("-c", WITHOUT_VLLM, folder=project)
+    assert "transformers in the trainer's process, float32" in done.stdout + done.stderr
+    rows = read_csv(next((project / "run").glob("metrics/version_*/metrics.csv")))
+    assert steps_with(rows, "val/sums/pass@1") == [0] and steps_with(rows, "reward/mean") == [1, 2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("max_sequences", "0"), r"^error: rollout\.max_sequences=0 must be at least 1\."),
+        (("gpu_memory_utilization", "0.5"), r"^error: rollout\.(init_args\.)?gpu_memory_utilization: there is no such"),
+        (("temperature", "0"), r"^error: rollout\.temperature=0 makes all samples of a prompt alike"),
+        (("verify_every", "-1"), r"^error: rollout\.verify_every=-1 must be at least 0"),
+    ],
+)
+def test_bad_argument_is_one_line(
+    option: tuple[str, str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sums(project)
+    (project / "run.yaml").write_text(CONFIG)
+    code, errors = fit_here(capsys, "--config", "run.yaml", f"--rollout.{option[0]}", option[1])
+    assert code != 0
+    lines = [line for line in errors.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert re.match(message, lines[0]), lines[0]
+
+
+def test_rollout_without_set_up_is_an_error() -> None:
+    with pytest.raises(EngineError, match="There is no sampler"):
+        make_rollout().generate([], 1, make_rollout().sampling)
+    with pytest.raises(ConfigError, match=r"max_sequences=0 must be at least 1"):
+        make_rollout(max_sequences=0)
