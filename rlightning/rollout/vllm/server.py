@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlightning import intervals
 from rlightning.foreign_text import cut_line
 from rlightning.rollout.load_check import describe_faults
+from rlightning.rollout.vllm.token_versions import TokenVersions
 
 RESET_TRIES = 5
 ALL_AT_ONCE = 1 << 30
@@ -223,52 +224,3 @@ class VLLMServer:
                 return True
             await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)  # a step that was scheduled ahead may still run
         return False
-
-
-class TokenVersions:
-    """The version of the weights now, and where in each unfinished sample it has changed.
-
-    Attributes:
-        current: what tokens are sampled from; None before the first weights.
-    """
-
-    def __init__(self) -> None:
-        self.current: int | None = None
-        self._starts: dict[str, list[list[tuple[int, int]]]] = {}
-
-    def begin(self, request_id: str, num_samples: int) -> None:
-        """Note a request that is about to be sampled from."""
-        if self.current is None:
-            raise RuntimeError("The engine has not adopted any weights yet: its own are random. Load some.")
-        self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
-
-    def adopt(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
-        """Count tokens from here on as those of other weights.
-
-        Args:
-            weight_version: of these.
-            num_tokens: request, sample and the number of its tokens so far, for all samples that are unfinished. What
-                has not begun (with :meth:`begin`) is ignored.
-        """
-        self.current = weight_version
-        for request_id, sample, count in num_tokens:
-            if request_id in self._starts:
-                self._starts[request_id][sample].append((count, weight_version))
-
-    def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Forget a request, if it has begun.
-
-        Args:
-            request_id: given to :meth:`begin`.
-            lengths: tokens of each sample; empty for a request that was given up.
-
-        Returns:
-            For each sample the version of each of its tokens.
-        """
-        all_starts = self._starts.pop(request_id, [])
-        versions = []
-        for length, starts in zip(lengths, all_starts, strict=False):
-            versions.append(np.empty(length, np.int32))
-            for start, version in starts:
-                versions[-1][start:] = version
-        return versions
