@@ -9,8 +9,7 @@ from typing import Any
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_outputs, check_repeated
-from rlightning.parallel.collectives import any_rank
-from rlightning.parallel.loop_ranks import num_ranks_in, rank_in
+from rlightning.parallel.collectives import any_rank, num_ranks_in, rank_in
 from rlightning.report.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, Trajectory

@@ -15,8 +15,8 @@ from rlightning.callbacks.throughput import memory_gib
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.parallel.collectives import rank_in
 from rlightning.parallel.execution_mode import is_controller
-from rlightning.parallel.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
 from rlightning.report.trajectories import spread_by_reward, summary_rows

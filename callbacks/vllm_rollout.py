@@ -18,7 +18,7 @@ from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
-from rlightning.report.late_loggers import is_service
+from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError

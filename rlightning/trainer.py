@@ -24,9 +24,9 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 from rlightning.module.trainer_options import check_options
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
-from rlightning.parallel.ddp import replace_lightning_ddp
 from rlightning.parallel.launcher import check_launch
 from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.strategy import replace_lightning_ddp
 from rlightning.parallel.strategy_names import find_strategy
 from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder

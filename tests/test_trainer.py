@@ -26,8 +26,8 @@ from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
-from rlightning.parallel.ddp import DDP
 from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.strategy import DDP
 from rlightning.trainer import DEFAULTS
 
 

@@ -42,8 +42,8 @@ from rlightning.foreign_text import without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
-from rlightning.parallel.ddp import replace_lightning_ddp
 from rlightning.parallel.stop_signal import stop_signal
+from rlightning.parallel.strategy import replace_lightning_ddp
 from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.run_dir import new_run_folder, run_dir
 from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all

@@ -1,8 +1,12 @@
-"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are."""
+"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are.
+
+Each worker's :class:`HookRelay` sends them; the controller's :class:`Relay` puts those of all ranks together.
+"""
 
 import logging
 import pickle
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
@@ -13,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from rlightning.controller.commands import Fired, Inbox
 from rlightning.controller.rtensor import localize, remotize, remotize_own
+from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
 from rlightning.types.axes import split_lists
@@ -186,3 +191,61 @@ def warn_of_unheard(callbacks: Iterable[Any]) -> None:
                     type(callback).__name__,
                     hook,
                 )
+
+
+class Relay:
+    """Puts the ranks' hooks together: one is fired when all ranks have come to it, in the order of rank 0.
+
+    Those that concern one rank alone are fired at once.
+    """
+
+    def __init__(self, num_ranks: int, fire_one: Callable[[Fired, Sequence[Any]], None]) -> None:
+        self._order: deque[Fired] = deque()
+        self._others: list[dict[str, deque[Fired]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
+        self._fire = fire_one
+
+    def add(self, rank: int, fired: Fired) -> None:
+        """Take note of a rank's hook, and fire those that are complete."""
+        if fired.hook in RANK_HOOKS:
+            self._fire(fired, fired.arguments)
+        elif rank == 0:
+            self._order.append(fired)
+        else:
+            self._others[rank - 1][fired.hook].append(fired)
+        while self._order and all(waiting[self._order[0].hook] for waiting in self._others):
+            self._fire_next()
+
+    def flush(self) -> None:
+        """Fire what is left, some of which not all ranks have: an engine may be one rank's alone."""
+        while self._order:
+            self._fire_next()
+
+    def _fire_next(self) -> None:
+        first = self._order.popleft()
+        waiting = [hooks[first.hook] for hooks in self._others]
+        same = [first, *(hooks.popleft() for hooks in waiting if hooks)]
+        columns = zip(*(fired.arguments for fired in same), strict=True)
+        self._fire(first, [merge(column, first.hook) for column in columns])
+
+
+def merge(values: Sequence[Any], hook: str) -> Any:
+    """One argument of a hook from those of the ranks."""
+    if isinstance(values[0], BatchPart):
+        return RemoteBatch(values, has_global_groups=hook in GLOBAL_GROUPS)
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    return values[0]
+
+
+def split_in_order(batch: Sequence[Any], num_parts: int) -> list[Any]:
+    """Neighbouring parts of equal size.
+
+    Raises:
+        ConfigError: if the batch does not divide.
+    """
+    size, rest = divmod(len(batch), num_parts)
+    if rest:
+        raise ConfigError(
+            f"a batch of {len(batch)} cannot be split over num_workers={num_parts}. Use batches of a multiple of it."
+        )
+    return [batch[start : start + size] for start in range(0, len(batch), size)] if size else [batch] * num_parts

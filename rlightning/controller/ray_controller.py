@@ -25,9 +25,8 @@ from lightning.pytorch.strategies import Strategy
 from rlightning.controller.cluster import Resources, import_ray, join_cluster
 from rlightning.controller.driver import DriverContext, check_names
 from rlightning.controller.hook_relay import wanted_hooks, warn_of_unheard
-from rlightning.controller.launcher import ControllerLauncher
 from rlightning.controller.remote_module import ControllerModule
-from rlightning.controller.strategy import ControllerStrategy
+from rlightning.controller.strategy import ControllerLauncher, ControllerStrategy
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import check_rules
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
@@ -131,7 +130,6 @@ class RayController(ControllerStrategy):
         self.resources = Resources(cpus=cpus_per_worker, gpus=gpus_per_worker, placement=placement)
         self.max_restarts, self.max_store_bytes = max_restarts, max_store_bytes
         self.env = [env] if isinstance(env, str) else list(env)
-        self.saved: list[Path] = []
         self._driver: DriverContext | None = None
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
@@ -288,12 +286,6 @@ class RayController(ControllerStrategy):
         assert self._driver is not None
         longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
         return self._engines.start(module.configured, longest, Path(trainer.default_root_dir), self._driver)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Note what has been written: a restart goes on from this run's checkpoints, not from others beside them."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint:  # without, there are only weights
-            self.saved.append(Path(filepath).absolute())
 
     def close(self) -> None:
         """End the workers, and with them the weights."""

@@ -1,15 +1,13 @@
 """What stands for the module in a controller: its configuration, and hooks that ask the workers."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
 from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
+from rlightning.controller.strategy import ControllerStrategy
 from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
-
-if TYPE_CHECKING:
-    from rlightning.controller.ray_controller import RayController
 
 
 class ControllerModule(PromptBatchModule):
@@ -27,9 +25,9 @@ class ControllerModule(PromptBatchModule):
     """
 
     configured: Any
-    strategy: "RayController"
+    strategy: ControllerStrategy
 
-    def __init__(self, configured: LightningModule, strategy: "RayController") -> None:
+    def __init__(self, configured: LightningModule, strategy: ControllerStrategy) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved

@@ -1,12 +1,20 @@
-"""What Lightning asks of a strategy, as orders to workers."""
+"""What Lightning asks of a strategy, as orders to workers; and its launcher, which restarts a stage after a death."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.trainer.trainer as trainer_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.seed import isolate_rng
 
+from rlightning.atomic_save import find_saved
+from rlightning.controller.cluster import check_own_node
 from rlightning.controller.commands import (
     Call,
     End,
@@ -22,15 +30,15 @@ from rlightning.controller.commands import (
     StepResult,
     StopWanted,
     Train,
+    WorkerDiedError,
 )
-from rlightning.controller.controller_relay import Relay, split_in_order
 from rlightning.controller.epoch_metrics import log_epoch_metrics
-from rlightning.controller.hook_relay import GLOBAL_GROUPS
+from rlightning.controller.hook_relay import GLOBAL_GROUPS, Relay, split_in_order
 from rlightning.controller.rtensor import localize
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
 
 
@@ -39,17 +47,25 @@ class ControllerStrategy(SingleDeviceStrategy):
 
     Attributes:
         group: the workers, while there are any.
+        max_restarts: how often workers are started anew when one of them has died.
+        saved: the checkpoints of this run, in order; a restart goes on from the last, not from others beside them.
     """
 
     execution_mode = ExecutionMode.CONTROLLER
+    max_restarts = 0
 
     def __init__(self) -> None:
         super().__init__("cpu")
         self.group: WorkerGroup | None = None
+        self.saved: list[Path] = []
         self._trainer: Trainer | None = None
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
         self._closed_hook: str | None = None  # that is being fired, if no order can be answered in it
+
+    def count_workers(self) -> int:
+        """Return how many workers there are, or will be."""
+        raise NotImplementedError
 
     # Orders
 
@@ -209,7 +225,10 @@ class ControllerStrategy(SingleDeviceStrategy):
             filepath: on a disk that all workers see.
             storage_options: of the workers' strategy.
         """
-        self.order_all(Save(checkpoint, str(Path(filepath).absolute()), storage_options))
+        path = Path(filepath).absolute()
+        self.order_all(Save(checkpoint, str(path), storage_options))
+        if "optimizer_states" in checkpoint:  # without, there are only weights
+            self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Have the workers load their part.
@@ -246,3 +265,87 @@ def refusal(order: Order, hook: str) -> ConfigError:
         f"{what} came in {hook}, but until its update the workers' step may ask for further prompts, and takes no "
         "orders. Do it in on_update_start, on_update_end, or a hook of Lightning's such as on_train_batch_end."
     )
+
+
+log = logging.getLogger(__name__)
+
+CKPT_PATH = 4
+"""The place of the checkpoint in the arguments of Lightning's fit: module, two loaders, data, checkpoint ..."""
+
+
+class ControllerLauncher(_Launcher):
+    """Starts no process; the strategy does.
+
+    Args:
+        strategy: of the controller.
+    """
+
+    def __init__(self, strategy: ControllerStrategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Also in a notebook."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Run ``function``, Lightning's implementation of a stage."""
+        self.strategy.saved.clear()
+        with without_cuda_rng(), naming_lost_cluster():
+            for restart in range(1, self.strategy.max_restarts + 1):
+                try:
+                    return function(*args, **kwargs)
+                except WorkerDiedError as error:
+                    check_own_node()
+                    if trainer is None or trainer.state.fn != "fit":
+                        raise
+                    path = find_last(self.strategy.saved) or args[CKPT_PATH]
+                    if path is None:
+                        raise
+                    log.warning("%s Restart %d of %d, from %s.", str(error), restart, self.strategy.max_restarts, path)
+                    prepare_again(trainer)
+                    args = with_checkpoint(args, path)
+            return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """There is nobody to send a signal to: workers end with this process."""
+
+
+@contextmanager
+def naming_lost_cluster() -> Iterator[None]:
+    """Within, have whatever Ray raises because the run's own cluster is gone say that."""
+    try:
+        yield
+    except Exception:
+        check_own_node()
+        raise
+
+
+@contextmanager
+def without_cuda_rng() -> Iterator[None]:
+    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
+    trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]
+
+
+def find_last(saved: Sequence[Path]) -> Path | None:
+    """The last checkpoint that is whole and still there.
+
+    Args:
+        saved: as they were written; what else is beside them may be another run's, or of steps that were rolled back.
+    """
+    return next(filter(is_whole, map(find_saved, reversed(saved))), None)
+
+
+def prepare_again(trainer: Trainer) -> None:
+    """Undo what a stage that was cut short has begun, for another attempt; callbacks know nothing of it."""
+    trainer._teardown()
+    trainer.training = True
+
+
+def with_checkpoint(args: tuple[Any, ...], path: Path | str) -> tuple[Any, ...]:
+    """The arguments of Lightning's fit with another checkpoint."""
+    return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

@@ -1,4 +1,4 @@
-"""The Trainer of one worker: what it is made from, and how it knows its rank."""
+"""The Trainer of one worker: what it is made from, its rank, and loops that end when the controller's do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,95 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.controller.command_feed import ENDLESS, OrderFeed
 from rlightning.controller.hook_relay import HookRelay
-from rlightning.controller.worker_loops import WorkerFitLoop
 from rlightning.errors import ConfigError
+
+
+class WorkerEpochLoop(_TrainingEpochLoop):
+    """The steps of an epoch, as they are ordered.
+
+    Args:
+        trainer: the worker's.
+        feed: where orders come from.
+        min_steps: the run's, for whoever asks.
+        max_steps: the run's, for whoever asks.
+    """
+
+    done = False
+
+    def __init__(self, trainer: Trainer, feed: OrderFeed, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self.feed = feed
+
+    def advance(self, data_fetcher: Any) -> None:
+        """One step."""
+        order = self.feed.await_batch()
+        if order is None:
+            raise StopIteration
+        if order.is_last:
+            data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
+        try:
+            super().advance(data_fetcher)
+        except StopIteration as stop:
+            raise ConfigError(
+                "on_train_batch_start returned -1, or a step raised StopIteration, which skips the rest of an epoch, "
+                "but a controller counts the epochs of its workers. Set trainer.should_stop, or use strategy fsdp2 or "
+                "ddp."
+            ) from stop
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """The step is over, with all of its hooks."""
+        super().on_advance_end(data_fetcher)
+        self.feed.answer_step()
+
+
+class WorkerFitLoop(_FitLoop):
+    """The epochs of a fit, as they are ordered.
+
+    Args:
+        trainer: the worker's, whose own loop this replaces.
+        feed: where orders come from.
+    """
+
+    def __init__(self, trainer: Trainer, feed: OrderFeed) -> None:
+        replaced = trainer.fit_loop
+        super().__init__(trainer, replaced.min_epochs, replaced.max_epochs)
+        self.feed = feed
+        self.epoch_loop = WorkerEpochLoop(trainer, feed, replaced.min_steps, replaced.max_steps)
+
+    @property
+    def done(self) -> bool:
+        """It is for the controller to say."""
+        return self.feed.is_over
+
+    def run(self) -> None:
+        """Obey what comes before training, and train."""
+        self.feed.begin_fit()
+        super().run()
+
+    def setup_data(self) -> None:
+        """An epoch has as many batches as the controller's."""
+        super().setup_data()
+        self.max_batches = self.feed.num_batches
+
+    def on_run_start(self) -> None:
+        """Called when training starts."""
+        super().on_run_start()
+        self.feed.answer_start()
+
+    def on_advance_start(self) -> None:
+        """Called when an epoch starts, or goes on from a checkpoint."""
+        if not self.feed.begin_epoch():
+            raise StopIteration
+        super().on_advance_start()
+        self.feed.answer_start()
 
 
 @dataclass(frozen=True)
@@ -149,7 +230,7 @@ class WorkerTrainer(Trainer):
 def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
     """The Trainer of one rank."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
-    from rlightning.parallel.ddp import replace_lightning_ddp
+    from rlightning.parallel.strategy import replace_lightning_ddp
 
     replace_lightning_ddp()
     plugins: list[Any] = [environment]

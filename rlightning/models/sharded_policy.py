@@ -6,12 +6,17 @@ No rank ever holds the whole model, on the device or on the host. A layer's weig
 of afterwards.
 """
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,16 +25,22 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
-from rlightning.models.architecture import check_architecture
+from rlightning.errors import ConfigError
+from rlightning.models.architecture import check_architecture, find_not_finite, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
+from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import compute_packed_logprobs
-from rlightning.models.policy import load_config, remove_dropout
-from rlightning.models.shard_loading import initialize_buffers, load_shards
+from rlightning.models.policy import load_config, load_policy, remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
-from rlightning.parallel.sharding import Sharding
+from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.gathering import local_box
+from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
 
 
 def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -112,3 +123,114 @@ def release_without_gradient(policy: nn.Module) -> None:
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+log = logging.getLogger(__name__)
+
+
+def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
+    """Compute anew what no file holds, such as the frequencies of rotary positions.
+
+    transformers itself builds every model without memory first, so its classes know how to do this.
+
+    Args:
+        model: its name, for the error.
+        policy: with memory for its buffers, but nothing in it.
+        device: where buffers belong.
+    """
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
+        if module._non_persistent_buffers_set:
+            for weight in module.parameters(recurse=False):
+                weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
+            policy._init_weights(module)
+    saved = policy.state_dict().keys()
+    for name, buffer in policy.named_buffers():
+        if name not in saved and buffer.is_floating_point() and buffer.isnan().any():
+            raise ConfigError(
+                f"model='{model}' has a buffer, '{name}', that cannot be computed without loading the whole model. "
+                "Use trainer.strategy=ddp."
+            )
+
+
+@torch.no_grad()
+def load_shards(model: str, policy: PreTrainedModel) -> None:
+    """Fill the policy's parameters and saved buffers. All ranks have to call it.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        policy: with memory for its shards.
+
+    Raises:
+        ConfigError: if its weights are not all there, of other shapes or not finite, on every rank.
+    """
+    files = find_weights(model)
+    check_head(model, policy.config, files)
+    targets = dict(named_weights(policy))
+    if targets.keys() <= files.keys() and not is_converted(policy):
+        read_slices(model, targets, files)
+    else:
+        broadcast_slices(model, targets)
+    broken = [
+        name for names in gather_objects(find_not_finite(targets.items()), name="shards are read") for name in names
+    ]
+    if broken:
+        raise not_finite(model, sorted(set(broken)))
+
+
+def is_converted(policy: PreTrainedModel) -> bool:
+    """Whether transformers may change values, not only names, as it loads such a model."""
+    conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
+
+
+def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Read this rank's part of each weight, and nothing else, into place."""
+    for path in sorted(set(files.values())):
+        names = [name for name in targets if files[name] == path]
+        try:
+            with safe_open(path, "pt") as file:
+                for name in names:
+                    stored = file.get_slice(name)
+                    if list(stored.get_shape()) != list(targets[name].shape):
+                        raise other_shape(model, name, stored.get_shape(), targets[name].shape)
+                    target = local_tensor(targets[name])
+                    if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
+                        own = local_slices(targets[name])
+                        target.copy_(stored[own] if own else file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
+
+
+def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
+    """Let rank 0 load the whole model as transformers does, and hand it round weight by weight.
+
+    For weights whose names or shapes in the file are not the module's, which transformers converts as it loads them,
+    and for formats other than safetensors.
+    """
+    is_first = dist.get_rank() == 0
+    failure: str | None = None
+    whole: dict[str, Tensor] = {}
+    if is_first:
+        log.info("The files of model='%s' do not hold its weights by their names: rank 0 loads and sends them.", model)
+        try:
+            whole = dict(named_weights(load_policy(model, next(iter(targets.values())).dtype)))
+        except ConfigError as error:
+            failure = str(error)
+    failure = gather_objects(failure, name="rank 0 has loaded the model")[0]
+    if failure is not None:
+        raise ConfigError(failure)
+    for name, target in targets.items():
+        device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
+        weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
+        dist.broadcast(weight, src=0)
+        local_tensor(target).copy_(weight[local_slices(target)])
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor lies in the whole, along each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    box = local_box(tensor)
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))

@@ -28,11 +28,9 @@ from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
 from rlightning.parallel.lightning_internals import LeaveEvaluation, validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
-from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.parallel.stacks import run_folder, start_recorder
-from rlightning.parallel.stop_signal import GRACE_PERIOD
-from rlightning.report.late_loggers import delay_loggers
-from rlightning.report.loggers import adapt_loggers
+from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
+from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.types import Prompt, RolloutBatch, Trajectory

@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlightning.parallel.ddp import DDP
     from rlightning.parallel.fsdp import FSDP
+    from rlightning.parallel.strategy import DDP
 
 __all__ = ["DDP", "FSDP"]
 
-_FILES = {"DDP": "ddp", "FSDP": "fsdp"}
+_FILES = {"DDP": "strategy", "FSDP": "fsdp"}
 
 
 def __getattr__(name: str) -> Any:

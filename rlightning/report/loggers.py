@@ -1,4 +1,4 @@
-"""Lightning's loggers, for runs that outlive a full disk.
+"""Lightning's loggers, for runs that outlive a full disk, and that make none before their configuration is checked.
 
 :func:`adapt_loggers` gives loggers the classes here, in place: what a user holds stays the same object. What they
 cannot write is left out with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
@@ -190,3 +192,41 @@ def _append(path: Path, text: str) -> None:
         with suppress(OSError):
             os.truncate(path, size)
         raise
+
+
+class LateLoggers(Callback):
+    """Stands in front of the callbacks and gives the Trainer its loggers back, whom it was to ask for their runs.
+
+    Lightning has every logger make its run before the first ``setup``. After that it asks again when the set-up is
+    over. A ``ModelCheckpoint`` without a folder names one by the logger's run, which then has to be there earlier.
+
+    Args:
+        loggers: all of the Trainer's.
+    """
+
+    def __init__(self, loggers: list[Logger]) -> None:
+        self.loggers = loggers
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Called when the data have been read."""
+        trainer.loggers = self.loggers
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, ModelCheckpoint) and callback.dirpath is None for callback in callbacks):
+            for logger in self.loggers:
+                getattr(logger, "experiment", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Called in the middle of a set-up too."""
+        trainer.loggers = self.loggers
+
+
+def delay_loggers(trainer: Any) -> None:
+    """Hide the loggers from the Trainer until the first callback's ``setup``."""
+    others = [callback for callback in trainer.callbacks if not isinstance(callback, LateLoggers)]
+    trainer.callbacks = [LateLoggers(trainer.loggers), *others]
+    trainer.loggers = []
+
+
+def is_service(logger: Logger) -> bool:
+    """Whether a logger makes a run somewhere else than in the run's folder."""
+    return not isinstance(logger, (CSVLogger, TensorBoardLogger))

@@ -18,7 +18,7 @@ from rlightning.hooks import RLCallback
 from rlightning.parallel import device as platform
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group
-from rlightning.parallel.ddp import DDP
+from rlightning.parallel.strategy import DDP
 
 
 class Recorder:

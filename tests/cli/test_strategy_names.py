@@ -10,7 +10,7 @@ from rlightning.cli.strategy_names import spell_out_options
 from rlightning.errors import ConfigError
 from rlightning.parallel.strategy_names import KEY, OLD_PACKAGE, check_strategy, spell_out
 
-FSDP, DDP = "rlightning.parallel.fsdp.FSDP", "rlightning.parallel.ddp.DDP"
+FSDP, DDP = "rlightning.parallel.fsdp.FSDP", "rlightning.parallel.strategy.DDP"
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *options: str) -> Any:

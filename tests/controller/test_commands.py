@@ -30,8 +30,7 @@ from rlightning.controller.commands import (
     WorkerError,
     raise_failure,
 )
-from rlightning.controller.controller_relay import Relay
-from rlightning.controller.hook_relay import HookRelay
+from rlightning.controller.hook_relay import HookRelay, Relay
 from rlightning.controller.rtensor import RTensor, localize
 from rlightning.controller.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError

@@ -16,7 +16,7 @@ from sft_run import SIZES, CountSteps, train, write_rows
 from tiny import save_model
 
 from rlightning import intervals
-from rlightning.controller.launcher import find_last
+from rlightning.controller.strategy import find_last
 from rlightning.errors import ConfigError, RewardError, find_run_error
 from rlightning.hooks import RLCallback
 from rlightning.parallel.checkpoint_folder import read_whole

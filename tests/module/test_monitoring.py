@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from rlightning.errors import ConfigError
 from rlightning.module.monitoring import adapt_monitoring
 from rlightning.parallel.checkpoint_io import read_state
-from rlightning.parallel.sigterm import EndOnSigterm
+from rlightning.parallel.stop_signal import EndOnSigterm
 
 
 class Scripted(LightningModule):

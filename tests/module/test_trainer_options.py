@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 from trainer_witness import Witness, fit, make_module, make_rows
 
 from rlightning.algorithms import SFT
-from rlightning.data.loaders import PromptBatches
+from rlightning.data.stream import PromptBatches
 from rlightning.errors import ConfigError
 from rlightning.module.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
 from rlightning.parallel import DDP
-from rlightning.parallel.sigterm import EndOnSigterm
+from rlightning.parallel.stop_signal import EndOnSigterm
 from rlightning.types import Prompt
 
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rlightning.errors import ConfigError
 from rlightning.parallel import barrier as barriers
 from rlightning.parallel.cpu_group import barrier_timeout, cpu_group, set_barrier_timeout
-from rlightning.parallel.ddp import DDP, replace_lightning_ddp
 from rlightning.parallel.failure import active_watch
+from rlightning.parallel.strategy import DDP, replace_lightning_ddp
 
 pytestmark = pytest.mark.usefixtures("own_port")
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 PAIR = """\
   devices: 2
   strategy:
-    class_path: rlightning.parallel.ddp.DDP
+    class_path: rlightning.parallel.strategy.DDP
     init_args:
       failure_grace: 30
 """
