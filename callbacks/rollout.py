@@ -20,7 +20,7 @@ from rlightning.rollout.requests import RandomStreams, check_own_limit, check_re
 from rlightning.rollout.verification import Verification
 from rlightning.rollout.weight_print import WeightPrint
 from rlightning.seeds import run_seed
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +117,12 @@ class RolloutCallback(RLCallback, Generator):
     @abstractmethod
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sync the weights if need be, and sample; a collective.
 
         Args:
             requests: this rank's prompts, each with the number of its random stream.
-            num_samples: completions of each.
+            num_samples: trajectories of each.
             sampling: how.
             on_completed: see :meth:`generate`.
         """
@@ -204,8 +204,8 @@ class RolloutCallback(RLCallback, Generator):
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
+    ) -> list[list[Trajectory]]:
+        """Make ``num_samples`` trajectories of each prompt, in the prompts' order, from the actor's current weights.
 
         The sampler is sent the weights first, if need be.
 
@@ -213,7 +213,7 @@ class RolloutCallback(RLCallback, Generator):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: called with each prompt as soon as its last completion is there, unless the engine belongs to
+            on_completed: called with each prompt as soon as its last trajectory has ended, unless the engine belongs to
                 another rank.
 
         Raises:
