@@ -8,13 +8,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from rlightning import intervals
 from rlightning.environments.environment import Environment
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
 from rlightning.environments.single_turn import SingleTurn
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout import Sampler
 from rlightning.types.trajectory import Prompt, Trajectory
 
@@ -68,12 +70,16 @@ class Collector:
                 if isinstance(group, BaseException):
                     raise group
                 yield group
-        finally:
+        except BaseException:
             work.cancel()
+            raise
+        work.result()
 
     def close(self) -> None:
-        """End the thread. May be called twice."""
+        """Cancel what is under way, and end the thread. May be called twice."""
         if self._thread.is_alive():
+            with suppress(TimeoutError):  # an environment may ignore that it is cancelled
+                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(intervals.CANCEL_GRACE)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -95,8 +101,22 @@ class Collector:
     async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
         begun = time.monotonic()
         group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
-        outcomes = await environment.run_group(request.prompt, group)
+        try:
+            outcomes = await environment.run_group(request.prompt, group)
+        except EngineError:
+            raise  # the sampler's, which no trajectory can go on without
+        except Exception as error:  # user code
+            outcomes = [failed_outcome(request.prompt, error)] * request.num_trajectories
         return group.finish(outcomes, time.monotonic() - begun)
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of this loop, and wait until they have ended."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:

@@ -6,6 +6,7 @@ in which nothing of before is trained again.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,8 @@ from rlightning.errors import EngineError
 from rlightning.rollout import Sampler, Sampling
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
+
+log = logging.getLogger(__name__)
 
 _ANSWER = "ANSWER OF THE POLICY"
 """Stands for its last turn where a chat template is asked what follows that."""
@@ -167,7 +170,7 @@ class RecordedGroup:
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
-            return Outcome(status="failed", error=f"{type(error).__name__}: {error}")
+            return failed_outcome(self._request.prompt, error)
 
     def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
         """Return the trajectories.
@@ -178,6 +181,14 @@ class RecordedGroup:
         """
         pairs = zip(self._policies, outcomes, strict=True)
         return [policy.finish(outcome, seconds) for policy, outcome in pairs]
+
+
+def failed_outcome(prompt: Prompt, error: Exception) -> Outcome:
+    """Return the outcome of a trajectory whose environment has raised, which counts as not sampled; log the error."""
+    text = f"{type(error).__name__}: {error}"
+    log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, text)
+    log.debug("Of prompt %d", prompt.index, exc_info=error)
+    return Outcome(status="failed", error=text)
 
 
 def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:
