@@ -96,11 +96,9 @@ def test_environment_stands_beside_rollout(project: Path, capsys: pytest.Capture
     (project / "run.yaml").write_text(CONFIG)
     code, errors = fit_here(capsys, "--config", "run.yaml")
     assert code == 0, errors
-    code, errors = fit_here(
-        capsys, "--config", "run.yaml", "--rollout", "VLLMRollout", *("--trainer.default_root_dir", "2")
-    )
-    assert (
-        code == 2 and "error: environment: VLLMRollout takes none. Use rollout.class_path=TransformersRollout" in errors
-    )
-    code, errors = fit_here(capsys, "--config", "run.yaml", "--environment.verdikt", "no")
+    elsewhere = ("--config", "run.yaml", "--trainer.default_root_dir", "elsewhere")
+    code, errors = fit_here(capsys, *elsewhere, "--rollout", "VLLMRollout")
+    refusal = "error: environment: VLLMRollout takes none. Use rollout.class_path=TransformersRollout"
+    assert code == 2 and refusal in errors
+    code, errors = fit_here(capsys, *elsewhere, "--environment.verdikt", "no")
     assert code == 2 and "environment.verdikt: there is no such key. Did you mean 'verdict'?" in errors
