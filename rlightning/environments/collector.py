@@ -128,9 +128,10 @@ def find_environment(environments: Environment | Mapping[str, Environment], prom
     if isinstance(environments, Environment):
         return environments
     name = prompt.columns.get(COLUMN)
-    if name not in environments:
+    environment = environments.get(str(name))
+    if environment is None:
         raise ConfigError(
             f"Prompt {prompt.index} has {COLUMN}={name!r}, which is none of the run's: {', '.join(environments)}. "
             "Name one of them in each row."
         )
-    return environments[name]
+    return environment

@@ -98,7 +98,7 @@ def test_turns_are_one_branch_of_exactly_what_was_sampled(
 
 
 def test_rewritten_history_is_another_branch_not_trained_again(sampler: TransformersSampler, prompt: Prompt) -> None:
-    policy = make_policy(sampler, prompt)
+    policy: RecordedPolicy = make_policy(sampler, prompt)
 
     async def compact() -> Sample:
         first = await policy.chat()
