@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from programs import run_python
 from torch import Tensor
 
 from rlightning.environments import Environment, LimitReachedError, Policy
@@ -57,7 +58,9 @@ def prompt(folder: str) -> Prompt:
     return Prompt(4, text, load_tokenizer(folder)(text).input_ids, {"answer": "x"})
 
 
-def make_policy(sampler: TransformersSampler, prompt: Prompt, number: int = 0, sampling: Sampling = SAMPLING) -> Any:
+def make_policy(
+    sampler: TransformersSampler, prompt: Prompt, number: int = 0, sampling: Sampling = SAMPLING
+) -> RecordedPolicy:
     return RecordedPolicy(sampler, sampler.files.tokenizer, GroupRequest(prompt, sampling, 2), number, 96)
 
 
@@ -98,7 +101,7 @@ def test_turns_are_one_branch_of_exactly_what_was_sampled(
 
 
 def test_rewritten_history_is_another_branch_not_trained_again(sampler: TransformersSampler, prompt: Prompt) -> None:
-    policy: RecordedPolicy = make_policy(sampler, prompt)
+    policy = make_policy(sampler, prompt)
 
     async def compact() -> Sample:
         first = await policy.chat()
@@ -161,3 +164,10 @@ def test_failures_and_deadlines_are_one_trajectorys_alone(sampler: TransformersS
     assert found[1].error == "It took more than 2 s."
     assert found[3].status in ("finished", "truncated") and found[3].reward == 1.0
     assert all(one.num_sampled > 0 for one in found)
+
+
+@pytest.mark.processes
+def test_environments_need_the_standard_library_alone() -> None:
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import rlightning.environments"
+    run_python("-I", "-S", "-c", code)  # without site-packages
