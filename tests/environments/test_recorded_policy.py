@@ -1,13 +1,16 @@
 """The policy in a trajectory: what it records is what was sampled, turn by turn and branch by branch."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from fork_server import START_BY_EXEC
 from programs import run_python
 from torch import Tensor
 
@@ -170,4 +173,4 @@ def test_failures_and_deadlines_are_one_trajectorys_alone(sampler: TransformersS
 def test_environments_need_the_standard_library_alone() -> None:
     root = Path(__file__).parents[2]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import rlightning.environments"
-    run_python("-I", "-S", "-c", code)  # without site-packages
+    run_python("-I", "-S", "-c", code, environment={**os.environ, START_BY_EXEC: "1"})  # without site-packages
