@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlightning.atomic_save import written_aside
 from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types.batch import TOKEN_FIELDS
 
 if TYPE_CHECKING:
     import pyarrow
-
-TOKEN_COLUMNS = ("token_ids", "is_sampled", "logprobs", "weight_versions", "turns")
-"""Of a branch, as in :class:`~rlightning.types.Branch`."""
 
 
 class Record(NamedTuple):
@@ -80,16 +79,12 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
     import pyarrow  # half a second that only a written table should cost
 
     rows = summary_rows(batch, step)
-    for row, one in zip(rows, batch.unpack(), strict=True):
+    for row, one in zip(rows, batch.trajectories, strict=True):
         row |= {
             "prompt_token_ids": one.prompt.token_ids,
             "prompt_columns": json.dumps(one.prompt.columns, default=str),
             "temperature": one.prompt.temperature,
             "max_new_tokens": one.prompt.max_new_tokens,
-            "branches": [
-                {"reason": branch.reason} | {name: memoryview(getattr(branch, name)).tolist() for name in TOKEN_COLUMNS}
-                for branch in one.branches
-            ],
             "turns": [
                 {
                     "message": json.dumps(turn.message, default=str),
@@ -105,7 +100,25 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
             "timings": list(one.timings.items()),
             "error": one.error,
         }
-    return pyarrow.Table.from_pylist(rows, schema=schema(list(batch.scores)))
+    columns = schema(list(batch.scores))
+    table = pyarrow.Table.from_pylist(rows, schema=columns.remove(len(columns) - 1))
+    return table.append_column(columns.field("branches"), _branches(batch, columns.field("branches").type))
+
+
+def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
+    """Return the column of branches, made of the packed tensors as they are."""
+    import pyarrow as pa
+
+    bounds = pa.array(batch.cu_seqlens.cpu().numpy())
+    columns: dict[str, pyarrow.Array] = {"reason": pa.array(batch.reasons, pa.string())}
+    for name, source, _ in TOKEN_FIELDS:
+        values = getattr(batch, name).cpu().numpy()
+        tokens = pa.array(values.view(np.int8) if values.dtype == np.bool_ else values)
+        columns[source] = pa.ListArray.from_arrays(bounds, tokens.cast(kind.value_type.field(source).type.value_type))
+    counts = batch.trajectory_ids.cpu().bincount(minlength=batch.num_trajectories)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().numpy()
+    branches = pa.StructArray.from_arrays(list(columns.values()), fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(pa.array(offsets), branches)
 
 
 def schema(functions: Sequence[str]) -> "pyarrow.Schema":
@@ -138,7 +151,6 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
             "prompt_columns": pa.string(),
             "temperature": pa.float64(),
             "max_new_tokens": pa.int64(),
-            "branches": pa.list_(pa.struct(branch)),
             "turns": pa.list_(pa.struct(turn)),
             "scores": numbers,
             "environment_reward": pa.float64(),
@@ -146,6 +158,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
             "metrics": numbers,
             "timings": numbers,
             "error": pa.string(),
+            "branches": pa.list_(pa.struct(branch)),
         }
     )
 
@@ -200,7 +213,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     branches = []
     for saved in row["branches"]:
         branch = Branch(saved["reason"])
-        for name in TOKEN_COLUMNS:
+        for _, name, _ in TOKEN_FIELDS:
             getattr(branch, name).extend(saved[name])
         branches.append(branch)
     turns = [
@@ -229,8 +242,13 @@ def _sample(branches: Sequence[Branch], turn: int, saved: dict[str, Any]) -> Sam
         for place, owner in enumerate(branch.turns)
         if owner == turn and branch.is_sampled[place]
     ]
-    columns = ([getattr(b, name)[i] for b, i in places] for name in ("token_ids", "logprobs", "weight_versions"))
-    return Sample(*columns, saved["text"], saved["finish_reason"])
+    return Sample(
+        token_ids=[branch.token_ids[place] for branch, place in places],
+        logprobs=[branch.logprobs[place] for branch, place in places],
+        weight_versions=[branch.weight_versions[place] for branch, place in places],
+        text=saved["text"],
+        finish_reason=saved["finish_reason"],
+    )
 
 
 def _first_advantages(batch: RolloutBatch) -> list[float]:

@@ -268,14 +268,15 @@ class InFlight:
 
 def _describe_change(old: dict[str, Any], new: dict[str, Any]) -> str:
     changed = [f"{key}: {old[key]}, now {value}" for key, value in new.items() if key in old and old[key] != value]
-    return "; ".join(changed) or "unknown ones of an earlier release"
+    return "; ".join(changed)
 
 
 def ages(groups: Sequence[Group], weight_version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """How old each sampled token of ``groups`` is at this version: [T] updates."""
     trajectories = [one for group in groups for one in group.trajectories or ()]
     versions = [np.asarray(sample.weight_versions) for one in trajectories for sample in one.samples]
-    return weight_version - np.concatenate([np.zeros(0, np.int64), *versions])
+    sampled: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *versions])
+    return weight_version - sampled
 
 
 def _pack(group: Group) -> dict[str, Any]:

@@ -312,6 +312,7 @@ class TransformersSampler:
             self._running[row] = self._running[last]
         self._running.pop()
 
+    @torch.inference_mode()
     def _drop_abandoned(self) -> None:
         """Leave out sequences of requests that were cancelled, or have failed."""
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.request.done.done())

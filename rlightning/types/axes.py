@@ -62,7 +62,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
 
     def take(value: Any, chosen: Tensor | Runs) -> Any:
         if isinstance(value, list):
-            return [value[i] for i in chosen]
+            return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
         if isinstance(chosen, Tensor):
             return value[chosen]
         return torch.cat([value[:0], *(value[start:end] for start, end in chosen)])

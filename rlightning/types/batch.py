@@ -11,7 +11,7 @@ Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``M`` traje
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ class RolloutBatch:
         """
         trajectories = [one for group in groups for one in group]
         branches = [branch for one in trajectories for branch in one.branches]
-        tokens = {}
+        tokens: dict[str, Any] = {}
         for name, source, dtype in TOKEN_FIELDS:
             parts = [np.asarray(getattr(branch, source)) for branch in branches]
             tokens[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))

@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 class Buffers:
     """Base of records that hold arrays: Lightning takes tuples, lists and dataclasses apart, and leaves these whole."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Return whether all attributes are equal."""

@@ -24,7 +24,7 @@ def test_the_report_tells_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     trainer = make_trainer(tmp_path, RunReport(), max_steps=4, val_check_interval=2)
     trainer.fit(ObservedModule(), loader(), loader(1))
     page = text_of(tmp_path / "report.html")
-    for chart in ("Reward", "Validation, pass@k", "Sample length", "Loss", "KL to the reference", "Gradient norm"):
+    for chart in ("Reward", "Validation, pass@k", "Completion length", "Loss", "KL to the reference", "Gradient norm"):
         assert f"<figcaption>{chart}</figcaption>" in page
     assert "Seconds a step, by phase" in page and re.search(
         r"step 4\ngenerate: .*\nreward: .*\nupdate: .*\nsync: ", page

@@ -31,7 +31,7 @@ from rlightning.rollout.canary import canary_tokens
 from rlightning.rollout.requests import with_run_seed
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
-from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 
@@ -53,7 +53,7 @@ class Run(NamedTuple):
     rollout: VLLMRollout
     witness: Witness
     sessions: list[int]
-    begun: list[tuple[Prompt, Sample]]
+    begun: list[Trajectory]
 
 
 def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:

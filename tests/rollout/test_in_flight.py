@@ -277,12 +277,12 @@ def test_a_checkpoint_holds_what_groups_were_sampled_with(is_known: bool, caplog
     state = json.loads(json.dumps(sampled_with(SETTINGS)[0].state_dict()))
     if not is_known:  # as earlier releases wrote it
         for group in state["groups"]:
-            del group["settings"]
+            group["completions"] = group.pop("trajectories")
     resumed = InFlight(1)
     resumed.load_state_dict(state)
-    assert (indices(resumed.waiting), resumed.num_finished) == ([0, 1], 2)
+    assert indices(resumed.waiting) == ([0, 1] if is_known else [0, 1, 2, 3])
     assert resumed.requeue_changed(SETTINGS) == []
-    assert (len(caplog.messages), resumed.num_finished) == ((0, 2) if is_known else (1, 0))
+    assert (caplog.messages, resumed.num_finished) == ([], 2 if is_known else 0)
 
 
 def test_an_unfinished_step_is_repeated_from_its_start() -> None:

@@ -263,7 +263,7 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     tokens = make_prompt("1" + completion).token_ids
     scored = engine.score(tokens)
     assert scored.shape == (8,) and scored[0] == 0
-    given = Sample(completion, np.array(tokens[1:]), np.zeros(7, np.float32), np.zeros(7, np.int32), "stop")
+    given = Sample(tokens[1:], [0.0] * 7, [0] * 7, completion, "stop")
     np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
 
 

@@ -244,8 +244,8 @@ def test_field_of_some_batches_only_is_refused() -> None:
 def test_lists_are_split_from_tensors_and_put_back() -> None:
     batch = fill(make_batch())
     tensors, lists = split_lists(batch)
-    assert tensors.trajectories == tensors.reasons == [] and lists.keys() == {"trajectories", "reasons"}
-    assert_equal(replace(tensors, **lists), batch)
+    assert (tensors.trajectories, tensors.reasons) == ([], []) and lists.keys() == {"trajectories", "reasons"}
+    assert_equal(replace(tensors, trajectories=lists["trajectories"], reasons=lists["reasons"]), batch)
 
 
 def test_temperatures_are_the_prompts_own() -> None:
