@@ -21,8 +21,8 @@ from launch import benchmark_parser, finish, say
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rlightning.distributed.platform import synchronize
 from rlightning.models.attention import SHARED_HEADS
+from rlightning.parallel.device import synchronize
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 

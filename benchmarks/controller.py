@@ -28,10 +28,10 @@ from launch import Job, Run, benchmark_parser, callback, count_gpus, finish, fit
 from memory_table import describe_end
 from weak_scaling import PHASES
 
-SPMD, FSDP = "SPMD", "rlightning.distributed.FSDP"
+SPMD, FSDP = "SPMD", "rlightning.parallel.FSDP"
 STRATEGIES: dict[str, dict[str, Any]] = {
     SPMD: {"class_path": FSDP},
-    "controller": {"class_path": "rlightning.distributed.RayController", "init_args": {"worker_strategy": FSDP}},
+    "controller": {"class_path": "rlightning.controller.RayController", "init_args": {"worker_strategy": FSDP}},
 }
 REWARD = "controller.checksum_reward"
 UNEQUAL = ("time/", "throughput/", "memory/")

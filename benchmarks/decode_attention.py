@@ -20,7 +20,7 @@ import torch
 from launch import benchmark_parser, finish, say
 from torch import Tensor
 
-from rlightning.distributed.platform import synchronize
+from rlightning.parallel.device import synchronize
 
 
 @dataclass

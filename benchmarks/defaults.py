@@ -98,7 +98,7 @@ def write_questions(path: Path, count: int = 4096) -> str:
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:
     """What `rlightning plan` computes for the same file on the same device."""
-    from rlightning.memory_plan.command import PlanCLI
+    from rlightning.cli.plan import PlanCLI
     from rlightning.memory_plan.phases import MemoryPlan
     from rlightning.memory_plan.settings import read_work
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from probes import CSVTrace
 
-from rlightning.distributed.platform import memory_use, reset_peak
+from rlightning.parallel.device import memory_use, reset_peak
 
 POLL_SECONDS = 0.02
 

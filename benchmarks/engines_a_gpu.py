@@ -7,7 +7,7 @@ An engine samples a token for all of its sequences in a step, and its core, a Py
 them. Where the core takes longer than the GPU, the GPU waits, and two engines with half of the sequences each may
 be faster than one. --sequences prompts of 128 tokens are completed by --max-new-tokens each, with log-probabilities as
 rlightning asks for them; the engines begin together, and the time is that until the last has ended. A core's scheduler
-is vLLM's own or rlightning's (rlightning/rollout/vllm_scheduler.py).
+is vLLM's own or rlightning's (rlightning/rollout/vllm/scheduler.py).
 
 Prints one table: the best of --repetitions.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from launch import PROMPT_TOKENS, benchmark_parser, finish, prepare, say
 
-SCHEDULERS = {"vllm": None, "rlightning": "rlightning.rollout.vllm_scheduler.make_scheduler"}
+SCHEDULERS = {"vllm": None, "rlightning": "rlightning.rollout.vllm.scheduler.make_scheduler"}
 
 
 def serve(

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlightning.distributed.barrier import barrier
-from rlightning.distributed.platform import memory_use, reset_peak
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.device import memory_use, reset_peak
 from rlightning.rollout.weights import WeightBucket
 
 ROUNDS = 6

@@ -53,7 +53,7 @@ def summarise(run: Run, sizes: list[tuple[int, int]], model: str) -> Rows:
     import torch
     from transformers import AutoConfig
 
-    from rlightning.models.flops import sequence_flops
+    from rlightning.models.counts import sequence_flops
 
     config = AutoConfig.from_pretrained(model).get_text_config()
     peaks = [row for row in run.read_trace("peaks") if row["phase"] == "update"]

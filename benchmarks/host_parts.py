@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from make_model import make_tokenizer
 
-from rlightning.balance import balance, deal_groups
-from rlightning.data.packing import split_microbatches
 from rlightning.metrics import rollout_metrics
+from rlightning.module.batching import balance, deal_groups
+from rlightning.module.packing import split_microbatches
 from rlightning.objectives import group_advantages
 from rlightning.report.trajectories import summary_rows, trajectory_table, write_trajectories
 from rlightning.rewards import RewardRunner
@@ -116,7 +116,7 @@ def make_outputs(size: Size) -> list[Any]:
 
 def engine_messages(size: Size) -> Work:
     """In the engine's process: vLLM's outputs to pickled messages."""
-    from rlightning.rollout.vllm_server import VLLMServer  # imports vLLM, which no other part needs
+    from rlightning.rollout.vllm.server import VLLMServer  # imports vLLM, which no other part needs
 
     requests = make_outputs(size)
 

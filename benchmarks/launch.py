@@ -167,7 +167,7 @@ def grpo_config(
         "callbacks": list(callbacks),
     }
     if num_devices > 1:
-        trainer["strategy"] = {"class_path": "rlightning.distributed.FSDP"}
+        trainer["strategy"] = {"class_path": "rlightning.parallel.FSDP"}
     settings = {
         "model": str(arguments.model),
         "rewards": ["rewards.random_reward"],

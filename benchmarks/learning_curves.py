@@ -51,7 +51,7 @@ def load_config(arguments: argparse.Namespace, stage: str, seed: int, num_gpus: 
         "enable_model_summary": False,
     }
     if num_gpus > 1:
-        trainer["strategy"] = {"class_path": "rlightning.distributed.FSDP"}
+        trainer["strategy"] = {"class_path": "rlightning.parallel.FSDP"}
     return config
 
 

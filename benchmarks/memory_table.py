@@ -75,7 +75,7 @@ def make_job(
 
 def plan(arguments: argparse.Namespace, job: Job) -> Any:
     """The plan of a job, with the engine's share that it suggests, which the job is given."""
-    from rlightning.memory_plan.command import PlanCLI
+    from rlightning.cli.plan import PlanCLI
     from rlightning.memory_plan.devices import read_device_memory
     from rlightning.memory_plan.phases import MemoryPlan
     from rlightning.memory_plan.settings import read_work

@@ -7,8 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from rlightning.distributed.platform import memory_use, synchronize
 from rlightning.hooks import RLCallback
+from rlightning.parallel.device import memory_use, synchronize
 from rlightning.run_dir import run_dir
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from probes import CSVTrace
 
-from rlightning.distributed.execution_mode import is_controller
+from rlightning.parallel.execution_mode import is_controller
 from rlightning.run_dir import run_dir
 
 
@@ -30,7 +30,7 @@ class Traffic:
         """Begin to count, for the rest of the process's life."""
         from ray._private.serialization import SerializationContext
 
-        from rlightning.distributed.ray_store import RayBlock
+        from rlightning.controller.object_store import RayBlock
 
         context: Any = SerializationContext
         block: Any = RayBlock

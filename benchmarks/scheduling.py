@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm_scheduler import AsyncRolloutScheduler
+from rlightning.rollout.vllm.scheduler import AsyncRolloutScheduler
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 128

@@ -13,9 +13,9 @@ import torch
 from probes import CSVTrace
 
 from rlightning.callbacks.throughput import device_peak, update_flops
-from rlightning.distributed.platform import memory_use, reset_peak, synchronize
 from rlightning.hooks import RLCallback
-from rlightning.models.flops import model_flops
+from rlightning.models.counts import model_flops
+from rlightning.parallel.device import memory_use, reset_peak, synchronize
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns

@@ -23,8 +23,8 @@ from device_poll import DevicePoll
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from rlightning.callbacks.throughput import device_peak
-from rlightning.distributed.platform import memory_use, reset_peak, synchronize
-from rlightning.models.flops import model_flops, sequence_flops
+from rlightning.models.counts import model_flops, sequence_flops
+from rlightning.parallel.device import memory_use, reset_peak, synchronize
 
 COLUMNS = (
     *("step", "seconds", "generate", "sync", "reward", "other", "update"),

@@ -147,7 +147,7 @@ def fork_fit(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
     folder, command = write_run(arguments, job)
 
     def work() -> None:
-        from rlightning.cli import RLCLI
+        from rlightning.cli.lightning_cli import RLCLI
 
         RLCLI(command)
 
@@ -239,7 +239,7 @@ def main() -> None:
     import torch._dynamo  # noqa: F401  before the forks, as the next two
     from transformers import Qwen3ForCausalLM  # noqa: F401
 
-    import rlightning.cli  # noqa: F401
+    import rlightning.cli.lightning_cli  # noqa: F401
 
     rows: list[dict[str, Any]] = []
     choices = itertools.product(arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.tries)

@@ -13,7 +13,7 @@ from rlightning.console import is_live_terminal, show_log_lines
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
-from rlightning.loop_ranks import rank_in
+from rlightning.parallel.loop_ranks import rank_in
 from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
 from rlightning.report.trajectories import (
     merge_tables,

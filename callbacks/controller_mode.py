@@ -3,15 +3,15 @@
 import logging
 from typing import Any
 
-from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import (
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback, check_repeated
+from rlightning.parallel import device as platform
+from rlightning.parallel.execution_mode import (
     ExecutionMode,
     RequestedMode,
     check_execution_mode,
     resolve_execution_mode,
 )
-from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback, check_repeated
 
 log = logging.getLogger(__name__)
 

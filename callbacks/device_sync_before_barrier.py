@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from rlightning.distributed import platform
-from rlightning.distributed.barrier import add_barrier_hook, remove_barrier_hook
-from rlightning.distributed.parallel_strategy import ConnectedRanks
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
+from rlightning.parallel import device as platform
+from rlightning.parallel.barrier import add_barrier_hook, remove_barrier_hook
+from rlightning.parallel.strategy import ConnectedRanks
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
     rank had queued before the barrier is finished when it returns. On the CPU, and in a controller, nothing is waited
     for.
 
-    It covers ``rlightning.distributed.barrier``, through which rlightning's strategies go, and the loop's own barrier:
+    It covers ``rlightning.parallel.barrier``, through which rlightning's strategies go, and the loop's own barrier:
     ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone`` (transformers'
     ``Trainer``), or a ``barrier`` attribute of an object of the user's. From a loop that is not Lightning's it needs
     ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which undoes it; and the loop

@@ -4,9 +4,9 @@ from time import perf_counter
 from typing import Any
 
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed import platform
 from rlightning.errors import check_rules
 from rlightning.hooks import RunCallback
+from rlightning.parallel import device as platform
 
 _GIB = 2**30
 

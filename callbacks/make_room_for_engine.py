@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
-from rlightning.distributed import platform
 from rlightning.hooks import RunCallback
+from rlightning.parallel import device as platform
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.host_memory import HostMemory
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
+from rlightning.parallel.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_outputs, check_repeated
-from rlightning.loop_ranks import num_ranks_in, rank_in
-from rlightning.prediction_file import PredictionFile
+from rlightning.parallel.collectives import any_rank
+from rlightning.parallel.loop_ranks import num_ranks_in, rank_in
+from rlightning.report.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, Trajectory
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlightning.distributed.tensor_store import set_storing_policy
+from rlightning.controller.tensor_store import set_storing_policy
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_repeated
 
@@ -24,7 +24,7 @@ class RemotizeOnHeadOnly(RLCallback):
     others where that is not done by counting references (docs/rtensor.md).
 
     It holds from ``setup`` to ``teardown`` or an exception, for all that
-    :func:`~rlightning.distributed.rtensor.remotize` is asked to store. Before and after, in a process without a part in
+    :func:`~rlightning.controller.rtensor.remotize` is asked to store. Before and after, in a process without a part in
     the training (a controller, an engine), and where no layers are split, everything is stored.
 
     From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` once the ranks are laid out, and in the

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError
-from rlightning.evaluation import validation_sampling
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
+from rlightning.module.evaluation import validation_sampling
+from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE
-from rlightning.rollout.engine import Request
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.verification import Verification
 from rlightning.rollout.weight_print import WeightPrint
 from rlightning.seeds import run_seed

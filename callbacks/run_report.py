@@ -13,10 +13,10 @@ import torch
 from rlightning.atomic_save import written_aside
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.disk import BestEffort
-from rlightning.distributed.execution_mode import is_controller
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
-from rlightning.loop_ranks import rank_in
+from rlightning.parallel.execution_mode import is_controller
+from rlightning.parallel.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
 from rlightning.report.trajectories import spread_by_reward, summary_rows

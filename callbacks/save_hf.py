@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from rlightning.disk import needed
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
-from rlightning.loop_ranks import rank_in
+from rlightning.parallel.loop_ranks import rank_in
 from rlightning.run_dir import run_dir
 
 logger = logging.getLogger("rlightning")

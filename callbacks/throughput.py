@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from transformers import PreTrainedConfig
 
-from rlightning.distributed import platform
 from rlightning.memory_plan.devices import peak_flops
-from rlightning.models.flops import sequence_flops
+from rlightning.models.counts import sequence_flops
+from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
 from rlightning.types import RolloutBatch
 
@@ -88,7 +88,7 @@ def device_peak(device: torch.device | None) -> float | None:
 
 
 def update_flops(module: Any, batch: RolloutBatch) -> float:
-    """Operations of an update of this rank: see :mod:`rlightning.models.flops`. 0 where the model is not known.
+    """Operations of an update of this rank: see :mod:`rlightning.models.counts`. 0 where the model is not known.
 
     Args:
         module: with a ``model_config``; see :class:`Throughput`.

@@ -7,18 +7,18 @@ from typing import Any, Literal
 import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
-from rlightning.distributed.collectives import any_rank
 from rlightning.environments import Environment
 from rlightning.environments.collector import Collector
 from rlightning.environments.policy import GroupRequest
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.models import load_config
-from rlightning.remote_code import trusts_remote_code
+from rlightning.models.remote_code import trusts_remote_code
+from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import OnCompleted, Sampling
-from rlightning.rollout.engine import Request
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.transformers_sampler import TransformersSampler
 from rlightning.types import RolloutBatch, Trajectory
 

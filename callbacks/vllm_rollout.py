@@ -12,20 +12,20 @@ import torch
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.distributed.collectives import any_rank, gather_objects, world_size
 from rlightning.errors import EngineError, EngineStartError
 from rlightning.hooks import fire
-from rlightning.late_loggers import is_service
 from rlightning.memory_plan.running import check_engine
-from rlightning.remote_code import trusts_remote_code
+from rlightning.models.remote_code import trusts_remote_code
+from rlightning.parallel.collectives import any_rank, gather_objects, world_size
+from rlightning.report.late_loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.engine import Request
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.requests import check_requests, with_run_seed
+from rlightning.rollout.sampler import Request
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir

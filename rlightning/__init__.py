@@ -1,17 +1,19 @@
 """RL post-training for language models, the Lightning way."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlightning.module import RLModule
     from rlightning.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["RLModule", "Trainer"]
+
+_FILES = {"RLModule": "module", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Trainer when it is asked for: the command's ``--help`` needs no torch."""
-    if name == "Trainer":
-        from rlightning.trainer import Trainer
-
-        return Trainer
+    """Import a class when it is asked for: the command's ``--help`` needs no torch."""
+    if name in _FILES:
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -92,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: list[str]) -> None:
     """Parse ``args`` and run their command."""
     if args[0] == "serve" and not {"-h", "--help"}.isdisjoint(args):
-        from rlightning.serve_command import HELP
+        from rlightning.cli.serve import HELP
 
         sys.stdout.write(HELP)
         return
     with ending_at_once():
         check_options(args)
-        from rlightning.hidden_packages import check_folder
+        from rlightning.cli.hidden_packages import check_folder
 
         check_folder(Path.cwd())
         from rlightning.console import quieten
@@ -113,7 +113,7 @@ def run(args: list[str]) -> None:
 
 def check_options(args: list[str]) -> None:
     """Raise a ConfigError for a misspelled key before anything heavy is imported."""
-    from rlightning.config_precheck import check_early
+    from rlightning.cli.config_precheck import check_early
 
     command, options = args[0], args[1:]
     if command == "plan":
@@ -121,7 +121,7 @@ def check_options(args: list[str]) -> None:
 
         command, options = "fit", split_device_memory(options)[1]
     elif command == "serve":
-        from rlightning.serve_command import split_options
+        from rlightning.cli.serve import split_options
 
         command, options = "fit", split_options(options)[1]
     check_early(command, options)
@@ -130,14 +130,14 @@ def check_options(args: list[str]) -> None:
 def load(args: list[str]) -> Callable[[], Any]:
     """Import what runs the command of ``args``."""
     if args[0] == "plan":
-        from rlightning.memory_plan.command import plan
+        from rlightning.cli.plan import plan
 
         return lambda: sys.stdout.write(plan(args[1:]))
     if args[0] == "serve":
-        from rlightning.serve_command import serve
+        from rlightning.cli.serve import serve
 
         return lambda: serve(args[1:])
-    from rlightning.cli import RLCLI
+    from rlightning.cli.lightning_cli import RLCLI
 
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
@@ -181,13 +181,13 @@ def end(error: BaseException) -> int:
 
 def active_watch() -> Any:
     """The failure watch that the ranks keep, once they have met."""
-    failure = sys.modules.get("rlightning.distributed.failure")
+    failure = sys.modules.get("rlightning.parallel.failure")
     return failure.active_watch() if failure is not None else None
 
 
 def is_of_peer(error: BaseException) -> bool:
     """Whether ``error`` is the consequence of another rank's, which says so itself."""
-    failure = sys.modules.get("rlightning.distributed.failure")
+    failure = sys.modules.get("rlightning.parallel.failure")
     return failure is not None and isinstance(error, failure.PeerFailure)
 
 

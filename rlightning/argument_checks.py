@@ -92,7 +92,7 @@ def accepts(kind: type, name: str) -> bool:
 @cache
 def hints_of(kind: type) -> dict[str, Any] | None:
     """Return the type hints of what a class takes, by name; None where they cannot be found out."""
-    from rlightning.config_keys import parameters_of
+    from rlightning.cli.config_keys import parameters_of
 
     try:
         parameters = parameters_of(kind)

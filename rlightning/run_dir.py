@@ -10,9 +10,9 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from rlightning.distributed.execution_mode import ExecutionMode, execution_mode
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
+from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.run_lock import lock_run, unlock_run
 
 _locked: set[Path] = set()

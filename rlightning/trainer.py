@@ -15,22 +15,22 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-import rlightning.distributed.fsdp  # noqa: F401  so that Lightning knows fsdp2
+import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.argument_checks import check_arguments, check_value
-from rlightning.checkpoint_search import FOLDER, settle_checkpoint
+from rlightning.cli.checkpoint_search import FOLDER, settle_checkpoint
+from rlightning.cli.strategy_names import find_strategy
 from rlightning.console import quieten
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
-from rlightning.distributed.ddp import replace_lightning_ddp
-from rlightning.distributed.launcher import check_launch
-from rlightning.distributed.stacks import run_folder, start_recorder
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.module.trainer_options import check_options
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.ddp import replace_lightning_ddp
+from rlightning.parallel.launcher import check_launch
+from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
-from rlightning.strategy_names import find_strategy
-from rlightning.trainer_options import check_options
 
 DEFAULTS: Mapping[str, Any] = {
     # The engine validates, and a run validates before its first step: a sanity check would be another validation.

@@ -152,7 +152,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process without a launcher, that has not resolved its execution mode, and has stored nothing."""
-    from rlightning.distributed import execution_mode, tensor_store
+    from rlightning.controller import tensor_store
+    from rlightning.parallel import execution_mode
 
     monkeypatch.setattr(execution_mode, "_resolved", None)
     monkeypatch.setattr(tensor_store, "_store", tensor_store.LocalStore())

@@ -43,10 +43,10 @@ from typing import Any, NoReturn
 START_BY_EXEC = "START_BY_EXEC"
 """A variable of a program's environment: set, it starts in an interpreter of its own."""
 PRELOADED = (
-    "rlightning.cli",
-    "rlightning.rollout.vllm_process",
-    "rlightning.rollout.vllm_worker",
-    "rlightning.rollout.vllm_scheduler",
+    "rlightning.cli.lightning_cli",
+    "rlightning.rollout.vllm.process",
+    "rlightning.rollout.vllm.weight_receiver",
+    "rlightning.rollout.vllm.scheduler",
     "transformers.models.qwen3.modeling_qwen3",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.worker.cpu_worker",

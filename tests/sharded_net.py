@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import start_processes
 
-multiprocessing.set_forkserver_preload(["rlightning.algorithms", "rlightning.distributed.fsdp"])
+multiprocessing.set_forkserver_preload(["rlightning.algorithms", "rlightning.parallel.fsdp"])
 
 
 def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> None:

@@ -294,7 +294,7 @@ def test_unchecked_and_fitting_values_pass(hint: Any) -> None:
 
 
 def test_each_peer_name_leads_to_an_argument() -> None:
-    from rlightning.config_keys import parameters_of
+    from rlightning.cli.config_keys import parameters_of
 
     kinds = {"model": GRPO, "data": PromptDataModule, "rollout": VLLMRollout, "trainer": lightning.pytorch.Trainer}
     assert {name: kind.__name__ for name, kind in kinds.items()} == CLASSES

@@ -1,4 +1,4 @@
-"""What is written aside; deaths in the middle are in tests/distributed/test_checkpoint_crash.py."""
+"""What is written aside; deaths in the middle are in tests/parallel/test_checkpoint_crash.py."""
 
 import os
 from collections.abc import Callable

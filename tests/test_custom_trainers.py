@@ -11,9 +11,9 @@ import pytest
 from programs import run_python
 
 from rlightning.callbacks import DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import ExecutionMode
-from rlightning.distributed.platform import MemoryUse
+from rlightning.parallel import device as platform
+from rlightning.parallel.device import MemoryUse
+from rlightning.parallel.execution_mode import ExecutionMode
 
 FOLDER = Path(__file__).parents[1] / "examples" / "custom_trainers"
 SCRIPTS = ("plain_pytorch.py", "fabric.py", "transformers_trainer.py")

@@ -23,12 +23,12 @@ from tiny import make_completion, make_data, make_grpo, make_trainer, save_model
 from torch.distributed.checkpoint import state_dict_saver
 
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF
-from rlightning.cli import SaveRunConfig
+from rlightning.cli.lightning_cli import SaveRunConfig
 from rlightning.disk import BestEffort, find_disk_error
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
 from rlightning.errors import SaveError
-from rlightning.loggers import MetricsFile, adapt_loggers
-from rlightning.prediction_file import PredictionFile
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.report.loggers import MetricsFile, adapt_loggers
+from rlightning.report.prediction_file import PredictionFile
 from rlightning.types import Prompt, Trajectory
 
 OBSERVERS = ("Metrics of CSVLogger", "Metrics of TensorBoardLogger", "Completions", "Reports")

@@ -9,10 +9,8 @@ import torch
 from cli_project import fit_here
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from rlightning.distributed.barrier import BarrierError
-from rlightning.distributed.cpu_group import StoreError
-from rlightning.distributed.orders import ForeseenWorkerError, WorkerDiedError
-from rlightning.distributed.tensor_store import StoreFullError, TensorLostError
+from rlightning.controller.commands import ForeseenWorkerError, WorkerDiedError
+from rlightning.controller.tensor_store import StoreFullError, TensorLostError
 from rlightning.error_report import FILE, SHOW_TRACE, exit_code, set_run_folder, show_error
 from rlightning.errors import (
     ConfigError,
@@ -24,6 +22,8 @@ from rlightning.errors import (
     RunError,
     find_run_error,
 )
+from rlightning.parallel.barrier import BarrierError
+from rlightning.parallel.cpu_group import StoreError
 from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError
 
 KINDS: list[type[RunError]] = [

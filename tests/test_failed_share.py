@@ -11,9 +11,9 @@ from tiny import in_this_process, make_data, make_trainer, save_model
 
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.data import ValidationSet
-from rlightning.distributed import DDP
 from rlightning.errors import RewardError
 from rlightning.hooks import RLCallback
+from rlightning.parallel import DDP
 from rlightning.rewards import FailureCount, RewardFunction
 
 

@@ -43,7 +43,7 @@ MEETINGS = {"barrier", "monitored_barrier"}
 WAITS = {"synchronize"}
 STRATEGIES = {"strategy", "self", "fabric"}
 """Who asks the strategy: its ``barrier`` is ours, and in the example of a Fabric loop it is that loop's."""
-OWN_MODULES = {"rlightning.distributed.barrier", "rlightning.distributed.platform"}
+OWN_MODULES = {"rlightning.parallel.barrier", "rlightning.parallel.device"}
 
 
 def raw_synchronizations(source: str) -> list[str]:
@@ -96,7 +96,7 @@ def test_the_package_imports_no_callback() -> None:
 
 def test_callbacks_import_neither_cli_nor_algorithms() -> None:
     files = sorted(CALLBACKS.glob("*.py"))
-    assert offenders(files, "rlightning.cli", "rlightning.algorithms", "rlightning.module") == {}
+    assert offenders(files, "rlightning.cli.lightning_cli", "rlightning.algorithms", "rlightning.module") == {}
 
 
 def test_objectives_know_of_nothing_but_tensors() -> None:
@@ -131,7 +131,7 @@ def test_barriers_and_synchronizations_go_through_one_place() -> None:
 @pytest.mark.processes
 def test_cli_and_callbacks_load_neither_vllm_nor_ray() -> None:
     probe = (
-        "import sys, rlightning.cli, rlightning.callbacks as c\n"
+        "import sys, rlightning.cli.lightning_cli, rlightning.callbacks as c\n"
         "for name in c.__all__: getattr(c, name)\n"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'vllm', 'ray', 'wandb', 'datasets'}))"
     )
@@ -187,9 +187,9 @@ def test_a_raw_synchronization_is_found(source: str) -> None:
     [
         "trainer.strategy.barrier('name')",
         "fabric.barrier('name')",
-        "from rlightning.distributed.barrier import barrier\nbarrier('name')",
-        "from rlightning.distributed import platform\nplatform.synchronize(device)",
-        "import rlightning.distributed.platform as p\np.synchronize(device)",
+        "from rlightning.parallel.barrier import barrier\nbarrier('name')",
+        "from rlightning.parallel import device as platform\nplatform.synchronize(device)",
+        "import rlightning.parallel.device as p\np.synchronize(device)",
         "'After the barrier(), synchronize()'",
     ],
 )

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_data, make_grpo, make_trainer
 
 from rlightning.callbacks import RunReport
-from rlightning.distributed.checkpoint_io import last_checkpoint
 from rlightning.errors import ConfigError
+from rlightning.parallel.checkpoint_io import last_checkpoint
 from rlightning.run_lock import LOCK, check_writable, lock_run, unlock_run
 
 HOLD = """

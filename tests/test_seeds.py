@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlightning.balance import deal_groups, deal_seed
 from rlightning.data.stream import PromptStream
-from rlightning.optimizers.adamw import seeded
+from rlightning.module.batching import deal_groups, deal_seed
+from rlightning.optim.adamw import seeded
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
 

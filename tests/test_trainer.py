@@ -22,12 +22,12 @@ from torch import nn
 from rlightning import Trainer
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
-from rlightning.cli import RLCLI
+from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
-from rlightning.distributed.checkpoint_io import AtomicCheckpointIO
-from rlightning.distributed.ddp import DDP
-from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.ddp import DDP
+from rlightning.parallel.fsdp import FSDP
 from rlightning.trainer import DEFAULTS
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.distributed.barrier import barrier
 from rlightning.hooks import fire
+from rlightning.parallel.barrier import barrier
 
 log = logging.getLogger("plain_pytorch")
 

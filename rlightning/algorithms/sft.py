@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlightning.balance import balance
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
+from rlightning.module.batching import balance
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 

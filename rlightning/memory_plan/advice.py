@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.phases import MemoryPlan, total
-from rlightning.optimizers import OptimizerStates
+from rlightning.optim import OptimizerStates
 
 ROUND_TOKENS = 256
 """Micro-batches are suggested in multiples of this."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.platform import memory_use
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import GIB
 from rlightning.memory_plan.weights import count_weights
 from rlightning.memory_plan.work import Engine
 from rlightning.models import load_config
 from rlightning.models.sizes import cached_numbers, head_size, inner_size, num_key_value_heads
+from rlightning.parallel.device import memory_use
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from rlightning.config_keys import find_class
+from rlightning.cli.config_keys import find_class
 from rlightning.data.prompt_limit import PROMPT_TOKENS
-from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.devices import GIB
@@ -22,6 +21,7 @@ from rlightning.memory_plan.settings import (
 from rlightning.memory_plan.work import Parallelism, Work
 from rlightning.models import load_config
 from rlightning.models.layers import should_compile
+from rlightning.parallel.fsdp import FSDP
 
 
 def plan_run(trainer: Any, module: Any) -> MemoryPlan:

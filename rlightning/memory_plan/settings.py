@@ -6,20 +6,20 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-from rlightning.batch_plan import BatchPlan
-from rlightning.config_keys import find_class
+from rlightning.cli.config_keys import find_class
+from rlightning.cli.strategy_names import WORKERS_KEY, spell_out
+from rlightning.controller.ray_controller import RayController
 from rlightning.data.prompt_limit import default_prompt_limit
-from rlightning.distributed.fsdp import FSDP
-from rlightning.distributed.ray_controller import RayController
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.engine_memory import read_engine
 from rlightning.memory_plan.work import Engine, Parallelism, Work
 from rlightning.models import describe_length_limit, load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
+from rlightning.module.trainer_options import check_precision
+from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
-from rlightning.strategy_names import WORKERS_KEY, spell_out
-from rlightning.trainer_options import check_precision
+from rlightning.types.batch_plan import BatchPlan
 
 # The package never imports a concrete callback: they are found by these names, when a plan is made.
 CALLBACKS = "rlightning.callbacks"

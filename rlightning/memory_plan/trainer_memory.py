@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.gathering import GATHER_BYTES
 from rlightning.memory_plan.trace import ActivationBytes, Decoder, measure_activations
 from rlightning.memory_plan.weights import Weights, count_weights
 from rlightning.memory_plan.work import Work
 from rlightning.models.output_layer import chunk_tokens
 from rlightning.models.sizes import head_size
-from rlightning.optimizers import StoredMomentsAdamW
-from rlightning.optimizers.moments import bytes_per_parameter
+from rlightning.optim import StoredMomentsAdamW
+from rlightning.optim.moments import bytes_per_parameter
+from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.rollout.weights import plan_chunks
 
 TRANSIENT_PARTS = ("activations", "logits chunk", "a layer's backward", "attention workspace")
@@ -240,7 +240,7 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, engine.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """Of distributed/gathering.py, beyond the bucket."""
+        """Of parallel/gathering.py, beyond the bucket."""
         work = self.work
         if work.engine is None or work.parallelism.kind != "fsdp":
             return 0

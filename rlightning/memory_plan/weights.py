@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.layers import decoder_layers
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from rlightning.batch_plan import BatchPlan
-from rlightning.models.sharding import CPUOffload
-from rlightning.optimizers import OptimizerStates
+from rlightning.models.sharded_policy import CPUOffload
+from rlightning.optim import OptimizerStates
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
+from rlightning.types.batch_plan import BatchPlan
 
 Checkpointing = bool | Literal["auto"]
 
@@ -20,7 +20,7 @@ class Parallelism:
     Attributes:
         kind: everything on one device, a copy on each, or shards.
         ranks: in all.
-        tensor_parallel_size: see :class:`~rlightning.distributed.FSDP` for this and the next four.
+        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP` for this and the next four.
         shard_size: data-parallel ranks that share one copy, all of them unless hybrid.
         cpu_offload: see there.
         reshard_after_forward: see there.

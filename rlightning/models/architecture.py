@@ -17,8 +17,8 @@ from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
-from rlightning.models.shards import local_tensor, named_weights
 from rlightning.models.sizes import head_size, is_set_for_all_layers, num_experts, num_key_value_heads
+from rlightning.parallel.sharding import local_tensor, named_weights
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)

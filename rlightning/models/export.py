@@ -18,9 +18,9 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
-from rlightning.distributed.barrier import barrier
-from rlightning.distributed.gathering import gather_into
 from rlightning.models.finite import check_finite
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.gathering import gather_into
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
@@ -39,7 +39,7 @@ def save_policy(
     """Write a Hugging Face folder and its checksums, aside first, so that ``path`` never holds half of one.
 
     All ranks call it, whether the policy is sharded or each has a whole one; rank 0 writes. It holds one file's tensors
-    on the host, and no rank gathers more at a time than :func:`~rlightning.distributed.gathering.gather_into` says.
+    on the host, and no rank gathers more at a time than :func:`~rlightning.parallel.gathering.gather_into` says.
 
     Args:
         policy: the model.

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rlightning.distributed.collectives import gather_objects
 from rlightning.errors import WeightError
-from rlightning.models.shards import local_tensor
+from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.sharding import local_tensor
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rlightning.distributed.gathering import local_box
 from rlightning.models.layers import compiler_obstacle
+from rlightning.parallel.gathering import local_box
 
 CHUNK_BYTES = 5 << 28
 """A chunk's logits have at most so many, in the dtype of the matrix product.

@@ -20,7 +20,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
-from rlightning.remote_code import read_config, read_tokenizer
+from rlightning.models.remote_code import read_config, read_tokenizer
 
 
 def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from rlightning.distributed.collectives import gather_objects
-from rlightning.distributed.gathering import local_box
 from rlightning.errors import ConfigError
 from rlightning.models.architecture import find_not_finite, not_finite
 from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.policy import load_policy
-from rlightning.models.shards import local_tensor, named_weights
+from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.gathering import local_box
+from rlightning.parallel.sharding import local_tensor, named_weights
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,6 @@
     WeightSender ============ one flat bucket: shared memory, or CUDA IPC ====^
 """
 
-from rlightning.rollout.engine import Generator, OnCompleted, Sampler, Sampling, TakePrompts
+from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts
 
 __all__ = ["Generator", "OnCompleted", "Sampler", "Sampling", "TakePrompts"]

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.errors import EngineError
 from rlightning.models.architecture import describe_traits
-from rlightning.models.shards import local_tensor
+from rlightning.parallel.sharding import local_tensor
 from rlightning.types import RolloutBatch
 
 Floats = NDArray[np.float64]

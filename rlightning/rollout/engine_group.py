@@ -21,13 +21,13 @@ from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from rlightning.distributed.barrier import barrier
-from rlightning.distributed.collectives import any_rank, exchange, gather_objects, global_rank, world_size
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout.devices import lent_devices
-from rlightning.rollout.engine import OnCompleted, Request, Sampling
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.collectives import any_rank, exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
+from rlightning.rollout.placement import lent_devices
+from rlightning.rollout.sampler import OnCompleted, Request, Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket, Weights, weight_shapes
 from rlightning.types import Trajectory
@@ -154,7 +154,7 @@ class EngineGroup:
             requests: prompts, each with the number of its random stream.
             num_samples: completions of each.
             sampling: how.
-            on_completed: see :class:`~rlightning.rollout.engine.Generator`.
+            on_completed: see :class:`~rlightning.rollout.sampler.Generator`.
             send_weights: brings the current ones to all engines that need them; a collective.
         """
         work = self.take_in(requests)

@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 import torch
 
-from rlightning.distributed.collectives import global_rank, world_size
 from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError, check_rules
 from rlightning.memory_plan.engine_memory import kv_cache_setting
-from rlightning.remote_code import trusts_remote_code
+from rlightning.models.remote_code import trusts_remote_code
+from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
-from rlightning.rollout.devices import free_devices
-from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_cache import check_cache
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.engine_wire import parse_url
 from rlightning.rollout.model_files import read_copies
+from rlightning.rollout.placement import free_devices
+from rlightning.rollout.sampler import Sampling
 from rlightning.seeds import mix_seed
 
 Placement = Literal["colocated", "standalone"]
@@ -215,8 +215,8 @@ class EngineOptions:
             # engines that draw the same numbers would make different prompts' samples alike
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
-            "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
-            "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
+            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
+            "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
             "disable_log_stats": True,
             "trust_remote_code": trusts_remote_code(module),
         }

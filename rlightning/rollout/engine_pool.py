@@ -15,8 +15,8 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.errors import EngineError
-from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine, model_files, vllm_sampling
 from rlightning.types import Prompt, Sample
 

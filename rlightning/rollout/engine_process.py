@@ -52,7 +52,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 class EngineProcess(EngineLink):
-    """Starts ``rlightning.rollout.vllm_process`` and talks to it. Returns before the engine is up."""
+    """Starts ``rlightning.rollout.vllm.process`` and talks to it. Returns before the engine is up."""
 
     def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
         super().__init__(config, on_alive)
@@ -61,7 +61,7 @@ class EngineProcess(EngineLink):
         check_host(config.engine_args)
         self._scratch = ScratchFolder("engine")
         self.config = config = self._with_log(config)
-        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm_process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm.process", str(theirs.fileno())]
         command.append(str(self._scratch.path))
         with config.log_file.open("ab") as output:
             self._process = subprocess.Popen(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
-from rlightning.distributed.platform import host_bytes
 from rlightning.errors import EngineError
+from rlightning.parallel.device import host_bytes
 from rlightning.rollout.weights import Shapes, Slot, Weights, gather_chunks, plan_chunks
 
 PREFIX = "weights-"

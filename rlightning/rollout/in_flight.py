@@ -59,7 +59,7 @@ class Group:
         begun: no token of it is of older weights than this version; None: it has none, and nobody has been asked yet
             unless it is complete.
         trajectories: once all of them have ended.
-        settings: what it is sampled with (:func:`~rlightning.rollout.engine.sampling_settings`); None while it waits.
+        settings: what it is sampled with (:func:`~rlightning.rollout.sampler.sampling_settings`); None while it waits.
     """
 
     prompt: Prompt
@@ -144,7 +144,7 @@ class InFlight:
         """Have begin again what was sampled with other settings than these, and say so.
 
         Args:
-            settings: of :func:`~rlightning.rollout.engine.sampling_settings`.
+            settings: of :func:`~rlightning.rollout.sampler.sampling_settings`.
 
         Returns:
             Those of them that somebody still works on.

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlightning.remote_code import read_config, read_tokenizer
+from rlightning.models.remote_code import read_config, read_tokenizer
 from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from rlightning.distributed.collectives import gather_objects, global_rank
 from rlightning.errors import ConfigError
-from rlightning.rollout.engine import Request, Sampling
+from rlightning.parallel.collectives import gather_objects, global_rank
+from rlightning.rollout.sampler import Request, Sampling
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
 

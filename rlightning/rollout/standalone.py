@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning import intervals
-from rlightning.distributed.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.rollout.async_metrics import Pace
 from rlightning.rollout.broadcast_bucket import BroadcastBucket
-from rlightning.rollout.engine import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
 from rlightning.rollout.engine_pool import Answer, EnginePool
 from rlightning.rollout.engine_wire import own_address
 from rlightning.rollout.folder_bucket import FolderBucket
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight, ages
-from rlightning.rollout.pace import Pace
+from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weight_swap import WeightSwap
 from rlightning.rollout.weights import SendingEnd, Shapes, ShardGiver, WeightBucket, Weights, weight_shapes
@@ -128,7 +128,7 @@ class StandaloneEngines:
     Args:
         configs: of the engines.
         in_flight: what has been handed in before, and will be.
-        engines_key: see :class:`~rlightning.rollout.pace.Pace`.
+        engines_key: see :class:`~rlightning.rollout.async_metrics.Pace`.
         keeps_cache: see :class:`~rlightning.rollout.weight_swap.WeightSwap`.
     """
 
@@ -263,7 +263,7 @@ class StandaloneEngines:
             requests: prompts, each with the number of its random stream.
             num_samples: completions of each.
             sampling: how.
-            on_completed: see :class:`~rlightning.rollout.engine.Generator`; of the owner's prompts.
+            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; of the owner's prompts.
             send_weights: brings the current ones to all engines that need them; a collective.
         """
         send_weights()

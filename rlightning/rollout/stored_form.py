@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlightning.remote_code import read_config
+from rlightning.models.remote_code import read_config
 
 
 class StoredForm:

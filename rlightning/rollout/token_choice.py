@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlightning.rollout.engine import Sampling
+from rlightning.rollout.sampler import Sampling
 
 
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:

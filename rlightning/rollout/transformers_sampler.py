@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from rlightning.distributed.gathering import gather_into
 from rlightning.errors import EngineError
 from rlightning.models.logprobs import compute_packed_logprobs
-from rlightning.models.shards import named_weights
+from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
-from rlightning.rollout.engine import Sampling, WeightSource
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling, WeightSource
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.vllm_engine import make_samples
 from rlightning.types import RolloutBatch, Sample

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlightning.distributed.collectives import any_rank
 from rlightning.errors import ConfigError, EngineError
+from rlightning.parallel.collectives import any_rank
 from rlightning.rollout.canary import MAX_DISTANCE, Canary
 
 

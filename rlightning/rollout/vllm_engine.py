@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rlightning.errors import EngineError
 from rlightning.rollout.detokenize import decode_completions
-from rlightning.rollout.engine import Sampling
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.seeds import mix_seed
 from rlightning.types import Prompt, Sample
@@ -215,7 +215,7 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dic
     Args:
         files: of the policy.
         prompt: [P] tokens.
-        outputs: see :meth:`~rlightning.rollout.vllm_server.VLLMServer.generate`.
+        outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
     """
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rlightning.models.shards import local_tensor
+from rlightning.parallel.sharding import local_tensor
 
 _BLOCK = 4096
 _PART = 2048 * _BLOCK  # elements that are multiplied at once, 64 MiB of products

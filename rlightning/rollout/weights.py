@@ -15,7 +15,7 @@ One sync, once the ends are connected::
                                                 wait until all have loaded it
 
 Sharded weights are gathered straight into the bucket, in the engine's dtype; the memory that this takes while it runs
-does not grow with the model (:func:`~rlightning.distributed.gathering.gather_into`).
+does not grow with the model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
 import mmap
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlightning.distributed.gathering import gather_into
-from rlightning.distributed.platform import shareable_memory, synchronize_stream
 from rlightning.errors import EngineError
+from rlightning.parallel.device import shareable_memory, synchronize_stream
+from rlightning.parallel.gathering import gather_into
 
 
 class WeightShape(NamedTuple):

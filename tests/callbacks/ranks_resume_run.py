@@ -12,8 +12,8 @@ from engine_run import make_data, make_module, make_rollout, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks_rollout_run import Witness
 
-from rlightning.distributed.fsdp import FSDP
 from rlightning.hooks import RLCallback
+from rlightning.parallel.fsdp import FSDP
 
 
 class InterruptionError(Exception):

@@ -12,8 +12,8 @@ from typing import Any
 
 from engine_run import find_core, make_data, make_module, make_rollout, make_trainer
 
-from rlightning.distributed.fsdp import FSDP
 from rlightning.hooks import RLCallback
+from rlightning.parallel.fsdp import FSDP
 
 
 class Witness(RLCallback):

@@ -16,8 +16,8 @@ from tiny import make_trainer as make_tiny_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.distributed import platform
-from rlightning.distributed.platform import MemoryUse
+from rlightning.parallel import device as platform
+from rlightning.parallel.device import MemoryUse
 from rlightning.rewards import RewardFunction
 
 CURES: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ import pytest
 from observed_run import ObservedModule, PlainModule, loader, make_trainer
 
 from rlightning.callbacks import ControllerMode
-from rlightning.distributed import platform
-from rlightning.distributed.execution_mode import ExecutionMode, is_controller
 from rlightning.errors import ConfigError
+from rlightning.parallel import device as platform
+from rlightning.parallel.execution_mode import ExecutionMode, is_controller
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 

@@ -13,12 +13,12 @@ from observed_run import ObservedModule, PlainModule, loader, make_trainer, save
 from sharded_net import run_ranks
 
 from rlightning.callbacks import DeviceSyncBeforeBarrier
-from rlightning.distributed import platform
-from rlightning.distributed.barrier import barrier
-from rlightning.distributed.cpu_group import cpu_group
-from rlightning.distributed.ddp import DDP
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
+from rlightning.parallel import device as platform
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.cpu_group import cpu_group
+from rlightning.parallel.ddp import DDP
 
 
 class Recorder:

@@ -9,11 +9,12 @@ from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_ba
 from programs import read_csv
 
 from rlightning.callbacks import EmptyCacheAfterUpdate
-from rlightning.distributed import execution_mode, platform
-from rlightning.distributed.execution_mode import ExecutionMode
-from rlightning.distributed.platform import MemoryUse
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.parallel import device as platform
+from rlightning.parallel import execution_mode
+from rlightning.parallel.device import MemoryUse
+from rlightning.parallel.execution_mode import ExecutionMode
 
 GIB = 2**30
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout
-from rlightning.distributed import platform
-from rlightning.distributed.platform import MemoryUse
 from rlightning.hooks import fire
+from rlightning.parallel import device as platform
+from rlightning.parallel.device import MemoryUse
 
 GIB = 2**30
 NUMBERS = 1024

@@ -18,11 +18,12 @@ from tiny import heed_ctrl_c
 
 from rlightning import callbacks
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.distributed import execution_mode, platform
-from rlightning.distributed.execution_mode import ExecutionMode
-from rlightning.distributed.platform import MemoryUse
-from rlightning.distributed.tensor_store import stores_results
+from rlightning.controller.tensor_store import stores_results
 from rlightning.errors import ConfigError
+from rlightning.parallel import device as platform
+from rlightning.parallel import execution_mode
+from rlightning.parallel.device import MemoryUse
+from rlightning.parallel.execution_mode import ExecutionMode
 
 MAKE: dict[str, Callable[[], Any]] = {
     "CompletionsTable": lambda: callbacks.CompletionsTable(1),

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
-from rlightning.module import Reference
+from rlightning.module.rl_module import Reference
 
 
 class OnCPU(OffloadDuringRollout):

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.distributed.rtensor import remotize, remotize_own
-from rlightning.distributed.tensor_store import live_entries, stores_results
+from rlightning.controller.rtensor import remotize, remotize_own
+from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
 

@@ -8,9 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_trainer, messages
 
 from rlightning.callbacks import RunReport
-from rlightning.distributed import execution_mode
-from rlightning.distributed.execution_mode import ExecutionMode
 from rlightning.errors import ConfigError
+from rlightning.parallel import execution_mode
+from rlightning.parallel.execution_mode import ExecutionMode
 
 
 def text_of(report: Path) -> str:

@@ -377,17 +377,17 @@ def test_checkpoint_between_callbacks_holds_every_prompt_once(model_folder: str,
 @pytest.mark.processes
 def test_the_engines_process_knows_no_actor() -> None:
     program = (
-        "import sys, rlightning.rollout.vllm_process, rlightning.rollout.vllm_worker\n"
+        "import sys, rlightning.rollout.vllm.process, rlightning.rollout.vllm.weight_receiver\n"
         "print(*(name for name in sys.modules if name.split('.')[0] in ('rlightning', 'lightning')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     imported = done.stdout.split()
-    assert "rlightning.rollout.vllm_process" in imported
+    assert "rlightning.rollout.vllm.process" in imported
     actors = (
         "rlightning.module",
-        "rlightning.policy_module",
+        "rlightning.module.policy_module",
         "rlightning.models",
-        "rlightning.optimizers",
+        "rlightning.optim",
         "lightning",
     )
     assert not [name for name in imported for actor in actors if f"{name}.".startswith(f"{actor}.")]

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from rlightning.callbacks import Throughput
 from rlightning.callbacks.throughput import device_peak
 from rlightning.hooks import fire
-from rlightning.models.flops import sequence_flops
+from rlightning.models.counts import sequence_flops
 
 
 class Clock:

@@ -15,8 +15,8 @@ from tiny import copy_weights, write_sums
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import ValidationSet
-from rlightning.distributed.fsdp import FSDP
 from rlightning.errors import ConfigError, EngineError
+from rlightning.parallel.fsdp import FSDP
 from rlightning.types import RolloutBatch
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlightning.environments import Environment, LimitReachedError, Policy
 from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy, render_observations
 from rlightning.models import load_config, load_policy, load_tokenizer, packed_logprobs
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler

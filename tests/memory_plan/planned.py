@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from rlightning.batch_plan import BatchPlan
 from rlightning.memory_plan.devices import GIB, read_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.work import Engine, Parallelism, Work
+from rlightning.types.batch_plan import BatchPlan
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

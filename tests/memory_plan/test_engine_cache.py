@@ -11,13 +11,13 @@ from planned import TWO_PROMPTS
 from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.distributed.platform import MemoryUse
 from rlightning.errors import ConfigError
 from rlightning.memory_plan import engine_memory
 from rlightning.memory_plan.engine_memory import kv_cache_setting, plan_engine, read_engine
 from rlightning.memory_plan.settings import plan_rollout
 from rlightning.memory_plan.weights import count_weights
 from rlightning.models import load_config
+from rlightning.parallel.device import MemoryUse
 
 GPU = torch.device("cuda")
 ARGUMENTS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from rlightning.memory_plan.devices import read_device_memory
 from rlightning.memory_plan.phases import total
 from rlightning.memory_plan.trainer_memory import TrainerMemory
 from rlightning.memory_plan.work import Parallelism
-from rlightning.optimizers import OptimizerStates, StoredMomentsAdamW
+from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 
 SIZE = 596_049_920
 EMBEDDING = 151936 * 1024

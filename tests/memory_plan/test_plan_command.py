@@ -10,8 +10,8 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
+from rlightning.cli.plan import plan
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.command import plan
 from rlightning.memory_plan.devices import DEVICES, GIB, read_device_memory, split_device_memory
 from rlightning.memory_plan.settings import count_devices
 
@@ -85,7 +85,7 @@ def test_a_configuration_is_planned(project: Path) -> None:
 @pytest.mark.long
 def test_options_are_those_of_fit(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
-        "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "trainer:\n  devices: 8\n  strategy:\n    class_path: rlightning.parallel.FSDP\n"
         "    init_args: {tensor_parallel_size: 2, shard_size: 2}\n"
         "  callbacks: [{class_path: OffloadDuringRollout, init_args: {parameters: true}}]\n"
     )
@@ -146,7 +146,7 @@ def test_mistakes_are_those_of_fit(project: Path, options: list[str], message: s
 
 def test_shard_size_not_dividing_ranks_is_refused(project: Path) -> None:
     (project / "fsdp.yaml").write_text(
-        "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.distributed.FSDP\n"
+        "trainer:\n  devices: 4\n  strategy:\n    class_path: rlightning.parallel.FSDP\n"
         "    init_args: {shard_size: 3}\n"
     )
     with pytest.raises(ConfigError, match="shard_size=3 does not divide 4 data-parallel ranks"):

@@ -11,12 +11,12 @@ from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
+from rlightning.cli.plan import PlanCLI
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.command import PlanCLI
 from rlightning.memory_plan.phases import MemoryPlan, total
 from rlightning.memory_plan.running import check_engine, decide_checkpointing, work_of
 from rlightning.memory_plan.settings import read_work
-from rlightning.start_block import describe_memory
+from rlightning.module.start_block import describe_memory
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
 ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, "engine": {"max_num_seqs": 24}}

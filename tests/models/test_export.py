@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from rlightning.distributed.gathering import gather_into
 from rlightning.models import export, load_config, load_policy, load_tokenizer, save_policy
-from rlightning.models.sharding import Sharding, load_sharded_policy
+from rlightning.models.sharded_policy import Sharding, load_sharded_policy
+from rlightning.parallel.gathering import gather_into
 
 pytestmark = pytest.mark.processes
 

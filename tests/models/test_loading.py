@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTr
 from rlightning.errors import ConfigError
 from rlightning.models import hold_as_computed, load_config, load_policy, load_tokenizer, max_model_length, save_policy
 from rlightning.models.layers import decoder_layers
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rlightning.rollout.vllm_worker import WeightReceiver
+from rlightning.rollout.vllm.weight_receiver import WeightReceiver
 
 
 class Census(WeightReceiver):

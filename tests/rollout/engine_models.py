@@ -13,7 +13,7 @@ from tiny import VOCABULARY
 from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm_engine import VLLMEngine
@@ -47,8 +47,8 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "kv_cache_memory_bytes": 1 << 28,
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rlightning.rollout.vllm_worker.WeightReceiver",
-        "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
+        "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
+        "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }
     return VLLMConfig(
         engine_args=engine_args,

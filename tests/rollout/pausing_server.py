@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlightning.rollout.vllm_server import VLLMServer, start_engine
+from rlightning.rollout.vllm.server import VLLMServer, start_engine
 
 NUM_PAUSES = 8
 MAX_TOKENS = 240
@@ -27,7 +27,7 @@ async def pause_often(model_folder: str) -> None:
             "kv_cache_memory_bytes": 1 << 28,
             "distributed_executor_backend": "uni",
             "logprobs_mode": "processed_logprobs",
-            "scheduler_cls": "rlightning.rollout.vllm_scheduler.make_scheduler",
+            "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
         }
     )
     server = VLLMServer(engine)

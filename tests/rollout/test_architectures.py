@@ -10,8 +10,8 @@ from engine_models import Actor, engine_config, make_prompt, send, started
 from tiny import save_byte_model
 from tiny_models import save_tiny
 
+from rlightning.cli.plan import PlanCLI, plan
 from rlightning.errors import EngineError
-from rlightning.memory_plan.command import PlanCLI, plan
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.settings import read_work
 from rlightning.memory_plan.trace import Decoder, measure_activations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlightning.errors import EngineError
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.canary import (
     LEAST_NOISE,
     MAX_DISTANCE,

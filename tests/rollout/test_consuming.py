@@ -9,9 +9,9 @@ import pytest
 from engine_models import engine_config, make_prompt
 
 from rlightning.rollout import Sampling
+from rlightning.rollout.async_metrics import WINDOW_STEPS
 from rlightning.rollout.engine_pool import Answer
 from rlightning.rollout.in_flight import InFlight
-from rlightning.rollout.pace import WINDOW_STEPS
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.types import Sample
 

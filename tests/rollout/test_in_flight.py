@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine import sampling_settings
 from rlightning.rollout.in_flight import PATIENCE, Group, InFlight, ages
+from rlightning.rollout.sampler import sampling_settings
 from rlightning.types import Prompt, Sample, Trajectory
 
 

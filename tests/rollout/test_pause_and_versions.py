@@ -22,7 +22,7 @@ from rlightning.errors import EngineError
 from rlightning.processes.process_group import end_group
 from rlightning.rollout.engine_link import VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess, engine_environment
-from rlightning.rollout.token_versions import TokenVersions
+from rlightning.rollout.vllm.token_versions import TokenVersions
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightBucket
 from rlightning.types import Prompt, Sample

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlightning.errors import EngineError
 from rlightning.models import load_config, load_policy, packed_logprobs
-from rlightning.models.shards import named_weights
+from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler

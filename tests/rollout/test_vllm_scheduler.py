@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm_scheduler import TOKENS_AT_ONCE, make_scheduler
+from rlightning.rollout.vllm.scheduler import TOKENS_AT_ONCE, make_scheduler
 
 BLOCK_TOKENS = 16
 STOP_TOKEN = 7

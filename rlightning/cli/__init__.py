@@ -1,0 +1,1 @@
+"""The command line: sections, configuration files, `rlightning plan` and `rlightning serve`."""

@@ -1,0 +1,206 @@
+"""Which checkpoints a run's folder holds, and which of them ``--ckpt_path last`` is."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from rlightning.atomic_save import find_saved
+from rlightning.checksums import DamagedError
+from rlightning.cli.config_files import read_keys
+from rlightning.error_report import is_other_rank
+from rlightning.errors import ConfigError
+from rlightning.parallel.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints, verify_checkpoint
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+"""In a run's folder, where checkpoints go unless a ``ModelCheckpoint`` has a ``dirpath``."""
+FOLDER_DEPTH = 4
+"""How far below it to search, whatever the configurations say: all of it is the run's."""
+
+
+class Place(NamedTuple):
+    """A folder that a ``ModelCheckpoint`` writes to.
+
+    Attributes:
+        folder: its ``dirpath``.
+        depth: of folders below it: metric names in ``filename`` may have slashes.
+    """
+
+    folder: Path
+    depth: int
+
+
+def find_places(root: Path, callbacks: Any) -> list[Place]:
+    """Where the run in ``root`` has written checkpoints by its saved configurations, and would by this one.
+
+    Args:
+        root: the run's folder.
+        callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
+    """
+    places = {root / FOLDER: FOLDER_DEPTH}
+    moved = set()
+    for former_root, entries in [*_saved_callbacks(root), (None, callbacks)]:
+        for written, depth in _find_folders(entries):
+            folder = written or root / FOLDER
+            if written and former_root:
+                folder = _locate(written, former_root, root)
+                moved |= {written} if folder.is_dir() and folder.resolve() != written.resolve() else set()
+            elif written in moved:
+                continue  # it names the folder of the run that this one is a copy of
+            places[folder] = max(depth, places.get(folder, 0))
+    return [Place(folder, depth) for folder, depth in places.items()]
+
+
+def settle_checkpoint(command: str, root: Path, callbacks: Any, ckpt_path: str | None) -> str | None:
+    """Return the path of the checkpoint that a command begins with: for "last" that of the highest step.
+
+    Args:
+        command: such as ``fit``, which refuses a folder that holds another run's checkpoints.
+        root: the run's folder.
+        callbacks: of the run, as of :func:`find_places`.
+        ckpt_path: as given.
+
+    Raises:
+        ConfigError: there is none, or it would be another run's folder.
+    """
+    places = find_places(root, callbacks)
+    check_checkpoints(command, root, places, ckpt_path)
+    if ckpt_path != "last":
+        return ckpt_path
+    last = find_last(command, places)
+    log.info("ckpt_path=last is %s, saved after step %d.", last.path, last.step)
+    return str(last.path)
+
+
+def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
+    """Reject a checkpoint that is not there or is damaged, and a new run where another has saved."""
+    places = list(places)
+    if ckpt_path is None:
+        saved = _list(places) if command == "fit" else []
+        if saved:
+            key = "trainer.default_root_dir" if root in saved[0].parents else "dirpath of ModelCheckpoint"
+            holder = root if root in saved[0].parents else saved[0].parent
+            raise ConfigError(
+                f"{key}={holder} holds a run's checkpoints already, such as {saved[0].name}. Continue that run with "
+                f"--ckpt_path last (in Python: fit(..., ckpt_path='last')), or set another {key}."
+            )
+    elif ckpt_path == "best":
+        saved = _list(places)
+        raise ConfigError(
+            "ckpt_path=best: which one that is only the run itself knew. "
+            + (f"Name one, such as {saved[0]}." if saved else "Name one by its path.")
+        )
+    elif ckpt_path not in ("last", "hpc") and "://" not in ckpt_path:
+        _check_named(find_saved(Path(ckpt_path)))
+
+
+def _check_named(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"ckpt_path={path}: there is no such file. Paths count from the current folder.")
+    try:
+        if is_rank_0():
+            verify_checkpoint(path)
+    except DamagedError as error:
+        raise ConfigError(
+            f"ckpt_path={path} is damaged: {error.reason}. --ckpt_path last takes the newest one that is not; or name "
+            "another."
+        ) from error
+
+
+def find_last(command: str, places: Iterable[Place]) -> SavedState:
+    """The checkpoint of the highest step that is what was written, wherever the run has saved.
+
+    Of several ranks, rank 0 alone compares checksums, and its checkpoint is what all of them load.
+
+    Args:
+        command: ``fit`` needs one with the optimizer's state.
+        places: of :func:`find_places`.
+    """
+    places = list(places)
+    saved = _list(places)
+    latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
+    if latest is not None:
+        return latest
+    searched = " or ".join(str(place.folder) for place in places)
+    if saved:
+        raise ConfigError(
+            f"ckpt_path=last: no checkpoint in {searched} can be continued: they are damaged, or hold weights alone "
+            "(save_weights_only). Name one by its path."
+        )
+    start = "continue, or leave out --ckpt_path to start anew" if command == "fit" else command
+    raise ConfigError(
+        f"ckpt_path=last, but there is no checkpoint in {searched}. "
+        f"Set trainer.default_root_dir to the folder of the run to {start}."
+    )
+
+
+def is_rank_0() -> bool:
+    """Whether this process is rank 0, or will be, as far as the launchers' variables tell."""
+    return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
+
+
+def _list(places: Iterable[Place]) -> list[Path]:
+    return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
+
+
+def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
+    """Of each configuration that the run's folder keeps: the folder that it names for the run, and the callbacks."""
+    for file in sorted(root.glob("config*.yaml")):
+        try:
+            trainer = read_keys(str(file)).get("trainer")
+        except ConfigError:  # a file of the user's with such a name, as are those without the keys
+            continue
+        if isinstance(trainer, Mapping):
+            former_root = trainer.get("default_root_dir")
+            yield Path(former_root if isinstance(former_root, str) else root).expanduser(), trainer.get("callbacks")
+
+
+def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
+    """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
+    for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if isinstance(entry, ModelCheckpoint) and entry.dirpath:
+            yield Path(entry.dirpath), str(entry.filename or "").count("/")
+        has_keys = hasattr(entry, "get")
+        path = entry.get("class_path") if has_keys else entry
+        if isinstance(path, str) and _is_checkpoint(path):
+            written: Any = entry.get("init_args") if has_keys else None
+            arguments = written if hasattr(written, "get") else {}
+            dirpath, depth = arguments.get("dirpath"), str(arguments.get("filename") or "").count("/")
+            if not dirpath:
+                yield None, depth
+            elif isinstance(dirpath, str | Path) and "://" not in str(dirpath):
+                yield Path(dirpath).expanduser(), depth
+
+
+def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
+    """Where a run's ``dirpath`` is now.
+
+    Args:
+        dirpath: as the run has written it down; a relative one counts from the folder that it was started in.
+        former_root: the run's folder then.
+        root: the run's folder now: another one if it has been copied, or is named from another folder.
+    """
+    inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
+    if inside.is_relative_to(former):
+        return root / inside.relative_to(former)
+    # A run's folder is most often below the folder that it was started in.
+    folders = [above / dirpath for above in (root.resolve(), *root.resolve().parents)]
+    return next((folder for folder in folders if folder.is_dir()), dirpath)
+
+
+def _is_checkpoint(path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    if not module:
+        return name == ModelCheckpoint.__name__
+    try:
+        kind = getattr(import_module(module), name)
+    except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
+        log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
+        return False
+    return isinstance(kind, type) and issubclass(kind, ModelCheckpoint)

@@ -1,0 +1,354 @@
+"""Checks the keys of a configuration before anything is built from it.
+
+jsonargparse finds unknown keys too, but it does not say where they were or what was meant, it wraps them in the whole
+of a class's other errors, and it takes an abbreviated key of a class for the key. Here every file and every option is
+held against the parameters of the classes that they name, in the order in which jsonargparse will merge them.
+"""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from rlightning.cli.config_files import (
+    WrittenText,
+    check_texts,
+    load_yaml,
+    merge_mappings,
+    nest_names,
+    plain_texts,
+    read_config,
+    read_keys,
+)
+from rlightning.cli.strategy_names import spell_out
+from rlightning.config_types import (
+    flatten_union,
+    is_configurable,
+    is_mapping,
+    is_sequence,
+    is_text,
+    item_hints,
+    takes_null,
+    takes_text,
+)
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line, cut_value
+from rlightning.peer_names import suggest_name
+
+SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
+"""A mapping that has one of these names a class, after jsonargparse's convention."""
+
+
+class ConfigKeys:
+    """Reads configuration files and options, in their order, and raises on the first key that nothing accepts.
+
+    Attributes:
+        parameters: the command's keys, see :func:`parameters_of`.
+        classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
+        seen: every key met, in full.
+        unset_mappings: keys in which options set a key of an item, where nothing has set an item before.
+        files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
+    """
+
+    def __init__(self, parameters: dict[str, Any], classes: Mapping[str, Any]) -> None:
+        self.parameters = parameters
+        self.classes: dict[str, Any] = dict(classes)
+        self.seen: list[str] = []
+        self.files: list[Any] = []
+        self.unset_mappings: list[str] = []
+        self._mappings: dict[str, dict[str, Any]] = {}  # by key, as the files so far have set them
+        self._is_in_file = False
+        self._begun: set[str] = set()  # the keys of mappings that are set
+        self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
+
+    def check_options(self, options: list[str]) -> None:
+        """Check command line options, and the files that ``--config`` names.
+
+        Args:
+            options: what follows the command.
+        """
+        for key, value in split_options(options):
+            check_texts(value, f"--{key}")
+            if key in ("config", "c"):
+                self.check_file(value)
+            elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
+                self.check_mapping({key: parse_value(value)}, self.parameters, "")
+
+    def check_file(self, path: str) -> None:
+        """Check one YAML file."""
+        content = spell_out(read_keys(path))
+        written = deepcopy(content)
+        self._is_in_file = True
+        self._leaves = set()
+        self.check_mapping(content, self.parameters, "")
+        self._is_in_file = False
+        self.files.append(None if content == written else content)
+
+    def full_key(self, key: str) -> str:
+        """The one key met that ends in ``key``, or ``key`` itself."""
+        ends = {name for name in self.seen if name == key or name.endswith("." + key)}
+        return ends.pop() if len(ends) == 1 else key
+
+    def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
+        """Check keys against parameters.
+
+        Args:
+            values: keys, dotted or nested, and what they are set to.
+            parameters: names, nested by a dict, and their type hints.
+            where: the key that ``values`` stands under.
+        """
+        for written, value in values.items():
+            name, _, rest = str(written).partition(".")
+            is_set = not rest and not name.endswith("+") and not isinstance(value, dict)
+            name = name.removesuffix("+")
+            value = {rest: value} if rest else value
+            key = f"{where}.{name}" if where else name
+            if self._is_in_file and is_set:
+                self._check_set_once(key.replace(".init_args.", "."))
+            if name not in parameters:
+                raise ConfigError(f"{key}: there is no such key. {suggest_name(name, parameters)}")
+            self.seen.append(key)
+            hint = parameters[name]
+            if isinstance(hint, dict):
+                if isinstance(value, str) and Path(value).is_file():
+                    value = read_keys(value, key)
+                if isinstance(value, dict):
+                    self.check_mapping(value, hint, key)
+                elif value is not None:
+                    raise no_keys(key, value, hint)
+            else:
+                self.check_value(value, hint, key)
+
+    def check_value(self, value: Any, hint: Any, key: str) -> None:
+        """Check what a key is set to, as far as it names classes or holds keys of its own."""
+        options = list(flatten_union(hint))
+        if any(is_mapping(option) for option in options):
+            self._begin(value, options, key)
+        # A later file's list replaces an earlier one, with all that is in it.
+        if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
+            self._merge(value, key.replace(".init_args.", "."))
+        bases = [option for option in options if is_configurable(option)]
+        if value is None and not bases and not takes_null(options):
+            raise ConfigError(f"{key}: null is no value for it. Leave the key out for its default, or give a value.")
+        items = [item for option in options if is_sequence(option) for item in item_hints(option)]
+        alternatives = options if bases else [option for item in items for option in flatten_union(item)]
+        classes = [option for option in alternatives if is_configurable(option)]
+        words = {"null", "", *(w for option in options if get_origin(option) is Literal for w in get_args(option))}
+        if isinstance(value, str) and classes and value not in words:
+            if not takes_text(hint) and Path(value).is_file():
+                self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
+            elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
+                self.classes[key] = self.find_class(value, classes, key)
+        elif isinstance(value, list) and bases and not items:
+            raise no_keys(key, value, self.parameters_of(bases[0]))
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                for item_hint in items[:1]:
+                    self.check_value(item, item_hint, f"{key}[{i}]")
+                self.classes.update({key: self.classes[f"{key}[{i}]"]} if f"{key}[{i}]" in self.classes else {})
+        elif isinstance(value, dict):
+            if SPEC_KEYS & value.keys() or key in self.classes or len(bases) == 1:
+                self.check_spec(value, classes, key)
+            for option in options:
+                if is_mapping(option) and not bases and len(get_args(option)) == 2:
+                    for written, item in value.items():
+                        name, _, rest = str(written).partition(".")
+                        self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
+
+    def _check_set_once(self, key: str) -> None:
+        """Refuse a key that the present file has set before, nested in one place and dotted in the other."""
+        if key in self._leaves:
+            raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
+        self._leaves.add(key)
+
+    def _begin(self, value: Any, options: list[Any], key: str) -> None:
+        """Nest dotted names of items that have keys; note a mapping of which an option sets such a key first."""
+        items = (item for option in options if is_mapping(option) for item in item_hints(option))
+        has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
+        if isinstance(value, dict) and has_keys and any("." in name for name in value):
+            if self._is_in_file:
+                nest_names(value, key)
+            elif key.replace(".init_args.", ".") not in self._begun:
+                self.unset_mappings.append(key)
+        self._begun.add(key.replace(".init_args.", "."))
+
+    def _merge(self, value: Any, key: str) -> None:
+        """Extend a mapping of a file by what earlier files have set its key to, where jsonargparse would replace it."""
+        if isinstance(value, dict) and not SPEC_KEYS & value.keys():
+            merged = merge_mappings(self._mappings.get(key, {}), value)
+            value.clear()
+            value.update(merged)
+            self._mappings[key] = deepcopy(value)
+        else:
+            self._mappings.pop(key, None)
+
+    def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
+        """Check a class and its arguments, given under ``init_args`` or directly."""
+        if "class_path" in value:
+            self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
+        chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
+        if chosen is None:
+            return
+        spelled = SPEC_KEYS & value.keys()
+        if key not in self.classes and inspect.isabstract(chosen):
+            raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
+        for name in value.keys() - SPEC_KEYS if spelled else ():
+            head = str(name).partition(".")[0]
+            if head not in SPEC_KEYS:
+                raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
+        parameters = self.parameters_of(chosen)
+        direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
+        for name, v in direct.items():
+            group, _, nested = str(name).partition(".")
+            if group == "init_args":
+                self.check_mapping({nested: v}, parameters, f"{key}.init_args")
+            elif group not in SPEC_KEYS:
+                self.check_mapping({name: v}, parameters, key)
+        init_args = value.get("init_args")
+        if isinstance(init_args, dict):
+            self.check_mapping(init_args, parameters, f"{key}.init_args")
+
+    def find_class(self, path: str, bases: list[type], key: str) -> Any:
+        """Return the class that a path or a bare name stands for, see :func:`find_class`."""
+        return find_class(path, bases, key)
+
+    def parameters_of(self, kind: Any) -> dict[str, Any]:
+        """Return what a class takes, see :func:`parameters_of`."""
+        return parameters_of(kind)
+
+
+def asks_for_help(options: list[str]) -> bool:
+    """Return whether command line options ask for a page of help, in which case nothing else counts."""
+    return any(option in ("-h", "--help") or option.endswith(".help") for option in options)
+
+
+def check_model(keys: ConfigKeys) -> None:
+    """Refuse a configuration that names no algorithm."""
+    if "model" not in keys.classes:
+        raise ConfigError(
+            "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
+            "init_args: {model: ...}}' to the YAML file that --config names."
+        )
+
+
+def no_keys(key: str, value: Any, parameters: Iterable[str]) -> ConfigError:
+    """The error for a value where a mapping of ``parameters`` belongs."""
+    return ConfigError(
+        f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
+        f"'  {next(iter(parameters))}: value'."
+    )
+
+
+def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
+    """Pair each option's key with its value."""
+    position = 0
+    while position < len(options):
+        option = options[position]
+        position += 1
+        if not option.startswith("-"):
+            hint = f" A file is given by --config {option}." if option.endswith((".yaml", ".yml", ".json")) else ""
+            raise ConfigError(f"'{option}' follows no option; options look like --trainer.max_steps 100.{hint}")
+        key, equals, value = option.lstrip("-").partition("=")
+        if not equals and position < len(options) and not options[position].startswith("--"):
+            value = options[position]
+            position += 1
+        elif not equals and key.rsplit(".", 1)[-1] not in ("help", "print_config"):
+            raise ConfigError(f"{option}: its value is missing. Write {option} VALUE.")
+        yield key, value
+
+
+def parse_value(text: str) -> Any:
+    """What an option's text means as YAML, or the text itself."""
+    if isinstance(text, WrittenText):
+        return plain_texts(text)
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return text
+
+
+def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
+    """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
+
+    Returns:
+        Type hints by name; a dict in place of a hint for a group of keys.
+    """
+    if isinstance(source, ArgumentParser):
+        parser = source
+    else:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(source, fail_untyped=False, instantiate=False)
+    tree: dict[str, Any] = {}
+    for action in parser._actions:
+        *groups, name = action.dest.split(".")
+        if name == "help":
+            continue
+        branch = tree
+        for group in groups:
+            known = branch.get(group)
+            branch[group] = branch = known if isinstance(known, dict) else {}
+        branch.setdefault(name, getattr(action, "_typehint", None))
+    return tree
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """``base`` and every imported subclass of it."""
+    yield base
+    children: list[type] = base.__subclasses__()
+    for child in children:
+        yield from subclasses(child)
+
+
+def find_class(path: str, bases: list[type], key: str) -> Any:
+    """Import the class that a dotted path names, or find an imported subclass by its bare name.
+
+    Args:
+        path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
+        bases: what it may be a subclass of.
+        key: where the path stands, for the message.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
+        if name not in named:
+            raise ConfigError(f"{key}: there is no class '{name}'. {suggest(name, named)}")
+        return named[name]
+    try:
+        module: Any = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."
+            ) from error
+        parent = error.name.rpartition(".")[0]
+        folders = getattr(import_module(parent), "__path__", []) if parent else []
+        choices = [m.name for m in iter_modules(folders, f"{parent}.")] if parent else []
+        choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
+        raise ConfigError(f"{key}: there is no module '{error.name}'. {suggest(error.name, choices)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
+        fitting += getattr(module, "__all__", ())  # what a module imports when it is asked for, too
+        near = suggest(path, [f"{module_name}.{n}" for n in fitting if not n.startswith("_")])
+        raise ConfigError(f"{key}: there is no '{name}' in '{module_name}'. {near}")
+    if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
+        wanted = " or ".join(base.__name__ for base in bases)
+        raise ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
+    return found
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """A sentence about the nearest of many choices, without listing them all."""
+    nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
+    return (
+        f"Did you mean '{nearest[0]}'?"
+        if nearest
+        else "Give the dotted path of a class that can be imported from here."
+    )

@@ -1,0 +1,383 @@
+"""The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
+
+import logging
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch
+import yaml
+from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning_utilities.core.enums import StrEnum
+
+import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.atomic_save import written_aside
+from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
+from rlightning.cli.config_files import (
+    begin_mappings,
+    load_yaml,
+    mark_files,
+    plain_texts,
+    replace_files,
+    use_strict_yaml,
+)
+from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
+from rlightning.cli.strategy_names import spell_out_files, spell_out_options
+from rlightning.config_types import takes_text
+from rlightning.data import PromptDataModule
+from rlightning.disk import needed
+from rlightning.environments import Environment
+from rlightning.error_report import set_run_folder, yield_to_rank_0
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import without_secrets
+from rlightning.module import RLModule
+from rlightning.module.policy_module import PolicyModule
+from rlightning.module.trainer_options import check_callbacks, check_options
+from rlightning.parallel.ddp import replace_lightning_ddp
+from rlightning.parallel.stop_signal import stop_signal
+from rlightning.plain_text import visible, visible_on_one_line
+from rlightning.run_dir import new_run_folder, run_dir
+from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
+from rlightning.run_settings import flatten
+from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
+from rlightning.trainer import DEFAULTS, Trainer, find_callback, settle_lengths
+
+log = logging.getLogger(__name__)
+
+# Defaults of Lightning's, such as that of Timer, are enums where their types say str.
+yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
+
+ROLLOUT = "rlightning.callbacks.VLLMRollout"
+
+
+class RLArgumentParser(LightningArgumentParser):
+    """A parser whose errors are one line, without the usage of two hundred options."""
+
+    keys: ConfigKeys | None = None
+    secrets: Mapping[str, str] = {}
+    """Of this command line, by the names that its configuration has for them."""
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
+        added = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if takes_text(getattr(action, "_typehint", None)):
+                vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
+        return added
+
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
+        try:
+            built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+        except ValueError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, MisconfigurationException):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise ConfigError(f"{cause}") from error
+        resolved: Namespace = resolve_secrets(built, "the configuration", RLArgumentParser.secrets)
+        return resolved
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Write the gist of jsonargparse's message and exit with 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        cause: BaseException | None = ex
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        gist = visible_on_one_line(str(cause)) if cause else visible(summarise(message, RLArgumentParser.keys))
+        yield_to_rank_0()
+        self.exit(2, f"error: {gist}\n")
+        raise AssertionError("exit returned")
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes the resolved configuration to the run's folder, and to the loggers once the set-up is over."""
+
+    _unlogged: Any = None
+
+    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file, once; a resumed run keeps those of runs before it."""
+        if self.already_saved or not trainer.is_global_zero:
+            return
+        self.already_saved = True
+        text = self.parser.dump(self.config, skip_none=False)
+        folder = Path(trainer.default_root_dir)
+        earlier = len(list(folder.glob("config*.yaml")))
+        path = folder / (f"config-{earlier + 1}.yaml" if earlier else "config.yaml")
+        with (
+            needed("The configuration", path, "Make room there, or name another folder."),
+            written_aside(path) as partial,
+        ):
+            partial.write_text(text, encoding="utf-8")
+        self._unlogged = load_yaml(text)
+
+    def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
+        """Tell the loggers, which make their runs now."""
+        unlogged, self._unlogged = self._unlogged, None
+        for logger in trainer.loggers if unlogged is not None else ():
+            logger.log_hyperparams(unlogged)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+class RLCLI(LightningCLI):
+    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options.
+
+    Args:
+        args: the command and its options.
+    """
+
+    def __init__(self, args: list[str]) -> None:
+        self.args = args
+        replace_lightning_ddp()
+        spell_out_files()
+        use_strict_yaml()
+        for name in import_module("rlightning.callbacks").__all__:
+            find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
+        try:
+            self.run_command(args)
+        finally:
+            unlock_all()
+
+    def run_command(self, args: list[str]) -> None:
+        """Parse the options, build everything, run the command."""
+        super().__init__(
+            model_class=RLModule,
+            datamodule_class=PromptDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveRunConfig,
+            trainer_defaults=dict(DEFAULTS),
+            seed_everything_default=0,
+            parser_class=RLArgumentParser,
+            parser_kwargs={"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in self.subcommands()}},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's commands; completions are written to a file, never returned."""
+        commands = LightningCLI.subcommands()
+        commands["predict"].add("return_predictions")
+        return commands
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
+        parser.add_lightning_class_args(find_callback("RolloutCallback"), "rollout", subclass_mode=True, required=False)
+        parser.add_argument(
+            "--environment",
+            type=Environment | Mapping[str, Environment] | None,
+            default=None,
+            help="What turns prompts into trajectories; several by name. Null completes each prompt once.",
+        )
+        data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
+        parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            parser.add_argument("--output", type=str | None, default=None, help="The JSONL file, a new one.")
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Check every key by hand, then let jsonargparse parse."""
+        command, options = args[0], mark_files(spell_out_options(args[1:]))
+        keys = ConfigKeys(
+            parameters_of(self._subcommand_parsers[command]),
+            {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
+        )
+        RLArgumentParser.keys = keys
+        if not asks_for_help(options):
+            keys.check_options(options)
+            check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
+            options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
+            check_model(keys)
+        self.config = parser.parse_args([command, *options])
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as it is: a checkpoint's hyperparameters are not merged into it."""
+
+    def before_instantiate_classes(self) -> None:
+        """Settle what depends on several keys, before anything is built."""
+        config = self.config[self.subcommand]
+        expand_home(config)
+        self.mask_secrets()
+        config = self.config[self.subcommand]
+        trainer = config["trainer"]
+        if trainer["default_root_dir"] is None:
+            trainer["default_root_dir"] = make_run_folder()
+        check_options(trainer)
+        folder = run_dir(trainer)
+        if folder.is_file():
+            raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
+        if is_rank_0():
+            self.take_run_folder(folder)
+        config["ckpt_path"] = settle_checkpoint(
+            str(self.subcommand), folder, trainer["callbacks"], config.get("ckpt_path")
+        )
+        set_run_folder(folder)
+        settle_lengths(trainer)
+        if trainer["logger"] is True:
+            trainer["logger"] = None
+
+    def take_run_folder(self, folder: Path) -> None:
+        """Refuse a folder that another run is at work in, or that nothing can be written to."""
+        if self.subcommand == "fit":
+            lock_run(folder)
+        else:
+            check_writable(folder, "trainer.default_root_dir")
+
+    def mask_secrets(self) -> None:
+        """Keep secrets out of the configuration, which goes into files and loggers; objects get them when built."""
+        masked, RLArgumentParser.secrets = mask_secrets(self.config[self.subcommand])
+        self.config[self.subcommand] = masked
+        check_references(masked, RLArgumentParser.secrets)
+        hide_secrets(RLArgumentParser.secrets)
+        if RLArgumentParser.secrets:
+            log.info(
+                "Secrets are in no file of this run and no logger. What goes on from its config.yaml needs them in the "
+                "environment: %s.",
+                ", ".join(RLArgumentParser.secrets),
+            )
+
+    def instantiate_classes(self) -> None:
+        """Build everything, and tell the module the whole configuration, which its checkpoints keep."""
+        super().instantiate_classes()
+        if isinstance(self.model, PolicyModule):
+            text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+            self.model.configuration = flatten(load_yaml(text))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
+        config = {**self._get(self.config_init, "trainer"), **kwargs}
+        listed = config["callbacks"] or []
+        listed = listed if isinstance(listed, list) else [listed]
+        rollout = self._get(self.config_init, "rollout")
+        own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
+        if own:
+            if self.is_rollout_configured():
+                raise ConfigError(
+                    f"rollout: this section and a {type(own[0]).__name__} under trainer.callbacks are both there. "
+                    "Keep one of them."
+                )
+            rollout = None
+        set_environment(rollout or next(iter(own), None), self._get(self.config_init, "environment"))
+        predictions = find_callback("JSONLPredictions")
+        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
+            listed = [*listed, predictions(self._get(self.config_init, "output"))]
+        if not config["fast_dev_run"]:
+            listed = [*listed, SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand])]
+        try:
+            trainer = Trainer(**config | {"callbacks": listed, "rollout": rollout})
+        except ConfigError:
+            raise
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ConfigError(f"trainer: {error}") from error
+        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
+        return trainer
+
+    def is_rollout_configured(self) -> bool:
+        """Whether a file or an option set a key of the ``rollout`` section."""
+        keys = RLArgumentParser.keys
+        return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Generate for the whole prompt file without keeping the completions: they are written as they come."""
+        self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+
+def set_environment(rollout: Any, environment: Any) -> None:
+    """Give the rollout callback the environment that has a section of its own.
+
+    Raises:
+        ConfigError: it takes none.
+    """
+    if environment is None:
+        return
+    kind = find_callback("TransformersRollout")
+    if not isinstance(rollout, kind):
+        name = "rollout: null" if rollout is None else type(rollout).__name__
+        raise ConfigError(f"environment: {name} takes none. Use rollout.class_path={kind.__name__}.")
+    rollout.environment = environment
+
+
+def make_run_folder() -> str:
+    """Make a new run folder, for this run alone, and return its path; other ranks are given rank 0's."""
+    while True:
+        path = new_run_folder()
+        if not is_rank_0():
+            return path
+        with suppress(FolderTakenError):  # by another run of this second
+            lock_run(Path(path))
+            return path
+
+
+def command_to_go_on(args: list[str], folder: str) -> str:
+    """Return what continues a run in a shell.
+
+    Args:
+        args: that began it.
+        folder: of the run.
+    """
+    kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
+    if "--ckpt_path" in kept:
+        place = kept.index("--ckpt_path")
+        del kept[place : place + 2]
+    if not any(arg.partition("=")[0] == "--trainer.default_root_dir" for arg in kept):
+        kept += ["--trainer.default_root_dir", folder]
+    return without_secrets(shlex.join(["rlightning", *kept, "--ckpt_path", "last"]))
+
+
+def expand_home(values: Any) -> Any:
+    """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
+    if isinstance(values, Namespace | dict):
+        entries = vars(values) if isinstance(values, Namespace) else values
+        for key, value in entries.items():
+            entries[key] = expand_home(plain_texts(value) if key == "dict_kwargs" else value)
+    elif isinstance(values, list):
+        values[:] = [expand_home(value) for value in values]
+    elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
+        return os.path.expanduser(values)
+    return values
+
+
+def summarise(message: str, keys: ConfigKeys | None) -> str:
+    """One line of jsonargparse's several: the key and what is wrong with it.
+
+    Args:
+        message: as jsonargparse gives it.
+        keys: the keys of this command line, to complete a key that jsonargparse shortened.
+    """
+    message, _, given = message.partition("Given value type:")
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
+    text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
+    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    # after the reason, what a class may be written as
+    lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
+    kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]
+    value = re.search(r"Given value: (.*)", given)
+    if kinds and value and all(kinds):  # alternatives, none of which fits
+        names = dict.fromkeys({"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1]) for kind in kinds if kind)
+        lines = [f"Expected a {' or '.join(names)}. Got value: {value[1]}"]
+    if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
+        lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
+    text = "; ".join(dict.fromkeys(lines))
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
+    text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
+    return f"{keys.full_key(key) if keys else key}: {text}" if key else text

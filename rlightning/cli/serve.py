@@ -1,0 +1,63 @@
+"""``rlightning serve``: an engine for trainers on other hosts; what of it can be said at once."""
+
+from rlightning.engine_token import check_token
+from rlightning.errors import ConfigError
+
+DEFAULTS = {"--host": "127.0.0.1", "--port": "8100"}
+HELP = f"""\
+usage: rlightning serve [--host HOST] [--port PORT] [--config FILE]... [--KEY VALUE]...
+
+Starts one vLLM engine on all devices that this process sees, with the settings that `rlightning fit` derives from the
+same configuration, and serves one trainer after the other. The trainer names it:
+
+  rollout: {{placement: standalone, engines: [tcp://HOST:PORT]}}
+
+Keys are those of `rlightning fit --help`. Ctrl-C ends it.
+
+  --host HOST          where it listens; {DEFAULTS["--host"]} unless given. On any other than a loopback address both
+                       sides need the same secret in the environment variable RLIGHTNING_ENGINE_TOKEN
+  --port PORT          {DEFAULTS["--port"]} unless given; 0 is any that is free
+
+example:
+  RLIGHTNING_ENGINE_TOKEN=... rlightning serve --config run.yaml --host 0.0.0.0
+"""
+
+
+def serve(options: list[str]) -> None:
+    """Start an engine and serve trainers until Ctrl-C.
+
+    Args:
+        options: what follows the command.
+
+    Raises:
+        ConfigError: for a mistake of the user's.
+        EngineError: the engine cannot start.
+    """
+    from rlightning.cli.serve_cli import serve_at
+
+    own, rest = split_options(options)
+    serve_at(own["--host"], int(own["--port"]), rest)
+
+
+def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of this command alone, and those that are left.
+
+    Raises:
+        ConfigError: for a value of the former.
+    """
+    own, rest = dict(DEFAULTS), []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in own:
+            rest.append(word)
+            continue
+        given = value if equals else next(words, None)
+        if not given:
+            raise ConfigError(f"{name}: its value is missing. Write {name} {DEFAULTS[name]}.")
+        own[name] = given
+    port = own["--port"]
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--port {port} must be a number from 0 to 65535. Use {DEFAULTS['--port']}.")
+    check_token(own["--host"], "--host")
+    return own, rest

@@ -1,0 +1,91 @@
+"""``rlightning serve``: the engine that a configuration describes, for trainers on other hosts."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlightning.cli.lightning_cli import RLCLI
+from rlightning.data import PromptDataModule
+from rlightning.data.prompt_limit import default_prompt_limit
+from rlightning.engine_token import TOKEN, read_token
+from rlightning.models import describe_length_limit
+from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_service import EngineService, listen
+from rlightning.rollout.engine_wire import SCHEME
+from rlightning.trainer import find_callback
+
+
+class ServeCLI(RLCLI):
+    """Parses what ``fit`` would be given, with the same errors, and builds what an engine's settings follow from."""
+
+    def _set_seed(self) -> None:
+        """The engine's randomness is its own."""
+
+    def before_instantiate_classes(self) -> None:
+        """Leave out what only a trainer needs."""
+        trainer = self.config[self.subcommand]["trainer"]
+        listed = trainer["callbacks"] or []
+        listed = listed if isinstance(listed, list) else [listed]
+        kind = find_callback("VLLMRollout").__name__
+        trainer["callbacks"] = [one for one in listed if one["class_path"].rpartition(".")[2] == kind]
+        trainer["logger"] = trainer["plugins"] = trainer["profiler"] = None
+        trainer["strategy"] = "auto"
+
+    def instantiate_classes(self) -> None:
+        """The module without its weights, the data module without its rows, and the callback without its engine."""
+        self.config_init = self.parser.instantiate_classes(self.config)
+        listed = self._get(self.config_init, "trainer")["callbacks"]
+        self.module: Any = self._get(self.config_init, "model")
+        self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
+        data = self._get(self.config_init, "data")
+        self.max_prompt_tokens: int | None = getattr(data, "max_prompt_tokens", None)
+        if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
+            new_tokens = self.rollout.sampling.max_new_tokens
+            self.max_prompt_tokens = default_prompt_limit(self.module.max_model_length, new_tokens)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing."""
+
+    def configure_engine(self, name: str) -> VLLMConfig:
+        """The engine that the configuration describes; ``name`` is that of its log."""
+        trainer, module, options = self._get(self.config_init, "trainer"), self.module, self.rollout.options
+        options.check()
+        if self.max_prompt_tokens is not None and hasattr(module, "plan"):
+            new_tokens = self.rollout.sampling.max_new_tokens
+            module.plan.check_sequence_length(
+                self.max_prompt_tokens, new_tokens, module.max_model_length, describe_length_limit(module.model_config)
+            )
+        has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
+        config: VLLMConfig = options.configure_served(
+            module, torch.device("cuda" if has_cuda else "cpu"), self.rollout.sampling, self.max_prompt_tokens, log_file
+        )
+        return config
+
+
+def serve_at(host: str, port: int, options: list[str]) -> None:
+    """Start an engine and serve trainers until Ctrl-C.
+
+    Args:
+        host: where to listen.
+        port: where to listen; 0 is any that is free.
+        options: those of ``rlightning fit``.
+    """
+    cli = ServeCLI(args=["fit", *options])
+    listener = listen(host, port)
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    bound = listener.getsockname()[1]
+    config = cli.configure_engine(f"engine-{shown}-{bound}")
+
+    def announce() -> None:
+        url = f"{SCHEME}://{shown}:{bound}"
+        sys.stdout.write(f"The engine of {config.engine_args['model']} listens at {url}; its log: {config.log_file}\n")
+        sys.stdout.flush()
+
+    token = read_token()
+    os.environ.pop(TOKEN, None)  # vLLM has no use for it
+    EngineService(config, listener, token).run(announce)

@@ -1,0 +1,219 @@
+"""A Ray cluster as a run needs it: joined or started, and with room for what is to run on it."""
+
+import atexit
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlightning import intervals
+from rlightning.controller.commands import ClusterLostError
+from rlightning.controller.reaper import OwnNode, watch_own_node
+from rlightning.errors import ConfigError, check_rules
+from rlightning.scratch import ScratchFolder
+
+log = logging.getLogger(__name__)
+
+PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+LONGEST_REASON = 400
+TOLD_BY_US = r"Raylet is terminated\.|has been marked dead because the detector"
+"""Ray's lines on a raylet that was killed, of which the first has 20 of its log with it."""
+START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
+
+
+_own_nodes: dict[str, OwnNode] = {}
+"""By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
+
+
+def import_ray() -> Any:
+    """Ray, or how to get it."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.strategy=RayController needs ray, which is not installed. Install it: pip install "
+            "'rlightning[ray]'."
+        ) from error
+    return ray
+
+
+def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
+    """Make this process a driver of a cluster, unless it is one.
+
+    Args:
+        address: "auto" for the cluster that this machine is a node of, or "host:port". None is the one that RAY_ADDRESS
+            names, as for a job that was submitted to it, else a new one on this machine, which ends with this process.
+        options: further arguments of ``ray.init``.
+
+    Returns:
+        Whether the cluster is a new one, which inherits this process's environment.
+
+    Raises:
+        ConfigError: there is no such cluster, or it refuses this process.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        release_sigterm(signal.SIG_DFL)
+        return False
+    # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    if where.startswith("ray://"):
+        raise ConfigError(
+            f"trainer.strategy: address={where} is that of a Ray client, which cannot hold handles to tensors. Start "
+            "the run on a node of the cluster, with address=auto."
+        )
+    if ":" in where:
+        check_reachable(where)
+        check_admitted(where, where)
+    # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    handler = signal.getsignal(signal.SIGTERM)
+    settings: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False, **options}
+    if where == "local" and "_temp_dir" not in options and "RAY_TMPDIR" not in os.environ:
+        settings["_temp_dir"] = _make_session_folder()
+    try:
+        ray.init(address=where, **settings)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # which "auto" has found
+        if tried:
+            check_admitted(where, tried[1])
+        raise _refused(where, error) from error
+    release_sigterm(handler)
+    if where == "local" and (node := watch_own_node()) is not None:
+        _own_nodes[ray.get_runtime_context().get_session_name()] = node
+    return where == "local"
+
+
+def check_own_node() -> None:
+    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else is the matter there.
+
+    Raises:
+        ClusterLostError: it is.
+    """
+    ray = import_ray()
+    node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
+    if node is not None and node.has_ended:
+        raise ClusterLostError(
+            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran "
+            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+        )
+
+
+def _make_session_folder() -> str:
+    """A folder for the sockets and logs of a cluster of this process, which Ray itself would leave behind."""
+    folder = ScratchFolder("ray")
+
+    def end() -> None:
+        import_ray().shutdown()
+        folder.remove()
+
+    atexit.register(end)
+    return str(folder.path)
+
+
+def release_sigterm(handler: Any) -> None:
+    """Put ``handler`` in the place of Ray's for SIGTERM, which exits with 15 at once.
+
+    Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    current = signal.getsignal(signal.SIGTERM)
+    if is_main and getattr(current, "__module__", "").partition(".")[0] == "ray":
+        signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+
+
+def check_reachable(address: str) -> None:
+    """Refuse an address where nothing accepts a connection: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), intervals.CONNECT_TIMEOUT).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.strategy: no Ray cluster answers at address={address} ({error}). {START_ONE}"
+        ) from error
+
+
+def check_admitted(where: str, address: str) -> None:
+    """Refuse a cluster that does not answer this process, by the cause: ``ray.init`` names none.
+
+    Args:
+        where: as configured.
+        address: "host:port".
+    """
+    ray = import_ray()
+    try:
+        from ray.autoscaler.v2.sdk import get_cluster_status
+    except ImportError:
+        return  # a release of Ray without it, and without authentication
+    try:
+        get_cluster_status(address, timeout=int(intervals.CONNECT_TIMEOUT))
+    except ray.exceptions.RayError as error:
+        raise _refused(where, error) from error
+
+
+def _refused(where: str, error: Exception) -> ConfigError:
+    """The mistake behind what Ray has raised, in Ray's own words where they are about something else."""
+    if type(error).__name__ == "AuthenticationError":  # a class that earlier releases of Ray do not have
+        return ConfigError(
+            f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
+            "has none or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the "
+            "cluster's; `ray start` has read it there, or in ~/.ray/auth_token."
+        )
+    reason = " ".join(str(error).split())[:LONGEST_REASON]
+    return ConfigError(
+        f"trainer.strategy: no Ray cluster could be joined at address={where}. Ray says: {reason} {START_ONE}"
+    )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each worker takes of the cluster.
+
+    Attributes:
+        cpus: cores.
+        gpus: GPUs; None is one where the cluster has any and the workers' accelerator is not the CPU.
+        placement: how workers are spread over nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
+    """
+
+    cpus: float = 1.0
+    gpus: float | None = None
+    placement: str = "PACK"
+
+    def check(self) -> None:
+        """Refuse numbers and names that mean nothing."""
+        check_rules(
+            {
+                f"cpus_per_worker={self.cpus} must be at least 0. Use 1": self.cpus >= 0,
+                f"gpus_per_worker={self.gpus} must be at least 0. Leave it out for one": (self.gpus or 0) >= 0,
+                f"placement={self.placement} is unknown. Choose from: {', '.join(PLACEMENTS)}": self.placement
+                in PLACEMENTS,
+            }
+        )
+
+    def settle(self, num_workers: int | None, accelerator: str) -> "tuple[int, dict[str, float]]":
+        """How many workers there are, and what each takes.
+
+        Args:
+            num_workers: None is one a GPU of the cluster, or one.
+            accelerator: of the workers.
+
+        Raises:
+            ConfigError: if the cluster has less.
+        """
+        has = import_ray().cluster_resources()
+        uses_gpus = accelerator != "cpu" and has.get("GPU", 0) > 0
+        gpus = float(uses_gpus) if self.gpus is None else self.gpus
+        count = num_workers or (int(has.get("GPU", 0) / gpus) if gpus else 1)
+        for kind, name, each in (("CPU", "cpus", self.cpus), ("GPU", "gpus", gpus)):
+            if count * each > has.get(kind, 0):
+                raise ConfigError(
+                    f"trainer.strategy: num_workers={count} x {name}_per_worker={each:g} is {count * each:g} {kind}s, "
+                    f"but the Ray cluster has {has.get(kind, 0):g}. Lower either, or add nodes."
+                )
+        return count, {"CPU": self.cpus, **({"GPU": gpus} if gpus else {})}

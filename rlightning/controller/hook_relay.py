@@ -1,0 +1,188 @@
+"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are."""
+
+import logging
+import pickle
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+
+from rlightning.controller.commands import Fired, Inbox
+from rlightning.controller.rtensor import localize, remotize, remotize_own
+from rlightning.hooks import RLCallback
+from rlightning.types import RolloutBatch
+from rlightning.types.axes import split_lists
+
+log = logging.getLogger(__name__)
+
+RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
+GLOBAL_GROUPS = ("on_update_start", "on_update_end")
+"""Hooks whose batches have been shared out: groups are numbered over all ranks, tensor-parallel neighbours have the
+same ones. In the others each rank has what it sampled itself."""
+
+RANK_HOOKS = ("on_predict_prompt_end",)
+"""Hooks that each rank fires for itself, any number of times."""
+
+ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Lightning's hooks amid a training step, which are not relayed."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """One rank's :class:`~rlightning.types.RolloutBatch`, as it is sent to a controller.
+
+    Attributes:
+        num_tokens: of this rank.
+        num_sequences: of this rank.
+        num_trajectories: of this rank.
+        tensors: the batch without its lists, with handles in place of its tensors; None on a rank that stores nothing.
+        lists: handle to its lists by field, pickled: [bytes] uint8.
+        is_head: whether this is the first of the tensor-parallel ranks.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_trajectories: int
+    tensors: Any
+    lists: Any
+    is_head: bool
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
+        """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
+        tensors, lists = split_lists(batch)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+        store = remotize if hook in GLOBAL_GROUPS else remotize_own
+        stored = store((tensors, pickled), label=hook)
+        stored_tensors, handle = (None, None) if stored is None else stored
+        sizes = (batch.num_tokens, batch.num_sequences, batch.num_trajectories)
+        return cls(*sizes, stored_tensors, handle, is_head)
+
+
+class RemoteBatch:
+    """All ranks' parts of a batch. It is fetched when more is asked for than how much it is.
+
+    What is fetched are the attributes of a :class:`~rlightning.types.RolloutBatch` of all ranks, in their order.
+
+    Args:
+        parts: by rank.
+        has_global_groups: whether groups are numbered over all ranks.
+    """
+
+    def __init__(self, parts: Sequence[BatchPart], *, has_global_groups: bool) -> None:
+        if has_global_groups:
+            parts = [part for part in parts if part.is_head]
+        self.parts = parts
+        self.has_global_groups = has_global_groups
+        self._batch: RolloutBatch | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``, over all ranks."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_sequences(self) -> int:
+        """``N``, over all ranks."""
+        return sum(part.num_sequences for part in self.parts)
+
+    @property
+    def num_trajectories(self) -> int:
+        """``M``, over all ranks."""
+        return sum(part.num_trajectories for part in self.parts)
+
+    def fetch(self) -> RolloutBatch:
+        """The batch itself, on this host."""
+        if self._batch is None:
+            stored = [(part.tensors, part.lists) for part in self.parts if part.tensors is not None]
+            batches = []
+            for batch, pickled in localize(stored):
+                batches.append(replace(batch, **pickle.loads(pickled.numpy().data)))
+            self._batch = type(batches[0]).concatenate(batches)
+            if self.has_global_groups:
+                self._batch.group_ids = torch.cat([batch.group_ids for batch in batches])
+        return self._batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("parts", "has_global_groups", "_batch"):
+            raise AttributeError(name)
+        return getattr(self.fetch(), name)
+
+
+class HookRelay(Checkpoint):
+    """Notes the hooks that callbacks in the controller wait for, and answers for an epoch's end when all had theirs.
+
+    It stands behind the worker's own callbacks: a Checkpoint for Lightning, which calls these last, at the end of an
+    epoch after the module too.
+
+    Args:
+        inbox: of the worker.
+        wanted: the RL hooks to relay.
+    """
+
+    def __init__(self, inbox: Inbox, wanted: Collection[str]) -> None:
+        self.inbox = inbox
+        self.wanted = wanted
+        self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # rlightning.hooks.fire asks for a hook by its name.
+        if name in RL_HOOKS:
+            return partial(self._relay, name)
+        raise AttributeError(name)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let go of the step's batches."""
+        self._sent = None
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Called after the module: tell what was logged for the epoch, before Lightning clears it."""
+        trainer.datamodule.feed.end_epoch()
+
+    def on_predict_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
+        trainer.datamodule.feed.outputs = remotize_own(outputs, label="predict_step")
+
+    def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
+        if hook not in self.wanted:
+            return
+        sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
+        version = getattr(module, "weight_version", 0)
+        self.inbox.note(Fired(hook, sent, trainer.global_step, version))
+
+    def _part(self, batch: RolloutBatch, hook: str, module: Any) -> BatchPart:
+        """The part of this rank, stored once as long as nothing in it changes."""
+        contents = tuple(id(getattr(batch, f.name)) for f in fields(batch))
+        if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
+            is_head = getattr(module, "tensor_parallel_rank", 0) == 0
+            self._sent = batch, contents, BatchPart.of(batch, hook, is_head=is_head)
+        return self._sent[2]
+
+
+def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
+    """The RL hooks that any of the callbacks does something in."""
+    return frozenset(
+        hook
+        for hook in RL_HOOKS
+        for callback in callbacks
+        if getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
+    )
+
+
+def warn_of_unheard(callbacks: Iterable[Any]) -> None:
+    """Say which hooks of the controller's callbacks will never be called."""
+    for callback in callbacks:
+        for hook in ACTOR_HOOKS:
+            if getattr(type(callback), hook, None) not in (None, getattr(Callback, hook)):
+                log.warning(
+                    "%s.%s is never called: the callback runs in the controller, and the actor is in the workers. "
+                    'Give the class runs_in = "workers".',
+                    type(callback).__name__,
+                    hook,
+                )

@@ -1,0 +1,74 @@
+"""Stored tensors on Ray's object store: in shared memory of the node that computed them, counted over all processes."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import ray._private.worker
+
+from rlightning.controller.tensor_store import Block, Bytes, Owner, TensorLostError, TensorStore
+from rlightning.errors import ConfigError
+
+
+class RayBlock(Block):
+    """A block in Ray's object store; Ray counts who refers to it, and moves it from node to node."""
+
+    def __init__(self, ref: "ray.ObjectRef[Any]", owner: Owner, label: str) -> None:
+        super().__init__(owner, label)
+        self._ref = ref
+
+    @staticmethod
+    def read_all(blocks: "Sequence[RayBlock]") -> list[Sequence[Bytes]]:
+        """Their bytes in this node's shared memory, read-only; one request for all."""
+        try:
+            found: list[Sequence[Bytes]] = ray.get([block._ref for block in blocks])
+        except ray.exceptions.ObjectLostError as error:
+            lost = next((block for block in blocks if block._ref.hex() == error.object_ref_hex), blocks[0])
+            raise TensorLostError(
+                f"What '{lost.label}' stored is gone: {lost.owner} has ended ({type(error).__name__}). "
+                "Localize results while their worker lives."
+            ) from error
+        return found
+
+    def __reduce__(self) -> Any:
+        if not _worker().get_serialization_context().is_in_band_serialization():
+            # Ray could not count this copy: it would be dangling, or keep the tensor for ever.
+            raise pickle.PicklingError(
+                f"A handle to what '{self.label}' stored can only be sent in an argument or a result of a Ray call, "
+                "where it is counted. Send it there, or localize it first."
+            )
+        return RayBlock, (self._ref, self.owner, self.label)
+
+
+class RayStore(TensorStore):
+    """Stores in Ray's object store. Needs ``pip install 'rlightning[ray]'`` and a process that has joined Ray.
+
+    What a process has stored is lost when it ends.
+
+    Args:
+        max_bytes: more than this of what this process has stored is never alive at once; None is no limit but Ray's
+            own, which is all processes' of a node together.
+    """
+
+    patience = 10.0  # others let go by a message, which takes milliseconds
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        super().__init__(max_bytes=max_bytes)
+        if not ray.is_initialized():
+            raise ConfigError(
+                "RayStore stores where this process has joined Ray, and it has not. Call ray.init() first."
+            )
+
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+        ref = ray.put(list(arrays))
+        _worker().core_worker.add_object_out_of_scope_callback(ref, lambda _: forget())
+        return RayBlock(ref, owner, label)
+
+
+def _worker() -> Any:
+    """This process's end of Ray, for two things that ``ray`` itself does not offer.
+
+    They are whether an object is being pickled for a Ray call, and the callback that Ray Data counts its blocks with.
+    """
+    return ray._private.worker.global_worker

@@ -1,0 +1,306 @@
+"""RayController: Lightning's Trainer in a process without a device, the actor in workers of Ray's.
+
+::
+
+    controller: Trainer.fit                          workers 0 .. n-1: Trainer.fit under worker_strategy
+    data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks of the device
+      training_step   --- Train(share) ---------->     RLModule.training_step, with all hooks around it
+      RL hooks        <-- Fired(hook, handles) ---     rlightning.hooks.fire
+      metrics         <-- StepResult -------------     module.log
+      save_checkpoint --- Save(loops, callbacks) ->    worker_strategy.save_checkpoint
+"""
+
+import copy
+import logging
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.strategies import Strategy
+
+from rlightning.cli.strategy_names import CLASSES, check_strategy
+from rlightning.controller.cluster import Resources, import_ray, join_cluster
+from rlightning.controller.driver import DriverContext, check_names
+from rlightning.controller.hook_relay import wanted_hooks, warn_of_unheard
+from rlightning.controller.launcher import ControllerLauncher
+from rlightning.controller.remote_module import ControllerModule
+from rlightning.controller.strategy import ControllerStrategy
+from rlightning.controller.worker_group import WorkerGroup
+from rlightning.data import PromptDataModule
+from rlightning.errors import check_rules
+from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
+from rlightning.parallel.execution_mode import check_execution_mode, resolve_execution_mode
+from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.rollout.ray_engines import RayEngines, check_room, find_rollout
+from rlightning.seeds import run_seed
+
+log = logging.getLogger(__name__)
+
+DEVICE_CALLBACKS = (ModelSummary,)
+"""Of Lightning's own callbacks those that are about the actor."""
+
+
+class RayController(ControllerStrategy):
+    """Trains in Ray workers, one a device; this process orchestrates them and touches no device.
+
+    ``trainer.strategy: rlightning.controller.RayController``, in short ``ray``. Everything else in the YAML stays:
+    ``trainer.accelerator`` and ``trainer.devices`` are the workers'. Callbacks run here or there, as they say by
+    ``runs_in``. The same data gives the same weights as ``worker_strategy`` does by itself. See docs/controller.md.
+
+    Args:
+        num_workers: ranks, each a process with its own device. None is ``trainer.devices`` x ``trainer.num_nodes``, or
+            without these one a GPU of the cluster.
+        worker_strategy: of the workers among themselves, by name or with its arguments.
+        accelerator: of the workers; None is ``trainer.accelerator``, by itself "auto".
+        address: of a Ray cluster, "auto" for the one that this machine is a node of. None is what RAY_ADDRESS says, as
+            in a submitted job; without that, a cluster on this machine is started for the run.
+        cpus_per_worker: cores that Ray reserves for each.
+        gpus_per_worker: GPUs that Ray reserves for each; None is one, where there are any.
+        placement: how workers are spread over nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
+        max_restarts: how often workers are started anew, from the last checkpoint, when one of them has died.
+        max_store_bytes: more than this of what a worker has stored (:mod:`~rlightning.controller.rtensor`) is never
+            alive at once; None is no limit but Ray's own.
+        env: names of variables of this process's environment that workers and engines get, in a cluster that was
+            started without them. One that is started for the run has them all.
+        ray_options: further arguments of ``ray.init``.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        worker_strategy: Strategy | str = "fsdp2",
+        accelerator: str | None = None,
+        address: str | None = None,
+        cpus_per_worker: float = 1.0,
+        gpus_per_worker: float | None = None,
+        placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK",
+        max_restarts: int = 0,
+        max_store_bytes: int | None = None,
+        env: Sequence[str] = (),
+        ray_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+        self.worker_strategy = (
+            CLASSES.get(worker_strategy, worker_strategy) if isinstance(worker_strategy, str) else worker_strategy
+        )
+        self.worker_accelerator = accelerator
+        self.address, self.ray_options = address, ray_options or {}
+        self.resources = Resources(cpus=cpus_per_worker, gpus=gpus_per_worker, placement=placement)
+        self.max_restarts, self.max_store_bytes = max_restarts, max_store_bytes
+        self.env = [env] if isinstance(env, str) else list(env)
+        self.saved: list[Path] = []
+        self._driver: DriverContext | None = None
+        self._settled: tuple[int, dict[str, float]] | None = None
+        self._standing: ControllerModule | None = None
+        self._data: Any = None
+        self._engines: RayEngines | None = None
+        self._uses_gpus = False
+
+    # Before anything starts
+
+    def take_devices(self, accelerator: Any, devices: Any, num_nodes: int) -> None:
+        """What a configuration says of devices is the workers'; called before the Trainer is made, which has none.
+
+        Args:
+            accelerator: as of the Trainer.
+            devices: as of the Trainer.
+            num_nodes: as of the Trainer.
+        """
+        if self.worker_accelerator is None and isinstance(accelerator, str):
+            self.worker_accelerator = accelerator
+        per_node = len(devices) if isinstance(devices, list) else devices
+        if self.num_workers is None and str(per_node).isdecimal():  # "auto" is for the cluster to say
+            self.num_workers = int(per_node) * num_nodes
+
+    def _configure_launcher(self) -> None:
+        """Called when the Trainer is made, before any process is started or device is touched."""
+        if self._accelerator is not None and not isinstance(self._accelerator, CPUAccelerator):
+            self.accelerator = CPUAccelerator()
+        self.check()
+        self._launcher = ControllerLauncher(self)
+
+    def check(self) -> None:
+        """Refuse what cannot work."""
+        nested, own_name = self.worker_strategy, f"{RayController.__module__}.{RayController.__qualname__}"
+        check_rules(
+            {
+                f"num_workers={self.num_workers} must be at least 1. Leave it out for one a device": self.num_workers
+                is None
+                or self.num_workers >= 1,
+                f"max_restarts={self.max_restarts} must be at least 0. Use 0 for none": self.max_restarts >= 0,
+                f"max_store_bytes={self.max_store_bytes} must be positive. Leave it out for no limit": (
+                    self.max_store_bytes is None or self.max_store_bytes > 0
+                ),
+                "worker_strategy is a RayController itself, but workers take orders from one controller. Use "
+                "rlightning.parallel.FSDP or rlightning.parallel.DDP": nested != own_name
+                and not isinstance(nested, RayController),
+            }
+        )
+        if isinstance(nested, str) and "." not in nested:
+            check_strategy(nested)
+        self.resources.check()
+        check_names(self.env)
+        check_execution_mode(strategy=self)
+        import_ray()
+
+    def setup_environment(self) -> None:
+        """Settle the mode, before anything could touch a device, and how many workers there are."""
+        resolve_execution_mode(strategy=self)
+        super().setup_environment()
+
+    def count_workers(self) -> int:
+        """How many there are; joins the cluster, which knows."""
+        is_new = join_cluster(self.address, self.ray_options)
+        if self._driver is None:
+            self._driver = DriverContext.here(self.env, starts_cluster=is_new)
+        if self._settled is None:
+            self._settled = self.resources.settle(self.num_workers, self.worker_accelerator or "auto")
+        return self._settled[0]
+
+    def connect(self, model: LightningModule) -> None:
+        """Keep the module as it is configured; callbacks here get one that stands for it."""
+        # Lightning has put the new module in the old one's place by now.
+        standing = self._standing
+        is_same = standing is not None and (model is standing or model is standing.configured)
+        if standing is not None and is_same and self.group is not None:
+            super().connect(standing)  # another stage with the same weights
+            return
+        if standing is not None and is_same:
+            model = standing.configured  # workers have died; engines in actors of their own have not
+        else:
+            self.close()
+            callbacks: list[Callback] = model.trainer.callbacks  # type: ignore[attr-defined]
+            warn_of_unheard(callback for callback in callbacks if not belongs_to_workers(callback))
+        trainer: Any = model.trainer
+        module = ControllerModule(model, self)
+        module.trainer = trainer
+        self._standing = module
+        self._trainer = trainer
+        self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
+        trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
+        self._uses_gpus = False
+        rollout = find_rollout(self.worker_callbacks)
+        self.count_workers()
+        if rollout is not None and self._settled is not None:
+            self._uses_gpus = check_room(rollout.options, *self._settled)
+        self._data = copy.copy(trainer.datamodule)
+        if self._data is not None:
+            self._data.trainer = None  # which does not travel, and prompts are not read yet
+        super().connect(module)
+
+    # The workers
+
+    def setup(self, trainer: Trainer) -> None:
+        """Start the workers, when the data has been found to be right, or have them go on to another stage."""
+        assert self.accelerator is not None and self._settled is not None and self._driver is not None
+        self.accelerator.setup(trainer)
+        recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
+        recorder.forward = self._record_workers
+        config = None
+        if self.group is None:
+            close_others(self)
+            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
+            config = self._worker_config(trainer)
+        stage: Any = trainer.state.fn
+        self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
+        self._is_started = True
+
+    def _record_workers(self, reason: str) -> None:
+        """Have the workers record their stacks."""
+        if self.group is not None:
+            self.group.record_stacks(reason)
+
+    def _worker_config(self, trainer: Trainer) -> Any:
+        from rlightning.controller.worker_trainer import WorkerConfig, settings_of
+
+        module: Any = self.lightning_module
+        callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
+        return WorkerConfig(
+            module=module.configured,
+            data=self._settled_data(trainer),
+            strategy=self.worker_strategy,
+            callbacks=callbacks,
+            wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
+            accelerator=self.worker_accelerator or "auto",
+            precision=trainer.precision,
+            settings=settings_of(trainer),
+            root_dir=str(Path(trainer.default_root_dir).absolute()),
+            checkpoint_io=self._checkpoint_io,
+            seed=run_seed(),
+            fast_dev_run=module.trainer.fast_dev_run,
+            max_store_bytes=self.max_store_bytes,
+            engine_token=None if self._engines is None else self._engines.token,
+        )
+
+    def _settled_data(self, trainer: Any) -> Any:
+        """The data module without its rows: what workers ask it follows from these, and prompts come by command."""
+        data = trainer.datamodule
+        return data.without_rows() if isinstance(data, PromptDataModule) else self._data
+
+    def _start_engines(self, callback: Any, trainer: Trainer) -> Any:
+        """The callback; if its engines stand alone and nobody has started them, with engines in actors."""
+        module: Any = self.lightning_module
+        if callback is not find_rollout(self.worker_callbacks) or not (
+            getattr(module, "generates", True) or trainer.state.fn == "predict"
+        ):
+            return callback
+        options = callback.options
+        if self._engines is None:
+            assert self._driver is not None
+            self._engines = RayEngines(
+                options.num_engines, options.devices_per_engine, self._driver, uses_gpus=self._uses_gpus
+            )
+        longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
+        return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Note what has been written: a restart goes on from this run's checkpoints, not from others beside them."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:  # without, there are only weights
+            self.saved.append(Path(filepath).absolute())
+
+    def close(self) -> None:
+        """End the workers, and with them the weights."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+        engines, self._engines = self._engines, None
+        if engines is not None:
+            engines.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when the callbacks have had their turn."""
+        if self.group is not None:
+            self.group.kill()
+        self.close()
+
+    def teardown(self) -> None:
+        """Workers whose run was cut short end; others keep the weights for another stage."""
+        if self._is_started and self.group is not None:
+            self.group.kill()
+            self.group = None
+        self._is_started = False
+        self.precision_plugin.teardown()
+
+
+def belongs_to_workers(callback: Callback) -> bool:
+    """Whether a callback is to run where the devices are."""
+    return getattr(callback, "runs_in", "controller") == "workers" or isinstance(callback, DEVICE_CALLBACKS)
+
+
+_running: weakref.WeakSet[RayController] = weakref.WeakSet()
+
+
+def close_others(strategy: RayController) -> None:
+    """End the workers that runs before have kept for another stage: their devices are needed now."""
+    for other in list(_running):
+        if other is not strategy:
+            other.close()
+    _running.add(strategy)

@@ -1,0 +1,99 @@
+"""What stands for the module in a controller: its configuration, and hooks that ask the workers."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
+from rlightning.module.evaluation import validate_in_fit
+from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
+
+if TYPE_CHECKING:
+    from rlightning.controller.ray_controller import RayController
+
+
+class ControllerModule(PromptBatchModule):
+    """A module without weights. Callbacks in the controller get it as theirs.
+
+    Attributes are those of the module as it was configured. Its hooks, which may need the actor, run in the workers;
+    those here log what the workers have found.
+
+    Args:
+        configured: the user's module; it is never built here.
+        strategy: gives orders.
+
+    Attributes:
+        weight_version: the workers'.
+    """
+
+    configured: Any
+    strategy: "RayController"
+
+    def __init__(self, configured: LightningModule, strategy: "RayController") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
+        self.strategy = strategy
+        self.weight_version = getattr(configured, "weight_version", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["configured"], name)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The module's own, which also refuses what cannot work before any worker starts."""
+        if self.trainer.state.fn == "fit" and hasattr(self.configured, "plan"):
+            self.configured.plan.check_world_size(self.strategy.count_workers())
+        return list(self.configured.configure_callbacks())
+
+    def save_hf(self, path: Any) -> None:
+        """Have the workers write the actor as a Hugging Face folder."""
+        self.strategy.call("save_hf", path)
+
+    # Hooks: Lightning asks whether they are there.
+
+    def configure_optimizers(self) -> None:
+        """The workers have them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """An order of the strategy."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """An order of the strategy."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """An order of the strategy."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """An order of the strategy."""
+
+    def on_train_start(self) -> None:
+        """Measure where training starts from, if the module would."""
+        self.strategy.order_all(StartTraining(self.trainer.num_training_batches))
+        is_wanted = getattr(self, "validate_first", False)
+        if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
+            validate_in_fit(self.trainer)
+
+    def on_train_epoch_start(self) -> None:
+        """Called when an epoch begins: it does in the workers."""
+        self.strategy.order_all(StartEpoch(self.trainer.num_training_batches))
+
+    def on_train_epoch_end(self) -> None:
+        """Called when an epoch is over: it is in the workers."""
+        self.strategy.end_epoch()
+        log_epoch_step(self.trainer, self)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log what the workers have found."""
+        (metrics, *_) = self.strategy.order_all(EndEvaluation())
+        self.log_dict(metrics)
+
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
+    def on_predict_epoch_end(self) -> None:
+        """The workers are through."""
+        self.strategy.order_all(EndEvaluation())

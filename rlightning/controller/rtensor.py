@@ -1,0 +1,220 @@
+"""Handles to tensors that stay in the process that computed them.
+
+::
+
+    worker, rank 1                      controller                      another worker
+    remotize(results)  -- handles -->   passes them on   -- handles --> localize(handles)
+          |                                                                   ^
+          +--------------------- bytes, from node to node --------------------+
+
+The bytes are in this process's :func:`~rlightning.controller.tensor_store.tensor_store`. When the last handle to a
+stored object is gone, in whatever process it was, so is the object.
+"""
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rlightning.controller.tensor_store import Block, Bytes, Owner, stores_results, tensor_store
+
+SHARED_BELOW = 1 << 20
+"""Tensors with fewer bytes share one stored object with the others of a call."""
+Change = Callable[[Any], Any]
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarray})
+"""Types of which nothing is a tensor or holds one: the token ids of a prompt are not walked through one by one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RTensor:
+    """A handle to a tensor that stays where it is.
+
+    It is small, and goes where arguments and results of Ray's calls go. Whoever holds it can :func:`localize` it.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor; every dtype keeps its bits.
+        block: the stored object that the tensor is in, with others if it is small.
+        index: its place in there.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    block: Block
+    index: int
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def owner(self) -> Owner:
+        """The process that stored it."""
+        return self.block.owner
+
+    def __repr__(self) -> str:
+        return f"RTensor({list(self.shape)}, {self.dtype}, stored by {self.owner})"
+
+
+def remotize(tree: Any, *, label: str = "") -> Any:
+    """Store the tensors in ``tree`` and put handles in their places.
+
+    What is stored is a copy on the host, detached; a tensor that occurs twice is stored once, small ones together.
+
+    Args:
+        tree: tensors within dicts, lists, tuples, NamedTuples and dataclasses, nested as you like. The containers are
+            not changed, but copied where they hold tensors. All else stays as it is.
+        label: who stores this, for the report of a full store; by default the caller's function, file and line.
+
+    Returns:
+        ``tree`` with an :class:`RTensor` for each tensor; None where this process does not store results
+        (:func:`~rlightning.controller.tensor_store.stores_results`), its neighbours having the same.
+
+    Raises:
+        TypeError: for a tensor that is not plain: a DTensor, a sparse one, one on the meta device.
+        StoreFullError: over the store's cap; nothing stays behind.
+    """
+    return _store_tensors(tree, label or _call_site()) if stores_results() else None
+
+
+def remotize_own(tree: Any, *, label: str = "") -> Any:
+    """As :func:`remotize`, for what only this rank has: it is stored whatever the rank's place in a group.
+
+    Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
+    have the same batch.
+    """
+    return _store_tensors(tree, label or _call_site())
+
+
+def _store_tensors(tree: Any, label: str) -> Any:
+    tensors = list({id(tensor): tensor for tensor in _leaves(tree, Tensor)}.values())
+    for tensor in tensors:
+        _check_plain(tensor)
+    handles: dict[int, RTensor] = {}
+    for group in _share_out(tensors):
+        block = tensor_store().put([_as_bytes(tensor) for tensor in group], label=label)
+        for index, tensor in enumerate(group):
+            handles[id(tensor)] = RTensor(tensor.shape, tensor.dtype, block, index)
+    return _map_leaves(tree, Tensor, lambda tensor: handles[id(tensor)])
+
+
+def localize(tree: Any) -> Any:
+    """Fetch what the handles in ``tree`` stand for, all at once, and put the tensors in their places.
+
+    Args:
+        tree: as :func:`remotize` returned it, or any part of it, or parts of several.
+
+    Returns:
+        ``tree`` with tensors on the CPU that are the caller's own; the stored ones never change.
+
+    Raises:
+        TensorLostError: if a process that stored one of them has ended.
+    """
+    handles = list({id(handle): handle for handle in _leaves(tree, RTensor)}.values())
+    arrays = _read({id(handle.block): handle.block for handle in handles})
+    tensors = {id(handle): _as_tensor(arrays[id(handle.block)][handle.index], handle) for handle in handles}
+    return _map_leaves(tree, RTensor, lambda handle: tensors[id(handle)])
+
+
+def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
+    """What the blocks hold, by the same keys; one fetch for all blocks of a kind."""
+    found: dict[int, Sequence[Bytes]] = {}
+    for kind in {type(block) for block in blocks.values()}:
+        chosen = {key: block for key, block in blocks.items() if type(block) is kind}
+        found |= dict(zip(chosen, kind.read_all(list(chosen.values())), strict=True))
+    return found
+
+
+def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors by stored object: a handle to a small one must not keep a large one alive."""
+    small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
+    if small:
+        yield small
+    yield from ([tensor] for tensor in tensors if tensor.nbytes >= SHARED_BELOW)
+
+
+def _check_plain(tensor: Tensor) -> None:
+    is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    if not is_plain or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} cannot be stored: its elements "
+            "are not all here. Store a plain tensor instead, such as full_tensor() of a DTensor."
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Bytes:
+    """The elements on the host: the tensor's own where they lie in one piece there, else copied."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    array: Bytes = plain.cpu().reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
+    """A copy: stored memory may be shared with other processes, and be freed while the tensor is in use."""
+    flat = torch.empty(handle.nbytes, dtype=torch.uint8)
+    np.copyto(flat.numpy(), array)
+    return flat.view(handle.dtype).reshape(handle.shape)
+
+
+def _call_site() -> str:
+    """Who called the function that asks."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _leaves(tree: Any, kind: type) -> Iterable[Any]:
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _map_leaves(tree, kind, note)
+    return found
+
+
+def _map_leaves(tree: Any, kind: type, change: Change) -> Any:
+    """``tree`` with each instance of ``kind`` changed; what has none in it is not copied."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, list | tuple):
+        if _ATOMS.issuperset(map(type, tree)):
+            return tree
+        values = [_map_leaves(value, kind, change) for value in tree]
+        if all(new is old for new, old in zip(values, tree, strict=True)):
+            return tree
+        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+    if isinstance(tree, MutableMapping):
+        return _map_parts(tree, dict(tree.items()), operator.setitem, kind, change)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        present = {f.name: getattr(tree, f.name) for f in fields(tree) if hasattr(tree, f.name)}
+        # past the checks of frozen dataclasses, and without calling an __init__ that may want other arguments
+        return _map_parts(tree, present, object.__setattr__, kind, change)
+    return tree
+
+
+def _map_parts(
+    tree: Any,
+    parts: dict[Any, Any],
+    set_part: Callable[[Any, Any, Any], None],
+    kind: type,
+    change: Change,
+) -> Any:
+    """A copy of ``tree`` in which those of its parts are set that have changed; itself if none has."""
+    mapped = {name: _map_leaves(part, kind, change) for name, part in parts.items()}
+    changed = [name for name, part in parts.items() if mapped[name] is not part]
+    if not changed:
+        return tree
+    copied = copy.copy(tree)
+    for name in changed:
+        set_part(copied, name, mapped[name])
+    return copied

@@ -1,0 +1,219 @@
+"""What a process stores of its results for others, how much of it is alive, and whether it stores at all.
+
+A stored object, a :class:`Block`, holds the bytes of one or several tensors. It is there as long as anyone refers to
+it, in whatever process, and no longer: a store keeps count of what is alive, and no reference. Handles to the tensors
+in it are in :mod:`~rlightning.controller.rtensor`, blocks on Ray in :mod:`~rlightning.controller.object_store`.
+"""
+
+import functools
+import itertools
+import os
+import pickle
+import socket
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from rlightning.errors import RunError, check_rules
+
+Bytes = NDArray[np.uint8]
+"""A tensor's elements as they are in memory: [nbytes]."""
+
+
+class StoreFullError(RunError, RuntimeError):
+    """A process would store more than its cap allows; the message says who holds what."""
+
+
+class TensorLostError(RunError, RuntimeError):
+    """A tensor is gone although a handle to it is left: the process that stored it has ended."""
+
+
+class Owner(NamedTuple):
+    """The process that stored something.
+
+    Attributes:
+        rank: its global rank; 0 outside of a process group.
+        host: name of its machine.
+        pid: its process id there.
+    """
+
+    rank: int
+    host: str
+    pid: int
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Who asks."""
+        is_grouped = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank() if is_grouped else 0, socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class Holding(NamedTuple):
+    """What is alive under one label: so many stored objects, so many bytes."""
+
+    label: str
+    entries: int
+    nbytes: int
+
+
+class Block(ABC):
+    """One stored object: the bytes of tensors, there as long as anyone refers to it."""
+
+    def __init__(self, owner: Owner, label: str) -> None:
+        self.owner = owner
+        self.label = label
+
+    @staticmethod
+    @abstractmethod
+    def read_all(blocks: "Sequence[Any]") -> list[Sequence[Bytes]]:
+        """The tensors' bytes of each of these blocks, which are of one kind, fetched at once; not to be written to."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # what is stored never changes
+
+
+class TensorStore(ABC):
+    """Stores bytes and keeps count of what is alive of them.
+
+    Args:
+        max_bytes: more than this is never alive at once; None is no limit.
+    """
+
+    patience = 0.0
+    """Seconds that a full store waits for others to let go before it refuses."""
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        is_positive = max_bytes is None or max_bytes > 0
+        check_rules({f"max_bytes={max_bytes} must be positive. Leave it out for no limit": is_positive})
+        self.max_bytes = max_bytes
+        # Entries are taken out by whatever thread lets go of the last handle: one operation each, and no lock.
+        self._alive: dict[int, tuple[str, int]] = {}
+        self._keys = itertools.count()
+
+    @abstractmethod
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+        """Store copies of ``arrays``; ``forget`` is to be called when nobody refers to the block any more."""
+
+    def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
+        """Store one object.
+
+        Args:
+            arrays: of one tensor each; they are copied.
+            label: who stores it, for :meth:`holdings`.
+
+        Raises:
+            StoreFullError: if the cap would be exceeded; nothing is stored then.
+        """
+        nbytes = sum(array.nbytes for array in arrays)
+        self._make_room(nbytes, label)
+        key = next(self._keys)
+        block = self._store(arrays, Owner.of_this_process(), label, functools.partial(self._alive.pop, key, None))
+        self._alive[key] = (label, nbytes)
+        return block
+
+    def live_entries(self) -> int:
+        """Stored objects that somebody refers to."""
+        return len(self._alive)
+
+    def live_bytes(self) -> int:
+        """Their size."""
+        return sum(nbytes for _, nbytes in self._alive.copy().values())
+
+    def holdings(self) -> list[Holding]:
+        """What is alive, by label, the largest first."""
+        by_label: dict[str, list[int]] = defaultdict(list)
+        for label, nbytes in self._alive.copy().values():
+            by_label[label].append(nbytes)
+        found = [Holding(label, len(sizes), sum(sizes)) for label, sizes in by_label.items()]
+        return sorted(found, key=lambda holding: holding.nbytes, reverse=True)
+
+    def _make_room(self, nbytes: int, label: str) -> None:
+        if self.max_bytes is None:
+            return
+        deadline = monotonic() + self.patience
+        while self.live_bytes() + nbytes > self.max_bytes:
+            if monotonic() >= deadline or nbytes > self.max_bytes:
+                held = "; ".join(f"'{h.label}': {h.entries} x, {h.nbytes:,} bytes" for h in self.holdings())
+                raise StoreFullError(
+                    f"'{label}' would store {nbytes:,} bytes more than the {self.live_bytes():,} that are alive in the "
+                    f"tensor store of {Owner.of_this_process()}, over its max_bytes={self.max_bytes:,}. "
+                    f"Held are: {held or 'nothing'}. Let go of handles sooner, or raise max_bytes."
+                )
+            sleep(0.005)
+
+
+class LocalBlock(Block):
+    """A block in this process's memory."""
+
+    def __init__(self, arrays: Sequence[Bytes], owner: Owner, label: str) -> None:
+        super().__init__(owner, label)
+        self._arrays = arrays
+
+    @staticmethod
+    def read_all(blocks: "Sequence[LocalBlock]") -> list[Sequence[Bytes]]:
+        """Their bytes, as they lie there."""
+        return [block._arrays for block in blocks]
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            f"A handle to what '{self.label}' stored in its own process cannot be sent to another one. "
+            "Localize it first, or store on Ray: set_store(RayStore())."
+        )
+
+
+class LocalStore(TensorStore):
+    """Stores in this process's memory, for this process: what there is without Ray."""
+
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+        block = LocalBlock([array.copy() for array in arrays], owner, label)
+        weakref.finalize(block, forget).atexit = False
+        return block
+
+
+_store: TensorStore = LocalStore()
+_policy: Callable[[], bool] | None = None
+
+
+def tensor_store() -> TensorStore:
+    """Where this process stores; its own memory unless :func:`set_store` has named another place."""
+    return _store
+
+
+def set_store(store: TensorStore) -> None:
+    """Store there from now on. Handles from before stay good; what they hold is no longer counted."""
+    global _store
+    _store = store
+
+
+def live_entries() -> int:
+    """Objects that this process has stored and that somebody, anywhere, refers to."""
+    return _store.live_entries()
+
+
+def live_bytes() -> int:
+    """Their size."""
+    return _store.live_bytes()
+
+
+def stores_results() -> bool:
+    """Whether this process stores results that others of its group have, too: the one place where that is decided.
+
+    Yes, unless a policy says no: ``RemotizeOnHeadOnly`` sets one for as long as its training engine is there.
+    """
+    return _policy is None or _policy()
+
+
+def set_storing_policy(policy: Callable[[], bool] | None) -> None:
+    """Have ``policy`` decide :func:`stores_results`; None stores everything."""
+    global _policy
+    _policy = policy

@@ -1,0 +1,265 @@
+"""A worker: a process of Ray's with a device, a Trainer and the actor, which computes what a controller orders."""
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+
+from rlightning.console import quieten
+from rlightning.controller.command_feed import OrderFeed, WorkerData
+from rlightning.controller.commands import (
+    Call,
+    Entry,
+    Evaluate,
+    Failed,
+    Inbox,
+    Load,
+    Order,
+    Save,
+    StepResult,
+    StopWanted,
+)
+from rlightning.controller.driver import DriverContext
+from rlightning.controller.epoch_metrics import take_epoch_metrics
+from rlightning.controller.hook_relay import HookRelay
+from rlightning.controller.rtensor import remotize
+from rlightning.controller.tensor_store import set_store
+from rlightning.controller.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
+from rlightning.engine_token import TOKEN
+from rlightning.errors import find_run_error
+from rlightning.foreign_text import cut
+from rlightning.module.evaluation import validate_in_fit
+from rlightning.parallel.device import share_host_threads
+from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
+from rlightning.parallel.failure import active_watch, describe
+from rlightning.parallel.stacks import record_own
+
+RENDEZVOUS_PORTS = range(20_000, 32_000)
+"""Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
+CONTROLLER = "Ray driver"
+"""What a worker's strategy calls whom it takes orders from."""
+OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
+"""What a checkpoint has of the workers; the rest is the controller's."""
+
+
+class Worker:
+    """One rank; the class behind Ray's actors.
+
+    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
+
+    Args:
+        rank: its own.
+        num_workers: of the run.
+        driver: the controller's process.
+        host_threads: the controller's OMP_NUM_THREADS; None: a share of the cores, as if all were on this host.
+    """
+
+    def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
+        driver.enter()
+        self.driver = driver
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
+        if host_threads is None:
+            share_host_threads(num_workers)
+        else:
+            os.environ["OMP_NUM_THREADS"] = host_threads
+            torch.set_num_threads(int(host_threads.split(",")[0]))
+        self.rank, self.num_workers = rank, num_workers
+        self.inbox = Inbox()
+        self.trainer: WorkerTrainer | None = None
+        self._last_stage = -1
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and a free port of this host."""
+        import ray
+
+        find_address: Any = ray.util.get_node_ip_address
+        numbers = random.SystemRandom()  # not of the run's seed: another run on this host may have the same
+        while True:
+            port = numbers.choice(RENDEZVOUS_PORTS)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                return find_address(), port
+
+    def describe_differences(self) -> list[str]:
+        """In what this process is not like the controller's."""
+        return self.driver.describe_differences()
+
+    def process_id(self) -> int:
+        """Of this worker on its host."""
+        return os.getpid()
+
+    def record_stacks(self, reason: str) -> None:
+        """Record what all threads of this process are at."""
+        record_own(reason)
+
+    def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
+        """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
+
+        Args:
+            number: grows; what is sent again has run.
+            config: None on a later stage of the same run: trainer and module are those of before.
+            rendezvous: rank 0's, for all.
+            stage: the method of the Trainer's.
+        """
+        if number <= self._last_stage:
+            return
+        self._last_stage = number
+        try:
+            if config is not None:
+                self._prepare(config, rendezvous)
+            assert self.trainer is not None
+            is_measured = stage in ("validate", "test")
+            quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
+            found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
+            self.inbox.answer(as_floats(found) if is_measured else None)
+        except BaseException as error:
+            self.inbox.fail(self._describe(error))
+
+    def obey(self, number: int, order: Order, seen: int) -> list[Entry]:
+        """Accept an order, once, and return what has come of it beyond ``seen`` entries."""
+        self.inbox.submit(number, order)
+        return self.inbox.collect(number, seen)
+
+    def collect(self, number: int, seen: int) -> list[Entry]:
+        """What has come of an order beyond ``seen`` entries."""
+        return self.inbox.collect(number, seen)
+
+    def forget(self, number: int) -> None:
+        """The controller has an order's answer."""
+        self.inbox.forget(number)
+
+    def supply(self, number: int, things: Any) -> None:
+        """What the step has asked for."""
+        self.inbox.supply(number, things)
+
+    def failure(self) -> Failed:
+        """How the run has ended; waits until it has, by an exception."""
+        return self.inbox.await_failure()
+
+    def leave(self) -> None:
+        """Say goodbye to the other ranks: their connections are about to close."""
+        watch = active_watch()
+        if watch is not None:
+            watch.stop()
+
+    # The Trainer
+
+    def _prepare(self, config: WorkerConfig, rendezvous: tuple[str, int]) -> None:
+        quieten()
+        logging.getLogger("rlightning").setLevel(logging.INFO if self.rank == 0 else logging.WARNING)
+        for name in ("lightning.pytorch", "lightning.fabric"):  # which the controller's tells of already
+            logging.getLogger(name).setLevel(logging.WARNING)
+        if config.seed is not None:
+            seed_everything(config.seed, verbose=False)
+        from rlightning.controller.object_store import RayStore
+
+        set_store(RayStore(max_bytes=config.max_store_bytes))
+        if config.engine_token is not None:
+            os.environ[TOKEN] = config.engine_token
+        self.module = config.module
+        relay = HookRelay(self.inbox, config.wanted_hooks)
+        feed = OrderFeed(
+            self.inbox,
+            obey=self._obey,
+            evaluate=self._evaluate,
+            step_result=self._step_result,
+            tell_of_stop=self._tell_of_stop,
+        )
+        self.data = WorkerData(config.data, feed)
+        environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
+        self.trainer = make_trainer(config, environment, feed, relay)
+        strategy: Any = self.trainer.strategy
+        strategy.execution_mode, strategy.controller = ExecutionMode.WORKER, CONTROLLER
+        resolve_execution_mode(strategy=strategy)
+        module: Any = self.module
+        if hasattr(module, "validate_first"):
+            module.validate_first = False  # it is for the controller to say when
+
+    def _step_result(self) -> StepResult:
+        assert self.trainer is not None
+        found = self.trainer._logger_connector.metrics
+        logged = as_floats([found["callback"]])
+        of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
+        twice = set[str]().union(*(metric.step_names for metric in of_epoch))
+        metrics = {name: value for name, value in logged.items() if name not in twice}
+        return StepResult(
+            metrics,
+            frozenset(found["log"]),
+            frozenset(found["pbar"]),
+            epoch_metrics=of_epoch,
+            global_step=self.trainer.global_step,
+        )
+
+    def _evaluate(self, order: Evaluate) -> dict[str, float]:
+        assert self.trainer is not None
+        if order.is_sanity_check:
+            self.trainer.check_sanity()
+            return {}  # Lightning throws them away
+        return as_floats(validate_in_fit(self.trainer))
+
+    def _tell_of_stop(self) -> None:
+        assert self.trainer is not None
+        if self.trainer.should_stop:
+            self.inbox.note(StopWanted())
+
+    # What is done between two batches
+
+    def _obey(self, order: Load | Save | Call) -> Any:
+        match order:
+            case Load():
+                return self._load(order)
+            case Save():
+                return self._save(order)
+            case Call():
+                found = getattr(self.module, order.method)(*order.arguments, **order.named)
+                return remotize(found, label=order.method)
+
+    def _load(self, order: Load) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        connector = trainer._checkpoint_connector
+        connector.resume_start(order.path, order.weights_only)
+        loaded = connector._loaded_checkpoint
+        rest = {name: value for name, value in loaded.items() if name not in OF_WORKERS}
+        known = {callback.state_key for callback in trainer.callbacks}
+        loaded["callbacks"] = {key: state for key, state in loaded.get("callbacks", {}).items() if key in known}
+        connector.restore_model()
+        connector.restore_callbacks()
+        if trainer.state.fn == "fit":
+            connector.restore_optimizers_and_schedulers()
+            loops = {**loaded["loops"]["fit_loop"]}
+            loops["state_dict"] = {}  # of the controller's loaders
+            trainer.fit_loop.load_state_dict(loops)
+        connector.resume_end()
+        return rest if self.rank == 0 else {}
+
+    def _save(self, order: Save) -> None:
+        assert self.trainer is not None
+        is_whole = "optimizer_states" in order.checkpoint
+        checkpoint = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=not is_whole)
+        callbacks = {**checkpoint.get("callbacks", {}), **order.checkpoint.get("callbacks", {})}
+        checkpoint |= {name: value for name, value in order.checkpoint.items() if name not in OF_WORKERS}
+        if is_whole:
+            checkpoint["callbacks"] = callbacks
+        self.trainer.strategy.save_checkpoint(checkpoint, order.path, order.storage_options)
+
+    def _describe(self, error: BaseException) -> Failed:
+        watch, is_first = active_watch(), True
+        if watch is not None:
+            is_first = watch.is_first(watch.report(error))
+        foreseen = find_run_error(error)
+        summary = " ".join(foreseen.line.split()) if foreseen else describe(error).removeprefix("failed: ")
+        text = cut("".join(traceback.format_exception(error)))
+        return Failed(self.rank, summary, text, foreseen.exit_code if foreseen else None, is_first=is_first)
+
+
+def as_floats(outputs: Sequence[Any] | None) -> dict[str, float]:
+    """Metrics of several dictionaries in one, as numbers."""
+    merged = {name: value for part in outputs or () for name, value in part.items()}
+    return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -1,0 +1,320 @@
+"""The workers of a run on Ray, and the way that orders and what comes of them take."""
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlightning import intervals
+from rlightning.controller.cluster import check_own_node, import_ray
+from rlightning.controller.commands import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
+from rlightning.controller.driver import DriverContext
+from rlightning.errors import ConfigError, EngineError, find_run_error
+from rlightning.foreign_text import cut_line
+from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """The workers of a run, one a rank, and the way that orders and what comes of them take.
+
+    Args:
+        num_workers: how many.
+        each: what each takes of the cluster.
+        placement: how they are spread over nodes.
+        driver: what they take over from this process.
+        hang_timeout: seconds after which a worker whose process answers nothing is ended.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        each: Mapping[str, float],
+        placement: str,
+        driver: DriverContext,
+        *,
+        hang_timeout: float = DEFAULT_BARRIER_TIMEOUT,
+    ) -> None:
+        ray = import_ray()
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from rlightning.controller.worker import Worker
+
+        self.num_workers = num_workers
+        self.hang_timeout = hang_timeout
+        self._silent_seconds = dict.fromkeys(range(num_workers), 0.0)
+        self._numbers = itertools.count()
+        self._supplies = itertools.count()
+        self._runs: dict[Any, int] = {}
+        self._engines: list[Any] = []
+        self._place = placement_group([dict(each)] * num_workers, strategy=placement)
+        self.actors: list[Any] = []
+        if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
+            self.kill()
+            free = ray.available_resources()
+            raise ConfigError(
+                f"trainer.strategy: num_workers={num_workers} x {describe_resources(each)} with placement={placement} "
+                f"found no room in {intervals.PLACEMENT_TIMEOUT:g} s; free in the Ray cluster are "
+                f"{describe_resources(free)}, on {sum(node['Alive'] for node in ray.nodes())} nodes. "
+                "Lower what is asked for, choose placement=PACK, or end what else runs there."
+            )
+        actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
+        self.actors = [
+            actor.options(
+                num_cpus=each["CPU"],
+                num_gpus=each.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._place, rank),
+                **driver.actor_options,
+            ).remote(rank, num_workers, driver, os.environ.get("OMP_NUM_THREADS"))
+            for rank in range(num_workers)
+        ]
+
+    def start(self, config: Any, stage: str, engines: Sequence[Any] = ()) -> None:
+        """Begin a stage on all workers; returns at once.
+
+        Args:
+            config: of the workers; None on a later stage.
+            stage: the Trainer's method.
+            engines: what must not end before the workers are through, as references of Ray's.
+        """
+        ray = import_ray()
+        # One copy of the configuration in the object store, for all of them.
+        shared = None if config is None else ray.put(config)
+        rendezvous = ("", 0)
+        if config is not None:
+            rendezvous = self._get(self._call(self.actors[0], "rendezvous"))
+            self._tell_differences()
+        self._engines = list(engines)
+        number = next(self._numbers)
+        self._runs = {
+            self._call(actor, "run", number, shared, rendezvous, stage, group="fit"): rank
+            for rank, actor in enumerate(self.actors)
+        }
+
+    def _tell_differences(self) -> None:
+        """Warn of what is not as in this process where workers run, once for each host."""
+        found = self._get([self._call(actor, "describe_differences") for actor in self.actors])
+        for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
+            log.warning(sentence)
+
+    def order(self, orders: Sequence[Order], heed: Callable[[int, Entry], None]) -> list[Any]:
+        """Have each worker obey its order.
+
+        Args:
+            orders: by rank.
+            heed: called with a rank and what its worker notes before it is done.
+
+        Returns:
+            By rank, the answers.
+
+        Raises:
+            WorkerError: a worker raised.
+            WorkerDiedError: a worker's process is gone.
+        """
+        if not self.actors:
+            raise WorkerDiedError("The workers of this run have ended, and take no orders.")
+        number = next(self._numbers)
+        asked = {self._call(actor, "obey", number, order, 0): rank for rank, actor, order in self._each(orders)}
+        seen, answers = [0] * self.num_workers, [None] * self.num_workers
+        # Kept until the order is done: an object whose last reference goes here while another one to it is on its way
+        # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
+        received: list[Entry] = []
+        for rank, entries in self._entries(asked):
+            received += entries
+            seen[rank] += len(entries)
+            for entry in entries:
+                if isinstance(entry, Failed):
+                    self._fail(entry)
+                elif isinstance(entry, Answered):
+                    answers[rank] = entry.result
+                else:
+                    heed(rank, entry)
+            if not entries or not isinstance(entries[-1], Answered):
+                asked[self._call(self.actors[rank], "collect", number, seen[rank])] = rank
+            else:
+                self._call(self.actors[rank], "forget", number)
+        return answers
+
+    def supply(self, shares: Sequence[Any]) -> None:
+        """Give each worker what its step has asked for."""
+        number = next(self._supplies)
+        for _, actor, share in self._each(shares):
+            self._call(actor, "supply", number, share)
+
+    def process_ids(self) -> list[int]:
+        """By rank, of the workers on their hosts."""
+        return list(self._get([self._call(actor, "process_id") for actor in self.actors]))
+
+    def record_stacks(self, reason: str) -> None:
+        """Have each worker record its stacks; returns at once."""
+        for actor in self.actors:
+            self._call(actor, "record_stacks", reason)
+
+    def await_end(self) -> None:
+        """Wait until a stage is over on all workers."""
+        self._get(list(self._runs))
+
+    def close(self) -> None:
+        """End the workers; those that are alive say goodbye to each other first."""
+        ray = import_ray()
+        if self.actors and ray.is_initialized():
+            ray.wait(
+                [self._call(actor, "leave") for actor in self.actors],
+                num_returns=len(self.actors),
+                timeout=intervals.GROUP_LEAVE_GRACE,
+            )
+        self.kill()
+
+    def kill(self) -> None:
+        """End the workers, whatever they are doing."""
+        ray = import_ray()
+        actors, self.actors = self.actors, []
+        if not ray.is_initialized():
+            return
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor)
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            remove_placement_group(self._place)
+
+    def _each(self, shares: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+        assert len(shares) == self.num_workers
+        return zip(range(self.num_workers), self.actors, shares, strict=True)
+
+    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "orders") -> Any:
+        return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+
+    def _get(self, refs: Any) -> Any:
+        ray = import_ray()
+        try:
+            return ray.get(refs)
+        except ray.exceptions.RayActorError as error:
+            raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
+
+    def _entries(self, asked: dict[Any, int]) -> Iterator[tuple[int, list[Entry]]]:
+        """What comes back, as it comes, until nothing is asked any more."""
+        ray = import_ray()
+        while asked:
+            # A run that has ended, well or not, has told so by its orders' records; unless it could not even begin.
+            ready = self._wait([*asked, *self._runs, *self._engines])
+            if ready in self._engines:
+                self._lose_engine(ready)
+            rank = asked.pop(ready) if ready in asked else self._runs.pop(ready)
+            try:
+                entries = ray.get(ready)
+            except ray.exceptions.RayActorError as error:
+                self._lose(rank, _reason(self._find_cause(rank, error)))
+            except ray.exceptions.RayTaskError as error:
+                self._fail(Failed(rank, str(error.cause), str(error), exit_code=None, is_first=True))
+            if entries is not None:
+                yield rank, entries
+
+    def _wait(self, refs: Sequence[Any]) -> Any:
+        """Return the first reference that is ready, however long that takes, unless a worker does not run."""
+        ray = import_ray()
+        while True:
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
+            if ready:
+                return ready[0]
+            self._check_silence()
+
+    def _check_silence(self) -> None:
+        """Say which workers answer nothing, and end the run for one that has not for ``hang_timeout``.
+
+        Raises:
+            WorkerDiedError: it has been killed.
+        """
+        ray = import_ray()
+        asked = {self._call(actor, "process_id"): rank for rank, actor in enumerate(self.actors)}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=intervals.SILENT_AFTER)
+        for ref, rank in asked.items():
+            silent = 0.0 if ref in answered else self._silent_seconds[rank] + intervals.WAIT_REPORT_DELAY
+            self._silent_seconds[rank] = silent
+            if silent >= self.hang_timeout:
+                self.kill()
+                raise WorkerDiedError(
+                    f"worker {rank} of {self.num_workers} hangs: its process has answered nothing for {silent:.0f} s. "
+                    "The workers have been ended.",
+                    [rank],
+                )
+            if silent:
+                log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
+
+    def _fail(self, failure: Failed) -> None:
+        """Raise the cause of what one worker reported, and end the others."""
+        if not failure.is_first:
+            failure = self._find_first(failure)
+        self.kill()
+        raise_failure(failure)
+
+    def _find_first(self, failure: Failed) -> Failed:
+        """The failure that was the first of all ranks, or a death; else the one that is known."""
+        ray = import_ray()
+        end = time.monotonic() + intervals.CAUSE_GRACE
+        asked = {self._call(actor, "failure"): rank for rank, actor in enumerate(self.actors)}
+        while asked and (left := end - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)
+            for ref in ready:
+                rank = asked.pop(ref)
+                try:
+                    found: Failed = ray.get(ref)
+                except ray.exceptions.RayActorError as error:
+                    self._lose(rank, _reason(error))
+                if found.is_first:
+                    return found
+        return failure
+
+    def _find_cause(self, rank: int, error: BaseException) -> BaseException:
+        """Return why a worker is gone; at first Ray may only know that its connection broke."""
+        ray = import_ray()
+        end = time.monotonic() + intervals.CAUSE_GRACE
+        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < end:
+            check_own_node()
+            time.sleep(intervals.POLL_INTERVAL)
+            try:
+                ray.get(self._call(self.actors[rank], "process_id"), timeout=max(0.0, end - time.monotonic()))
+            except ray.exceptions.RayActorError as later:
+                error = later
+            except ray.exceptions.GetTimeoutError:
+                break
+        return error
+
+    def _lose_engine(self, ref: Any) -> None:
+        """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""
+        ray = import_ray()
+        self.kill()
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = find_run_error(error.cause)
+            line, details = (str(error.cause), str(error)) if cause is None else (cause.line, cause.details)
+            raise EngineError(f"engine {self._engines.index(ref)}: {line}", details) from None
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"engine {self._engines.index(ref)}: its actor died: {_reason(error)}") from None
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self.kill()
+        raise WorkerDiedError(
+            f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
+            "been ended.",
+            [rank],
+        ) from None
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Cores and GPUs, as in "2 CPUs, 1 GPUs"."""
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says of a death, in one line."""
+    text = " ".join(str(error).split())
+    _, _, detail = text.rpartition("Worker exit detail: ")
+    return cut_line(detail.partition(" Some common causes")[0])

@@ -1,0 +1,203 @@
+"""The Trainer of one worker: what it is made from, and how it knows its rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from rlightning.controller.command_feed import ENDLESS, OrderFeed
+from rlightning.controller.hook_relay import HookRelay
+from rlightning.controller.worker_loops import WorkerFitLoop
+from rlightning.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What all workers of a run have in common, as the controller's Trainer has it.
+
+    Attributes:
+        module: not built.
+        data: not set up.
+        strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
+        callbacks: those that run in workers.
+        wanted_hooks: RL hooks that callbacks in the controller wait for.
+        accelerator: of each worker.
+        precision: of the Trainer.
+        settings: of the Trainer, further ones (:func:`settings_of`).
+        root_dir: the run's folder.
+        checkpoint_io: for strategies that write single files.
+        seed: of ``seed_everything``, or None.
+        fast_dev_run: of the Trainer, whose limits are in ``settings`` already; schedules and callbacks ask for it.
+        max_store_bytes: of what a worker stores.
+        engine_token: what the run's engines ask for, or None.
+    """
+
+    module: LightningModule
+    data: Any
+    strategy: Strategy | str
+    callbacks: Sequence[Callback]
+    wanted_hooks: frozenset[str]
+    accelerator: str
+    precision: Any
+    settings: dict[str, Any]
+    root_dir: str
+    checkpoint_io: CheckpointIO | None = None
+    seed: int | None = None
+    fast_dev_run: bool | int = False
+    max_store_bytes: int | None = None
+    engine_token: str | None = None
+
+
+@dataclass
+class RayEnvironment(ClusterEnvironment):
+    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
+
+    rank: int
+    num_workers: int
+    address: str
+    port: int
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Ray has."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Host of rank 0."""
+        return self.address
+
+    @property
+    def main_port(self) -> int:
+        """Where rank 0 waits for the others."""
+        return self.port
+
+    @staticmethod
+    def detect() -> bool:
+        """Never by itself."""
+        return False
+
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.num_workers
+
+    def set_world_size(self, size: int) -> None:
+        """It is fixed."""
+
+    def global_rank(self) -> int:
+        """This worker's."""
+        return self.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is fixed."""
+
+    def local_rank(self) -> int:
+        """The only one that sees its device."""
+        return 0
+
+    def node_rank(self) -> int:
+        """Lightning numbers by nodes and devices: a worker is a node with one device."""
+        return self.rank
+
+
+class WorkerTrainer(Trainer):
+    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation.
+
+    Args:
+        feed: where orders come from.
+        settings: of any Trainer.
+    """
+
+    fast_dev_run: bool | int
+
+    def __init__(self, feed: OrderFeed, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.feed = feed
+        self.fit_loop = WorkerFitLoop(self, feed)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """As of any Trainer, where the number of epochs does not count.
+
+        Raises:
+            ConfigError: where it does: only the controller has the data.
+        """
+        if self.max_epochs != -1:
+            raise ConfigError(
+                f"trainer.estimated_stepping_batches was asked for with max_epochs={self.max_epochs}, but under a "
+                "controller a worker does not know how many batches an epoch has before training starts. Set "
+                "trainer.max_steps, and trainer.max_epochs=-1."
+            )
+        return super().estimated_stepping_batches
+
+    def check_sanity(self) -> None:
+        """Lightning's validation before training; the controller has found that there is one."""
+        with isolate_rng():
+            super()._run_sanity_check()
+
+    def _run_sanity_check(self) -> None:
+        """Not by itself."""
+
+
+def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
+    """The Trainer of one rank."""
+    import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
+    from rlightning.parallel.ddp import replace_lightning_ddp
+
+    replace_lightning_ddp()
+    plugins: list[Any] = [environment]
+    if config.checkpoint_io is not None:
+        plugins.append(config.checkpoint_io)
+    trainer = WorkerTrainer(
+        feed,
+        accelerator=config.accelerator,
+        devices=1,
+        num_nodes=environment.num_workers,
+        strategy=make_strategy(config.strategy),
+        precision=config.precision,
+        plugins=plugins,
+        callbacks=[*config.callbacks, relay],
+        num_sanity_val_steps=-1,  # as many batches as the controller sends
+        check_val_every_n_epoch=ENDLESS,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=config.root_dir,
+        **config.settings,
+    )
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would set limits that are the controller's
+    return trainer
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Arguments of a Trainer that say how its process computes, and for how long; the first two are in torch alone."""
+    deterministic: Any = torch.are_deterministic_algorithms_enabled()
+    if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
+        deterministic = "warn"
+    return {
+        "deterministic": deterministic or None,
+        "benchmark": torch.backends.cudnn.benchmark or None,
+        "detect_anomaly": trainer._detect_anomaly,
+        "inference_mode": trainer.validate_loop.inference_mode,
+        "max_steps": trainer.max_steps,
+        "min_steps": trainer.min_steps,
+        "max_epochs": trainer.max_epochs,
+        "min_epochs": trainer.min_epochs,
+    }
+
+
+def make_strategy(strategy: Strategy | str) -> Strategy | str:
+    """What the Trainer takes: a class that is named by its path, without arguments, is made."""
+    if not isinstance(strategy, str) or "." not in strategy:
+        return strategy
+    module, _, name = strategy.rpartition(".")
+    made: Strategy = getattr(import_module(module), name)()
+    return made

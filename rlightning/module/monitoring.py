@@ -1,0 +1,296 @@
+"""Lightning's callbacks that follow a metric, for modules that step their optimizer themselves.
+
+Under manual optimization Lightning's ``ModelCheckpoint`` ignores ``train_time_interval``, and chooses by the value that
+the validation before has left. :func:`adapt_monitoring` gives such callbacks the classes here, in place: what a user
+holds stays the same object. A metric counts only in the step that logged it.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from rlightning.disk import needed
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.module.metric_names import find_names, is_among
+from rlightning.parallel.stop_signal import stop_signal
+
+log = logging.getLogger(__name__)
+
+
+def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
+    """Give each ``ModelCheckpoint`` and ``EarlyStopping`` its class of this module; what a user overrode stays."""
+    for callback in callbacks:
+        for base, own in ((ModelCheckpoint, StepCheckpoint), (EarlyStopping, StepEarlyStopping)):
+            kind = type(callback)
+            if isinstance(callback, base) and not isinstance(callback, own):
+                names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+                adapted: Any = own if kind is base else type(kind.__name__, (kind, own), names)
+                callback.__class__ = adapted
+
+
+def check_monitors(trainer: Any, module: LightningModule) -> None:
+    """Refuse a metric that the run cannot log, where all that logs is known: before an engine starts."""
+    names = find_names(trainer, module)
+    for callback in trainer.callbacks:
+        is_needed = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+        monitor = getattr(callback, "monitor", None)
+        if names is None or not is_needed or monitor in (None, "epoch", "step"):
+            continue
+        if not is_among(monitor, names):
+            raise ConfigError(_unknown(callback, names))
+
+
+def has_validation(trainer: Trainer) -> bool:
+    """Whether this fit validates at all."""
+    batches = trainer.num_val_batches
+    return bool(trainer.enable_validation) and sum(batches if isinstance(batches, list) else [batches]) > 0
+
+
+class _Monitor:
+    """Knows of a metric whether this step has logged it, and whether any step does."""
+
+    monitor: Any  # a name, or None
+    _validated_step = -1
+    _has_trained = False
+    _is_known = False
+
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
+        return f"{_name_of(self)}{kwargs!r}"
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
+        if self._has_trained and not self._is_known:
+            self._check_name(trainer, pl_module)
+
+    def _check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.monitor is None or self.monitor in self._metrics(trainer):
+            self._is_known = True
+            return
+        if has_validation(trainer) and self._validated_step < 0:
+            return
+        if trainer.current_epoch == 0 and logs_at_epoch_end(trainer, module):
+            return
+        raise ConfigError(_unknown(self, self._metrics(trainer)))
+
+    def _metrics(self, trainer: Trainer) -> set[str]:
+        return {*trainer.callback_metrics, "epoch", "step"}
+
+    def _note_validation(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
+
+    def _is_logged(self, trainer: Trainer) -> bool:
+        """Whether the metric, if there is one, is of this step."""
+        if self.monitor in (None, "epoch", "step"):
+            return True
+        if self._validated_step == trainer.global_step:
+            return self.monitor in trainer.callback_metrics
+        return self.monitor in _training_metrics(trainer)
+
+
+def _name_of(callback: Any) -> str:
+    """The class that the user listed."""
+    kind = type(callback)
+    return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
+
+
+def _unknown(callback: Any, metrics: Iterable[str]) -> str:
+    monitor = callback.monitor
+    return f"{_name_of(callback)}.monitor='{monitor}' is not a metric of this run. {did_you_mean(monitor, metrics)}"
+
+
+def _training_metrics(trainer: Trainer) -> set[str]:
+    """Names of what this epoch's training steps log."""
+    results = trainer.fit_loop.epoch_loop._results
+    names = {metric.meta.name for _, metric in results.valid_items()}
+    return {f"{name}{fork}" for name in names for fork in ("", "_step", "_epoch")}
+
+
+def logs_at_epoch_end(trainer: Trainer, module: Any) -> bool:
+    """Whether code of the user's may log a metric at an epoch's end for the first time."""
+    configured = getattr(module, "configured", module)  # a controller's module stands for the user's
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    own = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "rlightning."))]
+    return is_overridden("on_train_epoch_end", configured, LightningModule) or any(
+        kind.on_train_epoch_end is not Callback.on_train_epoch_end for kind in own if not issubclass(kind, _Monitor)
+    )
+
+
+class StepCheckpoint(_Monitor, ModelCheckpoint):
+    """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always the last state.
+
+    A save that is due in a step without the monitored metric is made at the next validation. The last state is saved
+    at the end of the run and before SIGTERM or Ctrl-C ends it, unless ``save_top_k=0`` without ``save_last`` forbids
+    all saves.
+    """
+
+    _is_due = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the time from here; what this run goes on from is saved already."""
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save after each n-th step, or once the time is over."""
+        self._has_trained = True
+        self._is_due |= self._is_triggered(trainer)
+        self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a validation, where not at the epoch's end, and what has waited for it."""
+        self._note_validation(trainer)
+        if not self._should_skip_saving_checkpoint(trainer) and not self._should_save_on_train_epoch_end(trainer):
+            self._is_due |= self._is_epoch_due(trainer)
+        self._save_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save at the end of an epoch."""
+        if self._save_on_train_epoch_end is not False and self._is_epoch_due(trainer) and self._is_logged(trainer):
+            self._is_due = True
+        self._save_if_due(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last state."""
+        self._save_last_state(trainer)
+        if self.monitor is not None and self.monitor not in self._metrics(trainer):
+            log.warning("%s No checkpoint was chosen by it.", _unknown(self, self._metrics(trainer)))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save the last state before a signal ends the run: between two steps, or before a step's update."""
+        is_stopped = isinstance(exception, SIGTERMException)
+        if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
+            is_stopped = stop_signal(trainer).can_be_cut
+        if is_stopped and trainer.state.fn == TrainerFn.FITTING:
+            self._save_last_state(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the best checkpoints, as many of them as ``save_top_k`` says now."""
+        super().load_state_dict(state_dict)
+        if self.monitor is not None and 0 < self.save_top_k <= len(self.best_k_models):
+            best_first = sorted(
+                self.best_k_models, key=lambda path: float(self.best_k_models[path]), reverse=self.mode == "max"
+            )
+            self.best_k_models = {path: self.best_k_models[path] for path in best_first[: self.save_top_k]}
+            self.kth_best_model_path = best_first[self.save_top_k - 1]
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+
+    def _is_triggered(self, trainer: Trainer) -> bool:
+        every, interval = self._every_n_train_steps, self._train_time_interval
+        is_over = False
+        if interval is not None:
+            now = time.monotonic()
+            assert self._last_time_checked is not None
+            # clocks of ranks differ
+            is_over = bool(trainer.strategy.broadcast(now - self._last_time_checked >= interval.total_seconds()))
+            if is_over:
+                self._last_time_checked = now
+        return is_over or (every > 0 and trainer.global_step % every == 0)
+
+    def _is_epoch_due(self, trainer: Trainer) -> bool:
+        return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
+        if self._save_on_train_epoch_end is None and not has_validation(trainer):
+            return True
+        return super()._should_save_on_train_epoch_end(trainer)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        stop_signal(trainer).keep_step()  # a save that has begun is finished
+        super()._save_checkpoint(trainer, filepath)
+
+    def _save_if_due(self, trainer: Trainer) -> None:
+        if self._should_skip_saving_checkpoint(trainer):
+            self._is_due = False  # above all where this step is saved already
+        if not self._is_due or not self._is_logged(trainer):
+            return
+        self._is_due = False
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            self._last_checkpoint_saved = ""  # a link would lead to an earlier step
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        with needed("The link to the newest checkpoint in", folder, "The checkpoints are kept: make room, and go on."):
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_state(self, trainer: Trainer) -> None:
+        if self._should_skip_saving_checkpoint(trainer) or not self._keeps_last_state(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        # The last step's epoch: once that is over, the trainer's is the next one.
+        candidates["epoch"] = torch.tensor(max(trainer.fit_loop.epoch_progress.current.ready - 1, 0))
+        if self.monitor is None and self.save_top_k != 0:
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+            return
+        chosen, self.save_last = self.save_last, self.save_last or True
+        try:
+            self._save_last_checkpoint(trainer, candidates)
+        finally:
+            self.save_last = chosen
+
+    def _keeps_last_state(self, trainer: Trainer) -> bool:
+        """Whether the last state is for this callback to save: by its own arguments, or as no other one does."""
+        if self._saves_all_ends:
+            return True
+        others = [c for c in trainer.checkpoint_callbacks if isinstance(c, StepCheckpoint) and c is not self]
+        is_saved = any(c._saves_all_ends or c._last_global_step_saved == trainer.global_step for c in others)
+        return not is_saved and self.save_top_k != 0
+
+    @property
+    def _saves_all_ends(self) -> bool:
+        return bool(self.save_last) or (self.monitor is None and self.save_top_k != 0)
+
+
+class StepEarlyStopping(_Monitor, EarlyStopping):
+    """An ``EarlyStopping`` that counts each value once, in the step that logged it."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called when a step has logged its metrics."""
+        self._has_trained = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the metric after a validation."""
+        self._note_validation(trainer)
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the metric at an epoch's end, also where no validation will."""
+        if not self._check_on_train_epoch_end and not has_validation(trainer) and not self._should_skip_check(trainer):
+            self._run_early_stopping_check(trainer)
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting, up to this run's ``patience``."""
+        patience = self.patience
+        super().load_state_dict(state_dict)
+        self.patience = patience
+
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        if self._is_logged(trainer):
+            super()._run_early_stopping_check(trainer)
+
+    def _check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.strict:
+            super()._check_name(trainer, module)
+
+    def _metrics(self, trainer: Trainer) -> set[str]:
+        return set(trainer.callback_metrics)

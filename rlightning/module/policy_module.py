@@ -1,0 +1,310 @@
+"""PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlightning.errors import ConfigError
+from rlightning.models import (
+    hold_as_computed,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    max_model_length,
+    packed_logprobs,
+    save_policy,
+)
+from rlightning.models.counts import sequence_flops
+from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
+from rlightning.models.finite import check_finite
+from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
+from rlightning.module.packing import split_microbatches
+from rlightning.module.ranks import Ranks
+from rlightning.module.saved_module import SavedModule
+from rlightning.optim import OptimizerStates
+from rlightning.optim.forms import METHOD, checked
+from rlightning.optim.optimizer import LRSchedule, check_optimizer, make_lr_schedule, make_optimizer, schedule_end
+from rlightning.optim.steps import prepare_optimizers
+from rlightning.parallel.collectives import all_reduce
+from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
+from rlightning.parallel.sharding import named_weights, rounded_vectors
+from rlightning.python_values import to_python
+from rlightning.types import RolloutBatch
+
+log = logging.getLogger(__name__)
+
+
+class PolicyModule(Ranks, SavedModule):
+    """Holds the actor: loads it, optimizes it, gives its weights and log-probabilities away.
+
+    The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
+    :meth:`configure_model`, when Lightning has set up its devices.
+
+    Args:
+        model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
+        lr: AdamW's learning rate.
+        weight_decay: AdamW's; norms and biases do not decay.
+        betas: AdamW's.
+        warmup_steps: rollout steps over which the learning rate rises from 0.
+        lr_schedule: what it does afterwards, down to 0 at ``max_steps``.
+        max_grad_norm: gradients are scaled down to this global norm.
+        optimizer_states: how AdamW's moments are kept between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
+        gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
+            room for a micro-batch ("auto"; none where that is not known, as on the CPU).
+        compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
+            trainer and in the engine. A model that needs such code is refused otherwise.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check what an override of ``configure_optimizers`` returns."""
+        super().__init_subclass__(**kwargs)
+        if METHOD in vars(cls):
+            setattr(cls, METHOD, checked(vars(cls)[METHOD]))
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        warmup_steps: int = 0,
+        lr_schedule: LRSchedule = "constant",
+        max_grad_norm: float = 1.0,
+        optimizer_states: OptimizerStates = "float32",
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        compile: bool | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        check_optimizer(
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            warmup_steps=warmup_steps,
+            max_grad_norm=max_grad_norm,
+            optimizer_states=optimizer_states,
+        )
+        self.automatic_optimization = False
+        self.model_path = model = os.path.expanduser(model)
+        check_export(model)
+        self.trust_remote_code = trust_remote_code
+        self.model_config = load_config(model, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._is_folder = Path(model).is_dir()
+        if self._is_folder:
+            check_folder(model, self.model_config)
+        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
+        # Checkpoints hold them as the optimizer's.
+        self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
+        self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
+        self.optimizer_states: OptimizerStates = optimizer_states
+        self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.actor: PreTrainedModel | None = None
+
+    def configure_model(self) -> None:
+        """Load the actor. Called by Lightning, by a second ``fit`` or ``validate`` again."""
+        if self.actor is None:
+            use_expandable_segments()
+            if self._trainer is not None:
+                use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
+            self.actor = self.load_model(self.model_path)
+            self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
+            checkpoint_layers(self.actor, self.count_checkpointed_layers())
+            if next(self.actor.parameters()).is_cuda:
+                limit_host_threads()
+
+    def load_model(self, model: str, *, is_trained: bool = True) -> PreTrainedModel:
+        """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device.
+
+        Args:
+            model: a folder, or a name on the Hugging Face hub.
+            is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
+                they are computed with.
+        """
+        if model == self.model_path and self._is_folder and not Path(model).is_dir():
+            raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
+        load_config(model, trust_remote_code=self.trust_remote_code)
+        strategy = None if self._trainer is None else self.trainer.strategy
+        # Not self.device, which Lightning sets after configure_model().
+        device = torch.device("cpu") if strategy is None else strategy.root_device
+        is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
+        dtype = computes_in = torch.get_default_dtype()
+        if strategy is not None and self.trainer.precision.startswith("bf16"):
+            computes_in = torch.bfloat16
+        sharding = getattr(strategy, "sharding", None)
+        if sharding is not None:
+            from rlightning.models.sharded_policy import load_sharded_policy
+
+            policy = load_sharded_policy(model, sharding, dtype=dtype if is_trained else computes_in)
+        else:
+            policy = load_policy(model, dtype)
+            if not is_trained:
+                hold_as_computed(policy, computes_in)
+            policy = nn.Module.to(policy, device)
+        if is_compiled:
+            compile_layers(policy)
+        return policy
+
+    def count_checkpointed_layers(self) -> int:
+        """How many of the actor's layers compute their activations twice, by ``gradient_checkpointing``."""
+        num_layers: int = self.model_config.get_text_config().num_hidden_layers
+        if self.gradient_checkpointing != "auto":
+            return num_layers if self.gradient_checkpointing else 0
+        if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
+            return 0
+        from rlightning.memory_plan.running import decide_checkpointing
+
+        count, reason = decide_checkpointing(self.trainer, self)
+        if self.trainer.is_global_zero:
+            log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
+        return count
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and its schedule, stepped once a rollout; an override may return any form of Lightning's."""
+        optimizer = make_optimizer(
+            self.loaded_actor,
+            owner=self,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            states=self.optimizer_states,
+            is_state_on_host=getattr(self.trainer.strategy, "cpu_offload", "none") == "optimizer",
+        )
+        schedule = make_lr_schedule(
+            optimizer,
+            self.lr_schedule,
+            warmup_steps=self.warmup_steps,
+            max_steps=schedule_end(self.trainer, self.warmup_steps),
+        )
+        return [optimizer], [schedule]
+
+    @property
+    def has_usual_optimizers(self) -> bool:
+        """Whether ``configure_optimizers`` is this package's, which nothing can be wrong with."""
+        return type(self).configure_optimizers.__module__.partition(".")[0] == __package__
+
+    def on_fit_start(self) -> None:
+        """Refuse optimizers and schedules that the steps here cannot use."""
+        prepare_optimizers(
+            self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse weights that are not finite."""
+        check_finite(self.named_parameters(), "No checkpoint is saved")
+        super().on_save_checkpoint(checkpoint)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration in force by key, as far as it is known: what optimizes, and all that a file said."""
+        own = ("lr", "weight_decay", "betas", "warmup_steps", "lr_schedule", "max_grad_norm", "optimizer_states")
+        values = {f"model.{name}": getattr(self, name) for name in own}
+        values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
+        return values | super().settings
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest sequence that the model's positions allow."""
+        return max_model_length(self.model_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: every token id is below."""
+        size: int = self.model_config.get_text_config().vocab_size
+        return size
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine is sent: the actor's parameters, tied ones once, and saved buffers, by Hugging Face names."""
+        yield from named_weights(self.loaded_actor)
+
+    def save_hf(self, path: str | Path) -> None:
+        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
+
+        Args:
+            path: the folder; what it holds is replaced once the new one is whole.
+        """
+        save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
+
+    @torch.no_grad()
+    def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+        """Log-probabilities of the sampled tokens under the actor at temperature 1, to verify an engine's.
+
+        Args:
+            batch: on the CPU.
+            dtype: the engine's. The actor computes in it if it is of half precision, else in the run's own.
+
+        Returns:
+            [T] float32, on the actor's device; 0 where not sampled.
+        """
+        is_half = dtype.itemsize == 2
+        plugin: Any = self.trainer.precision_plugin
+        precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
+        # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
+            return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
+
+    @torch.no_grad()
+    def evaluate_logprobs(
+        self, batch: RolloutBatch, model: PreTrainedModel, *, temperature: float, max_tokens: int
+    ) -> Tensor:
+        """Log-probabilities of the sampled tokens, without gradient, in micro-batches.
+
+        Args:
+            batch: on the CPU.
+            model: the actor, or a reference.
+            temperature: logits are divided by it, but for prompts with a temperature of their own.
+            max_tokens: of one micro-batch.
+
+        Returns:
+            [T] float32, on the CPU; 0 where not sampled.
+        """
+        computed = [torch.zeros(0, device=self.device)]
+        order: list[int] = []
+        for sequences in self.split_microbatches(batch, max_tokens):
+            logprobs, _ = packed_logprobs(model, self.pick(batch, sequences), temperature=temperature)
+            if sequences:
+                computed.append(logprobs)
+                order += sequences
+        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        starts = batch.cu_seqlens.tolist()
+        by_sequence = torch.split(torch.cat(computed).cpu(), batch.lengths[order].tolist())
+        for sequence, values in zip(order, by_sequence, strict=True):
+            result[starts[sequence] : starts[sequence + 1]] = values
+        return result
+
+    def pick(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
+        """These sequences of a batch on this rank's device; of none, something that counts for nothing."""
+        return (batch.select(sequences, "N") if sequences else batch.padding()).to(self.device)
+
+    def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
+        """Cut a batch by tokens into lists of sequences of about equal cost.
+
+        On every rank equally many, the last of which may be empty.
+
+        A sharded model gathers its weights from all ranks in each forward pass, so all have to make as many.
+        """
+        lengths, costs = batch.lengths.tolist(), self.costs(batch).tolist()
+        parts = split_microbatches(lengths, max_tokens, costs=costs)
+        number = int(all_reduce(torch.tensor(len(parts)), "max"))
+        if number > len(parts):
+            spread = split_microbatches(lengths, max_tokens, costs=costs, at_least=number)
+            parts = spread if len(spread) <= number else parts
+        return parts + [[]] * (number - len(parts))
+
+    def costs(self, batch: RolloutBatch) -> Tensor:
+        """What forward and backward over each sequence take, attention included: [N] floating point operations."""
+        return sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
+
+    @property
+    def loaded_actor(self) -> PreTrainedModel:
+        """The actor, which is there once :meth:`configure_model` has run."""
+        assert self.actor is not None, "configure_model() loads the actor"
+        return self.actor

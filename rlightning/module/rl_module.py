@@ -1,0 +1,634 @@
+"""RLModule: the actor, and one training step from prompts to updated weights."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlightning.console import ignore_warnings
+from rlightning.errors import ConfigError
+from rlightning.hooks import fire
+from rlightning.metrics import RunningMeans, rollout_metrics
+from rlightning.models import load_config, packed_logprobs
+from rlightning.models.files import check_export
+from rlightning.module.batching import balance, deal_groups, deal_seed
+from rlightning.module.evaluation import LeaveEvaluation, validate_in_fit
+from rlightning.module.evaluation_steps import EvaluationSteps
+from rlightning.module.monitoring import adapt_monitoring, check_monitors
+from rlightning.module.no_signal import StepsWithoutSignal
+from rlightning.module.returned_values import returned_loss, returned_tensor
+from rlightning.module.trainer_options import check_data_source, check_trainer
+from rlightning.objectives.aggregation import Aggregation, aggregate
+from rlightning.objectives.corrections import RolloutCorrection
+from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
+from rlightning.objectives.proximal import approximate_proximal
+from rlightning.optim.optimizer import clip_gradients
+from rlightning.optim.steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.prompt_batches import EpochStep
+from rlightning.parallel.sigterm import EndOnSigterm
+from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.stop_signal import GRACE_PERIOD
+from rlightning.report.late_loggers import delay_loggers
+from rlightning.report.loggers import adapt_loggers
+from rlightning.rewards import FailureCount, Reward, RewardRunner
+from rlightning.rewards.tally import fail_too_large
+from rlightning.rollout import Sampling
+from rlightning.run_dir import UnlockRun, lock_run_of
+from rlightning.types import LossTotals, Prompt, RolloutBatch, Trajectory
+from rlightning.types.batch_plan import BatchPlan
+
+log = logging.getLogger(__name__)
+
+
+class Reference(NamedTuple):
+    """A frozen model beside the actor: not a part of the module, so neither checkpoints nor strategies meet it."""
+
+    model: PreTrainedModel
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's, for callbacks that move them."""
+        return self.model.parameters()
+
+
+class RLModule(EvaluationSteps):
+    """Holds the actor and trains it on its own completions.
+
+    One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
+    into advantages, and the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`,
+    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences,
+    ``M`` trajectories (see :class:`~rlightning.types.RolloutBatch`).
+
+    Args:
+        model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
+        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
+            of them needs no list.
+        prompts_per_step: prompts a rollout, over all ranks.
+        samples_per_prompt: trajectories of each prompt, which form its group.
+        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
+        epochs_per_rollout: passes over each rollout.
+        max_tokens_per_microbatch: the most tokens that one forward pass sees.
+        kl_coef: weight of the divergence from the reference model; 0 does without one.
+        kl_estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
+        kl_placement: whether it is part of the loss, or taken off the reward.
+        entropy_coef: weight of the entropy bonus.
+        loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
+        rollout_correction: weighs tokens by the gap between sampler and trainer; "auto" does where the sampler may run
+            behind (``rollout.max_staleness``), by truncated importance sampling.
+        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
+            of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
+            single optimizer step a rollout both come from its own forward pass.
+        reference_model: what ``kl_coef`` measures from; None is ``model``.
+        mask_truncated: leave the tokens of trajectories that a limit has cut out of the loss (DAPO's overlong
+            filtering, arXiv:2503.14476, section 3.4); their rewards count in baselines all the same.
+        count_timeouts: train on trajectories that have run out of time, with the reward that the environment gives
+            them. Otherwise they count as not sampled, like those that were aborted or failed.
+        max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
+            ranks included, or of a validation set's.
+        max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
+            skip their updates, with a warning.
+        max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
+            refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
+        validate_first: validate before the first step too.
+        stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
+            less than a scheduler waits before it kills. A step that still samples after half of them is left.
+        kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
+    """
+
+    generates = True
+    """Whether training samples completions, so that an engine is needed."""
+    batch_type: type[RolloutBatch] = RolloutBatch
+    """The class of the batches; a subclass of it has further fields, which travel with the batch."""
+    max_refills = 0
+    """How often a step may draw further prompts in place of groups that :meth:`keep_sequences` drops."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        rewards: Sequence[Reward] | Reward = (),
+        prompts_per_step: int = 32,
+        samples_per_prompt: int = 8,
+        updates_per_rollout: int = 1,
+        epochs_per_rollout: int = 1,
+        max_tokens_per_microbatch: int = 16384,
+        kl_coef: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_placement: Literal["loss", "reward"] = "loss",
+        entropy_coef: float = 0.0,
+        loss_aggregation: Aggregation = "token_mean",
+        rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
+        reference_model: str | Path | None = None,
+        proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
+        mask_truncated: bool = False,
+        count_timeouts: bool = False,
+        max_failed_share: float = 0.1,
+        max_steps_without_signal: int = 5,
+        max_unrewarded_references: float = 0.02,
+        validate_first: bool = True,
+        stop_grace: float = GRACE_PERIOD,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        self.reference_path = os.path.expanduser(reference_model or model)
+        if kl_coef and self.reference_path != self.model_path:
+            # before anything is loaded or started
+            check_export(self.reference_path)
+            load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
+        self.plan = BatchPlan(
+            prompts_per_step=prompts_per_step,
+            samples_per_prompt=samples_per_prompt,
+            updates_per_rollout=updates_per_rollout,
+            epochs_per_rollout=epochs_per_rollout,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+        )
+        if not 0 <= kl_coef < math.inf:
+            raise ConfigError(f"kl_coef={kl_coef} must be finite and at least 0: it is a penalty. Use 0 for none.")
+        if not math.isfinite(entropy_coef):
+            raise ConfigError(f"entropy_coef={entropy_coef} must be finite. Use 0 for no bonus.")
+        self.rewarder = RewardRunner(
+            rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
+        )
+        self.kl_coef, self.kl_estimator, self.kl_placement = kl_coef, kl_estimator, kl_placement
+        self.entropy_coef, self.loss_aggregation = entropy_coef, loss_aggregation
+        self.rollout_correction = rollout_correction
+        self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
+        self.proximal_policy = proximal_policy
+        self.mask_truncated, self.count_timeouts = mask_truncated, count_timeouts
+        if not 0 < stop_grace < math.inf:
+            raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
+        self.validate_first, self.stop_grace = validate_first, stop_grace
+        self.without_signal = StepsWithoutSignal(max_steps_without_signal)
+        self.validation_failures = {}
+        self._num_not_sampled = 0
+        self._update_progress = 0.0
+        self._no_update: dict[str, float] = {}
+        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
+        self.reference: Reference | None = None
+        self.sampling = Sampling()
+        self.weight_version = 0
+
+    # What others ask for
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts a rollout, over all ranks."""
+        return self.plan.prompts_per_step
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of each prompt."""
+        return self.plan.samples_per_prompt
+
+    def check_columns(self, columns: Sequence[str], source: str) -> None:
+        """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
+        self.rewarder.check(columns, source)
+
+    def read_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of a prompt set that what is learned depends on, besides the prompts.
+
+        The data module calls this: a resumed run must find these columns as they were. They are those that the reward
+        functions read; of an override of :meth:`compute_rewards` all are.
+
+        Args:
+            columns: of the set.
+        """
+        return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
+
+    def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
+        """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
+
+        Args:
+            prompts: of one set.
+            where: gives the file and line of a row.
+        """
+        if self.generates and self._has_own_rewards:
+            self.rewarder.check_answers(prompts, where)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As of any policy, and the digest of the reward functions' source."""
+        digest = self.rewarder.sources.digest
+        return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the module has: all but the trainer and the engine, which belong to the run."""
+        return super().__getstate__() | {"generator": None}
+
+    # Set-up
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
+        ignore_warnings()
+        stage = self.trainer.state.fn
+        # An override of the user's may need no reward function, and an environment may reward.
+        is_rewarded = any(getattr(one, "environment", None) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
+        if needs_function and not self.rewarder.functions:
+            raise ConfigError(
+                f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
+                "rlightning.rewards.exact_match, override compute_rewards, or use an environment that rewards."
+            )
+        check_data_source(self.trainer, self)
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if stage == "fit":
+            check_trainer(self.trainer)
+            self.plan.check_world_size(self.trainer.world_size)
+        adapt_monitoring(callbacks)
+        adapt_loggers(self.trainer.loggers)
+        if stage == "fit":
+            check_monitors(self.trainer, self)
+        if stage == "fit":
+            lock_run_of(self.trainer)
+        delay_loggers(self.trainer)
+        own = (EndOnSigterm(self.stop_grace), EpochStep(), LeaveEvaluation(), UnlockRun())
+        return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
+
+    def setup(self, stage: str) -> None:
+        """Say what is about to be done; refuse to start without an engine."""
+        start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
+        if self.generates and stage != "predict":
+            self._choose_correction(self._engine.max_staleness)
+        if self.trainer.is_global_zero:
+            from rlightning.module.start_block import describe_start
+
+            log.info(describe_start(self.trainer, self))
+
+    def _choose_correction(self, max_staleness: int) -> None:
+        """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
+        if self.rollout_correction == "auto":
+            self.active_correction = RolloutCorrection() if max_staleness > 0 else None
+        if self.rollout_correction == "auto" and self.active_correction is not None:
+            log.info(
+                "Completions may be %s old: each token's loss is weighed by the ratio of its probabilities now "
+                "and when it was sampled, up to %g. model.rollout_correction: null leaves that out.",
+                "1 update" if max_staleness == 1 else f"{max_staleness} updates",
+                self.active_correction.bounds[1],
+            )
+
+    def configure_model(self) -> None:
+        """Load the actor and, where it is measured against one, the reference."""
+        super().configure_model()
+        is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
+        if self.kl_coef and self.reference is None and is_fitting:
+            self.reference = Reference(self.load_model(self.reference_path, is_trained=False).requires_grad_(False))
+
+    def on_train_start(self) -> None:
+        """Measure where training starts from."""
+        if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
+            validate_in_fit(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Count the updates."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["weight_version"] = self.weight_version
+        checkpoint["num_steps_without_signal"] = self.without_signal.number
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting."""
+        if "weight_version" not in checkpoint:
+            raise ConfigError(
+                "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
+            )
+        self.weight_version = checkpoint["weight_version"]
+        self.without_signal.number = checkpoint.get("num_steps_without_signal", 0)
+        super().on_load_checkpoint(checkpoint)
+
+    def teardown(self, stage: str) -> None:
+        """End the reward functions' processes."""
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that the module has started. May be called twice."""
+        self.rewarder.close()
+
+    # One step
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        """From prompts to updated weights.
+
+        A step without a completion to learn from counts as one, but skips its update and the hooks of that.
+
+        Args:
+            prompts: this rank's share of ``prompts_per_step``.
+            batch_idx: unused.
+        """
+        batch = self.collect(prompts)
+        if batch is None:
+            metrics = self.skip_update()
+        else:
+            batch = self.estimate_advantages(self.share_out(batch))
+            fire(self.trainer, self, "on_update_start", batch)
+            metrics = self.update(batch)
+        self.weight_version += 1
+        if batch is not None:
+            fire(self.trainer, self, "on_update_end", batch)
+        # Lightning would repeat the values of the step before where there are no new ones.
+        self._no_update |= dict.fromkeys(metrics, math.nan)
+        self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
+
+    def collect(self, prompts: list[Prompt]) -> RolloutBatch | None:
+        """Sample and reward trajectories; with ``max_refills``, until enough groups are worth keeping.
+
+        Returns:
+            The kept trajectories, with rewards, on the CPU; None if no rank has any.
+
+        Raises:
+            ConfigError: ``max_steps_without_signal`` steps in a row have none.
+        """
+        self._num_not_sampled = 0
+        num_samples = self.prompts_per_step * self.samples_per_prompt
+        failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
+        with self.rewarder.counting(failures):
+            sampled = [self.reward(self.rollout(prompts))]
+            kept = [self._keep(sampled[0])]
+            for _ in range(self.max_refills):
+                missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
+                # Every rank has to take as many prompts as the others, whoever it is that misses some.
+                share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
+                if share <= 0:
+                    break
+                failures.num_samples += share * world_size() * self.samples_per_prompt
+                sampled.append(self.reward(self.rollout(self.take_prompts(share))))
+                kept.append(self._keep(sampled[-1]))
+        counts = [sum(batch.num_trajectories for batch in batches) for batches in (sampled, kept)]
+        counts += [failures.num_failed, self._num_not_sampled]
+        num_sampled, num_kept, num_failed, num_lost = all_reduce(
+            torch.tensor(counts), name="rewards are there"
+        ).tolist()
+        failures.check(num_failed, num_sampled)
+        if self.generates:
+            batch = self.batch_type.concatenate(sampled)
+            compared = self.compared_rewards(batch)
+            metrics = rollout_metrics(batch, self.world_sum, self.all_max, compared=compared)
+            self.log_dict(metrics | {"trajectory/not_sampled": float(num_lost)})
+        step, is_told = self.trainer.global_step + 1, self.trainer.is_global_zero
+        self.without_signal.count(step, num_sampled, num_kept, is_told=is_told)
+        return self.batch_type.concatenate(kept) if num_kept else None
+
+    def share_out(self, batch: RolloutBatch) -> RolloutBatch:
+        """From this rank's own trajectories to its share of the update, of about as much work as the others'.
+
+        Returns:
+            Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
+        """
+        return balance(
+            batch,
+            self.costs,
+            num_minibatches=self.plan.updates_per_rollout,
+            seed=deal_seed(self.weight_version),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+
+    def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
+        """Attempt ``prompts``, each ``samples_per_prompt`` times; or as many earlier ones, where some are in flight.
+
+        Returns:
+            A batch without rewards, on the CPU, of the trajectories that count as sampled.
+        """
+        fire(self.trainer, self, "on_rollout_start", prompts)
+        groups = self._engine.exchange(
+            prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
+        )
+        batch = self.batch_type.pack(groups)
+        fire(self.trainer, self, "on_rollout_end", batch)
+        counted = self.select_sampled(batch)
+        self._num_not_sampled += batch.num_trajectories - counted.num_trajectories
+        return counted
+
+    def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Let the reward functions start on a prompt's trajectories while others are still generated.
+
+        Those that another :meth:`compute_rewards` than this package's asks for wait for it.
+        """
+        if self._has_own_rewards and self.rewarder.functions:
+            self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
+
+    def reward(self, batch: RolloutBatch) -> RolloutBatch:
+        """Set ``batch.rewards``, NaN where a reward function failed."""
+        fire(self.trainer, self, "on_reward_start", batch)
+        rewards = self.compute_rewards(batch)
+        rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
+        batch.rewards = fail_too_large(rewards)
+        batch.check()
+        fire(self.trainer, self, "on_reward_end", batch)
+        return batch
+
+    def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+        """Set ``old_logprobs`` and ``ref_logprobs``, where they are needed, and ``advantages``."""
+        limit = self.plan.max_tokens_per_microbatch
+        evaluate = partial(self.evaluate_logprobs, batch, temperature=self.sampling.temperature, max_tokens=limit)
+        if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
+            batch.old_logprobs = evaluate(self.loaded_actor)
+        if self.kl_coef:
+            assert self.reference is not None
+            batch.ref_logprobs = evaluate(self.reference.model)
+        rewards = batch.rewards
+        if self.kl_coef and self.kl_placement == "reward":
+            batch.rewards = self.penalize_rewards(batch)
+        advantages = self.compute_advantages(batch)
+        batch.rewards = rewards  # callbacks see what was rewarded
+        batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
+        batch.check()
+        if self.mask_truncated:
+            cut = torch.tensor([one.is_truncated for one in batch.trajectories], dtype=torch.bool)
+            batch.is_sampled = batch.is_sampled & ~batch.to_tokens(cut)
+        return batch
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Take the rollout's optimizer steps; all of them count as one step of the trainer.
+
+        Args:
+            batch: with advantages, on the CPU.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizers = listed(self.optimizers())
+        means = RunningMeans()
+        minibatches = self._minibatches(batch)
+        for number, minibatch in enumerate(minibatches, start=1):
+            self._update_progress = (number - 1) / len(minibatches)
+            self.accumulate_gradients(batch.select(minibatch), means)
+            drop_untrained(self, optimizers, self._untrained)
+            self.average_gradients()
+            norm, is_finite = clip_gradients(self.parameters(), self.max_grad_norm)
+            means.add({"optim/grad_norm": norm.reshape(1), "optim/skipped": (~is_finite).reshape(1)})
+            step_optimizers(optimizers, is_last=number == len(minibatches))
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return means.compute(self.all_sum, self.all_max) | rates
+
+    def skip_update(self) -> dict[str, float]:
+        """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
+
+        Returns:
+            The metrics of the update.
+        """
+        optimizers = listed(self.optimizers())
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+        step_optimizers(optimizers, is_last=True)
+        rates = learning_rates(optimizers)
+        step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
+        return {"optim/skipped": 1.0} | rates
+
+    def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
+        """The rollout's minibatches, each the trajectories of it that this rank has: maybe none."""
+        groups = batch.group_ids
+        num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
+        plan, seed = self.plan, deal_seed(self.weight_version)
+        epochs = deal_groups(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
+        return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
+
+    def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
+        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.
+
+        Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
+        """
+        counts = torch.tensor(
+            [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories], dtype=torch.float64
+        )
+        totals = LossTotals(*self.all_sum(counts).tolist())
+        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
+        for number, sequences in enumerate(microbatches, start=1):
+            batch = self.pick(minibatch, sequences)
+            batch.totals = totals
+            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
+            with self.local_gradients() if number < len(microbatches) else nullcontext():
+                self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
+
+    def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
+        """This micro-batch's share of the minibatch's loss: policy loss, KL penalty and entropy bonus."""
+        logprobs, entropy = self.compute_logprobs(batch)
+        if batch.old_logprobs is None:
+            ages = self.weight_version - batch.weight_versions
+            batch.old_logprobs = approximate_proximal(logprobs, batch.rollout_logprobs, ages, self._update_progress)
+        loss, metrics = returned_loss(self.policy_loss(logprobs, batch), batch.num_tokens)
+        if self.active_correction is not None:
+            weights, corrected = self.active_correction.weigh(
+                batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
+            )
+            loss, metrics = loss * weights, metrics | corrected
+        metrics = metrics | {"loss": loss, "entropy": entropy}
+        if batch.ref_logprobs is not None:
+            kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+            metrics["kl"] = kl
+            if self.kl_placement == "loss":
+                loss = loss + self.kl_coef * kl
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        if self.generates:
+            gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
+            metrics["rollout_gap_mean"] = gap
+            means.add_max("policy/rollout_gap_max", gap)
+        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.is_sampled)
+        return self.aggregate(loss, batch)
+
+    # What an algorithm overrides
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        """Reward each trajectory; by default the weighted sum of the reward functions, and the environment's reward.
+
+        Args:
+            batch: on the CPU, with ``trajectories`` [M]; of single-turn ones with ``prompts`` and ``completions`` [M].
+
+        Returns:
+            [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled.
+        """
+        given = torch.tensor([one.reward or 0.0 for one in batch.trajectories], dtype=torch.float64)
+        if not self.rewarder.functions:
+            return given
+        scores = self.rewarder.score(batch.trajectories)
+        batch.scores = scores.components
+        return scores.rewards + given
+
+    def keep_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Which trajectories to learn from: [M] bool; all by default. Groups dropped here may be refilled."""
+        return torch.ones(batch.num_trajectories, dtype=torch.bool)
+
+    def compared_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards by which the trajectories of a group differ, or say nothing: [M], NaN where one failed."""
+        assert batch.rewards is not None
+        return batch.rewards
+
+    def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards less ``kl_coef`` times each trajectory's divergence: [M]. Used with ``kl_placement="reward"``."""
+        assert batch.rewards is not None and batch.ref_logprobs is not None
+        logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+        trajectory_ids = batch.to_tokens(torch.arange(batch.num_trajectories))
+        return subtract_kl(batch.rewards, kl, batch.is_sampled, trajectory_ids, self.kl_coef)
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        """How much better than expected each token is.
+
+        Args:
+            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` takes [M] to [T].
+
+        Returns:
+            [T] float32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token, to be minimised.
+
+        Args:
+            logprobs: [T], of the current policy, with gradient.
+            batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
+
+        Returns:
+            [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
+            which are averaged over sampled tokens and logged as ``policy/<name>``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
+
+    def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the sampled tokens under the actor, at the sampler's temperature.
+
+        Returns:
+            [T] and [T], float32; 0 where not sampled.
+        """
+        return packed_logprobs(
+            self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
+        )
+
+    def aggregate(self, losses: Tensor, batch: RolloutBatch) -> Tensor:
+        """Reduce [T] losses to this micro-batch's share of the minibatch's loss, by ``loss_aggregation``."""
+        assert batch.totals is not None
+        return aggregate(
+            losses,
+            batch.is_sampled,
+            batch.cu_seqlens,
+            self.loss_aggregation,
+            batch.totals,
+            trajectory_lengths=batch.to_tokens(batch.completion_lengths),
+            constant=self.sampling.max_new_tokens,
+        )
+
+    def take_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Further prompts from the training set, which the checkpoint counts as seen."""
+        taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
+        return taken
+
+    def _keep(self, batch: RolloutBatch) -> RolloutBatch:
+        """The trajectories whose reward did not fail, and of these the ones worth keeping."""
+        assert batch.rewards is not None
+        batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
+        kept = returned_tensor(self.keep_sequences(batch), batch.num_trajectories, "keep_sequences", "trajectories")
+        return batch.select(kept.nonzero()[:, 0])
+
+    @property
+    def _has_own_rewards(self) -> bool:
+        """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
+        return type(self).compute_rewards.__module__.partition(".")[0] == __package__

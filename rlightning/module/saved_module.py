@@ -1,0 +1,105 @@
+"""SavedModule: what of a module is in a checkpoint besides weights, and the module that a checkpoint makes."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from lightning.pytorch import LightningDataModule
+
+from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
+from rlightning.module.trainer_options import check_not_spawned
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.prompt_batches import PromptBatchModule
+from rlightning.run_settings import describe_changes
+from rlightning.secret_arguments import conceal
+
+log = logging.getLogger(__name__)
+
+SETTINGS = "settings"
+"""The key of a checkpoint that holds the settings that it was written with."""
+ARGUMENT_NAMES = "argument_names"
+"""That holds which of its hyperparameters the module was made with; a user may have saved others."""
+
+
+class SavedModule(PromptBatchModule):
+    """A module whose checkpoints hold its settings and the arguments that it was made with.
+
+    Attributes:
+        arguments: what it was made with, by name.
+        configuration: all keys of the command line's, if it has built this module.
+    """
+
+    arguments: dict[str, Any]
+    configuration: Mapping[str, Any] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration in force by key, as far as it is known."""
+        return dict(self.configuration)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep what the class is called with, for checkpoints."""
+        module = super().__new__(cls, *args, **kwargs)
+        vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
+        return module
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the settings in force and the arguments, with no objects and no secrets among hyperparameters."""
+        checkpoint[SETTINGS] = self.settings
+        checkpoint[ARGUMENT_NAMES] = list(self.arguments)
+        key, of_data = self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
+        checkpoint[key] = dict(checkpoint.get(key, {})) | self.arguments
+        for name in (key, of_data):
+            if name in checkpoint:
+                checkpoint[name] = to_plain(checkpoint[name])
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = "cpu",
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make the module that a checkpoint was written of, a file's or a sharded folder's, with its weights.
+
+        Args:
+            checkpoint_path: the file or folder.
+            map_location: the device that the module is on.
+            strict: whether all weights have to be there, and no others.
+            weights_only: as of ``torch.load``.
+            kwargs: arguments in place of those that the checkpoint holds. Those that it cannot hold, such as reward
+                functions that are lambdas, are the defaults unless they are given.
+
+        Raises:
+            ConfigError: an argument without a default is neither in the checkpoint nor given.
+        """
+        checkpoint = AtomicCheckpointIO().load_checkpoint(checkpoint_path, "cpu", weights_only)
+        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
+        module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        return module.to(map_location)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has; none is sent to processes that a strategy spawns."""
+        check_not_spawned()
+        return super().__getstate__()
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What ``save_hyperparameters`` was called with, for loggers and the report: references in place of secrets."""
+        return conceal(super().hparams_initial)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say which settings differ from the checkpoint's: those in force decide."""
+        if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
+            return
+        changes = describe_changes(checkpoint.get(SETTINGS, {}), self.settings)
+        if changes is not None:
+            log.info(changes)

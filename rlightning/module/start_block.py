@@ -1,0 +1,136 @@
+"""What a run is about to do, in one block of lines when it starts."""
+
+import shutil
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from rlightning.errors import ConfigError
+from rlightning.hooks import RLCallback
+from rlightning.memory_plan.phases import total
+from rlightning.memory_plan.report import TITLES, describe_checkpointing, describe_spread
+from rlightning.memory_plan.running import parallelism_of, plan_run
+from rlightning.models.architecture import build_empty
+from rlightning.models.attention import describe_attention
+from rlightning.models.layers import should_compile
+from rlightning.optim.moments import bytes_per_parameter
+from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
+
+WIDTH = 118
+"""Characters of the longest line."""
+NAME_WIDTH = 8
+"""Characters that a row's name takes."""
+
+
+def describe_start(trainer: Any, module: Any) -> str:
+    """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
+
+    Args:
+        trainer: Lightning's, with its devices set up and the callbacks' ``setup`` done.
+        module: a :class:`~rlightning.module.policy_module.PolicyModule`, before its weights are loaded.
+    """
+    is_fit = trainer.state.fn == "fit"
+    num_parameters = sum(parameter.numel() for parameter in build_empty(module.model_config).parameters())
+    rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
+    if is_fit and hasattr(module, "plan"):
+        rows["batch"] = module.plan.describe(trainer.world_size)
+    if is_fit:
+        rows["memory"] = describe_memory(trainer, module)
+    if getattr(module, "generator", None) is not None:
+        rows["engine"] = module.generator.describe()
+    if is_fit and trainer.ckpt_path is not None:
+        rows["resumes"] = str(trainer.ckpt_path)
+    rows["writes"] = describe_output(trainer, module, num_parameters)
+    return "\n".join(wrap(name, text) for name, text in rows.items() if text)
+
+
+def wrap(name: str, text: str) -> str:
+    """Return a row, whose further lines stand below its text."""
+    shape: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(f"{name:<{NAME_WIDTH}}{text}", WIDTH, subsequent_indent=" " * NAME_WIDTH, **shape)
+
+
+def describe_model(trainer: Any, module: Any, num_parameters: int) -> str:
+    """Return which model it is, its size, and how it is computed."""
+    device = trainer.strategy.root_device
+    computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
+    _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
+    attention = describe_attention(module.model_config, device, computes_in)
+    reference = f", reference {module.reference_path}" if getattr(module, "kl_coef", 0) else ""
+    return (
+        f"{module.model_path} ({module.model_config.model_type}, {num_parameters:,} parameters){reference}; "
+        f"attention is {attention}; {compiled}"
+    )
+
+
+def describe_layout(trainer: Any) -> str:
+    """Return how many ranks there are, of which devices, and what each holds."""
+    parallelism, device = parallelism_of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    num_ranks = trainer.world_size
+    return (
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} on {name}{describe_spread(parallelism)}, "
+        f"precision {trainer.precision}"
+    )
+
+
+def describe_memory(trainer: Any, module: Any) -> str:
+    """Return what each phase is planned to take of a rank's CUDA device; on others nothing is planned."""
+    if trainer.strategy.root_device.type != "cuda":
+        return ""
+    try:
+        plan = plan_run(trainer, module)
+    except ConfigError as error:
+        return f"not planned: {error.line}"
+    phases = {phase: parts for phase, parts in plan.phases().items() if parts}
+    sizes = ", ".join(f"{TITLES[phase]} {total(parts) / 2**30:.1f}" for phase, parts in phases.items())
+    return (
+        f"{sizes} of {plan.device_memory / 2**30:.1f} GiB on each rank (planned); gradient checkpointing "
+        f"{describe_checkpointing(plan)}"
+    )
+
+
+def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:
+    """Return where the run writes what, and how much a checkpoint is."""
+    folder, stage = Path(trainer.default_root_dir), str(trainer.state.fn.value)
+    if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
+        return str(folder)
+    parts = []
+    if stage == "fit":
+        parts.append(describe_checkpoints(trainer, module, num_parameters, folder))
+        parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if logger.log_dir]
+    outputs = (one.output(trainer, stage) for one in trainer.callbacks if isinstance(one, RLCallback))
+    parts += [relative(output, folder) for output in outputs if output is not None]
+    return f"{folder}: {', '.join(parts)}" if parts else str(folder)
+
+
+def describe_checkpoints(trainer: Any, module: Any, num_parameters: int, folder: Path) -> str:
+    """Return where checkpoints go, how large one is, and how much room there is."""
+    saver = next((one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)), None)
+    if saver is None:
+        return "no checkpoints"
+    weight = 2 if trainer.precision == "bf16-true" else 4
+    state = 0 if saver.save_weights_only else bytes_per_parameter(module.optimizer_states, weight)
+    kept = "all are kept" if saver.save_top_k == -1 else f"{saver.save_top_k} kept"
+    free = shutil.disk_usage(existing(folder)).free
+    place, size = relative(saver.dirpath or folder / "checkpoints", folder), num_parameters * (weight + state)
+    return f"{place} ({format_bytes(size)} each, {kept}; {format_bytes(free)} free)"
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def relative(path: Any, folder: Path) -> str:
+    """Return a path below the run's folder as seen from there, any other whole."""
+    whole, root = Path(path).absolute(), folder.absolute()
+    return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size in MiB, or from 1 GiB on in GiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,158 @@
+"""Which of Lightning's Trainer options and callbacks work here: docs/configuration.md has all of them in a table."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from rlightning.cli.strategy_names import check_strategy
+from rlightning.errors import ConfigError
+from rlightning.hooks import check_repeated
+
+log = logging.getLogger(__name__)
+
+SPAWN_RULE = (
+    "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
+    "which starts the program once for each device."
+)
+"""What is wrong with ddp_spawn."""
+
+REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    callbacks.BaseFinetuning: "would add groups to an optimizer whose schedule is set. Freeze parameters in an "
+    "override of configure_model",
+    callbacks.BatchSizeFinder: "has no batch size to find. Lower model.max_tokens_per_microbatch for memory",
+    callbacks.GradientAccumulationScheduler: "has no effect: the model steps its optimizer itself, and accumulates "
+    "micro-batches by itself. Set model.prompts_per_step and model.max_tokens_per_microbatch",
+    callbacks.LearningRateFinder: "needs Lightning to step the optimizer, and the model does. Compare runs with "
+    "several model.lr",
+    callbacks.ModelPruning: "would rename the weights that engines are sent. Prune the folder that model.model names",
+    callbacks.SpikeDetection: "needs a loss from each training step, which returns none here. Watch policy/loss and "
+    "optim/grad_norm; steps whose gradient is not finite are skipped",
+    callbacks.StochasticWeightAveraging: "would copy the module before its weights are loaded, and so average none "
+    "of them. Average exports of SaveHF (every_n_steps)",
+    callbacks.ThroughputMonitor: "would count prompts alone. The default callback Throughput counts what is sampled "
+    "and trained on",
+    callbacks.WeightAveraging: "would load the model before the strategy has spread it, and put averages into "
+    "checkpoints in place of the trained weights. Average exports of SaveHF (every_n_steps), or a copy of module.actor "
+    "in a callback of your own",
+}
+"""Lightning's callbacks that cannot do their work here, and what to do instead."""
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
+    check_precision(trainer.precision)
+    if trainer.precision == "bf16-true":
+        log.warning(
+            "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
+            "1/256 of a weight or so: at a small lr nothing is learned. Use bf16-mixed."
+        )
+    check_step_options(
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    )
+    has_layer_sync = trainer._accelerator_connector._layer_sync is not None
+    check_unused_options(sync_batchnorm=has_layer_sync, model_registry=trainer._model_registry)
+    listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    check_repeated(listed)
+    check_callbacks(listed)
+
+
+def check_not_spawned() -> None:
+    """Refuse to pickle a module for a process that a strategy spawns, such as ``ddp_spawn``."""
+    if get_spawning_popen() is not None:
+        raise ConfigError(f"trainer.strategy {SPAWN_RULE}")
+
+
+_DATA = {
+    "fit": ("train_dataloader", "rows"),
+    "validate": ("val_dataloader", "validation=rows"),
+    "test": ("test_dataloader", "validation=rows"),
+    "predict": ("predict_dataloader", "predict=rows"),
+}
+"""By command, the hook that gives batches, and the argument of the data module that gives their prompts."""
+
+
+def check_data_source(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse loaders in place of a data module: their batches are no prompts, and have no position to resume from."""
+    assert trainer.state.fn is not None
+    command = trainer.state.fn.value
+    hook, argument = _DATA[command]
+    if getattr(trainer, "datamodule", None) is None and not is_overridden(hook, module, LightningModule):
+        raise ConfigError(
+            f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
+            f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."
+        )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of the Trainer's that make no sense here, before it is built.
+
+    Args:
+        options: all of them, as they were given.
+    """
+    check_strategy(options["strategy"])
+    check_precision(options["precision"])
+    steps = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    check_step_options(**{name: options[name] for name in steps})
+    check_unused_options(sync_batchnorm=options["sync_batchnorm"], model_registry=options["model_registry"])
+
+
+def check_unused_options(*, sync_batchnorm: bool, model_registry: object) -> None:
+    """Refuse the Trainer's options for what no run here has."""
+    if sync_batchnorm:
+        raise ConfigError(
+            "trainer.sync_batchnorm=true has no effect: language models have no such layer. Leave it out."
+        )
+    if model_registry is not None:
+        raise ConfigError(
+            f"trainer.model_registry={model_registry} needs Lightning's cloud service. Leave it out, and upload what "
+            "SaveHF writes."
+        )
+
+
+def check_callbacks(listed: Iterable[Callback | type]) -> None:
+    """Refuse callbacks of Lightning's that could not work, or their classes, before anything is loaded."""
+    for callback in listed:
+        kind = callback if isinstance(callback, type) else type(callback)
+        for refused, reason in REFUSED_CALLBACKS.items():
+            if issubclass(kind, refused):
+                raise ConfigError(f"trainer.callbacks: {kind.__name__} {reason}.")
+
+
+def check_precision(precision: object) -> None:
+    """Refuse float16.
+
+    Args:
+        precision: as of the Trainer. On a CPU, and so in a controller, Lightning turns float16 into bfloat16: there it
+            has to be asked for what the user has said.
+    """
+    if str(precision) in ("16", "16-mixed", "16-true"):
+        raise ConfigError(
+            f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."
+        )
+
+
+def check_step_options(
+    *, accumulate_grad_batches: int, gradient_clip_val: float | None, gradient_clip_algorithm: object = None
+) -> None:
+    """Refuse the Trainer's options that the module's own optimizer steps make meaningless."""
+    rule = "has no effect here: the model steps its optimizer itself"
+    if accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={accumulate_grad_batches} {rule}. "
+            "Lower model.max_tokens_per_microbatch: micro-batches are accumulated by themselves."
+        )
+    if gradient_clip_val is not None:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={gradient_clip_val} {rule}. Set model.max_grad_norm={gradient_clip_val}."
+        )
+    if gradient_clip_algorithm is not None:
+        raise ConfigError(
+            f"trainer.gradient_clip_algorithm={gradient_clip_algorithm} {rule}, and clips by norm. "
+            "Leave it out, and set model.max_grad_norm."
+        )

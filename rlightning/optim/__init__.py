@@ -1,0 +1,6 @@
+"""AdamW, with its moments as it computes with them, in fewer bytes, or in the host's memory."""
+
+from rlightning.optim.adamw import StoredMomentsAdamW, fetch_all
+from rlightning.optim.moments import OptimizerStates
+
+__all__ = ["OptimizerStates", "StoredMomentsAdamW", "fetch_all"]

@@ -1,0 +1,164 @@
+"""AdamW whose moments are stored, between steps, in fewer bytes or in the host's memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
+from rlightning.parallel import device as platform
+from rlightning.parallel.sharding import local_tensor, with_local_tensor
+from rlightning.seeds import mix_seed, run_seed
+
+State = dict[str, Any]
+"""Of a parameter: its count of steps and its moments, by AdamW's names, and scales of those that are of 8 bits."""
+
+
+class StoredMomentsAdamW(AdamW):
+    """AdamW whose step takes its moments out of the form that they are stored in, some parameters at a time.
+
+    The step itself is torch's, on the parameters' device and in their dtype. What is rounded to store it, is rounded
+    with random numbers that follow from the run's seed, the count of steps, the parameter's place and the shard: the
+    same after a resume, and the same on ranks that hold copies of the parameters.
+
+    Args:
+        groups: parameters, plain or sharded, as AdamW takes them.
+        states: how the moments are stored; ``float32`` is as they are computed with.
+        is_state_on_host: whether in the host's memory, page-locked if the parameters are on a GPU.
+        kwargs: AdamW's.
+    """
+
+    bytes_at_a_time = 1 << 30
+    """Of the moments as they are computed with: so much is on the device at a time, unless one parameter's is more."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        states: OptimizerStates = "float32",
+        is_state_on_host: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(groups, **kwargs)
+        self.states: OptimizerStates = states
+        self.is_state_on_host = is_state_on_host
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As AdamW's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for number, group in enumerate(groups):
+                group["num_steps"] = group.get("num_steps", 0) + 1
+                places = {parameter: f"{number} {place}" for place, parameter in enumerate(group["params"])}
+                for parameters in self._portions([p for p in group["params"] if p.grad is not None]):
+                    stored = {p: self.state[p] for p in parameters if self.state[p]}
+                    self.state.update({p: fetch(state, p) for p, state in stored.items()})
+                    self.param_groups = [{**group, "params": parameters}]
+                    super().step()
+                    for parameter in parameters:
+                        seed = f"{group['num_steps']} {places[parameter]}"
+                        self.state[parameter] = self._store(parameter, stored.get(parameter, {}), seed)
+        finally:
+            self.param_groups = groups
+        if self.is_state_on_host:
+            for device in {parameter.device for group in groups for parameter in group["params"]}:
+                platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As AdamW's, from moments in any form; each goes straight to where it is stored."""
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if saved := state_dict["state"].get(number):
+                self.state[parameter] = self._adopt(saved, parameter, seed=f"loaded {number}")
+
+    def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        portion: list[Tensor] = []
+        num_bytes = 0
+        for parameter in parameters:
+            size = 2 * local_tensor(parameter).nbytes
+            if portion and num_bytes + size > self.bytes_at_a_time:
+                yield portion
+                portion, num_bytes = [], 0
+            portion.append(parameter)
+            num_bytes += size
+        if portion:
+            yield portion
+
+    def _store(self, parameter: Tensor, stored: State, seed: str) -> State:
+        """Put what a step has left in the state back into ``stored``, which is empty after the first one."""
+        state = self.state[parameter]
+        stored["step"] = state["step"]
+        for name in SIGNED:
+            values = local_tensor(state[name])
+            generator = seeded(f"{seed} {name}", parameter, values.device)
+            for key, packed in pack_moment(name, values, self.states, generator).items():
+                if key in stored and local_tensor(stored[key]).shape == packed.shape:
+                    local_tensor(stored[key]).copy_(packed, non_blocking=True)
+                else:
+                    stored[key] = self._place(packed, parameter)
+        return stored
+
+    def _adopt(self, saved: Mapping[str, Any], parameter: Tensor, seed: str) -> State:
+        """A state of any form, in this optimizer's."""
+        adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
+        for name in SIGNED:
+            keys = [key for key in (name, scale_name(name)) if key in saved]
+            kept = {key: local_tensor(saved[key]) for key in keys}
+            if self.states != "8bit" or len(keys) == 1:  # 8 bits that are read as numbers would be rounded once more
+                values = unpack_moment(name, kept).to(parameter.dtype)
+                kept = pack_moment(name, values, self.states, seeded(f"{seed} {name}", parameter, values.device))
+            adopted |= {key: self._place(packed, parameter) for key, packed in kept.items()}
+        return adopted
+
+    def _place(self, packed: Tensor, parameter: Tensor) -> Tensor:
+        """A copy of this rank's part, where it is to be stored; the whole is sharded as the parameter is."""
+        copied = torch.empty(
+            packed.shape,
+            dtype=packed.dtype,
+            device="cpu" if self.is_state_on_host else parameter.device,
+            pin_memory=self.is_state_on_host and parameter.is_cuda,
+        ).copy_(packed)
+        own = local_tensor(parameter)
+        if packed.shape == own.shape:
+            return with_local_tensor(parameter.detach(), copied)
+        num_blocks = packed.shape[-1] * parameter.shape[-1] // own.shape[-1]
+        return with_local_tensor(parameter.detach(), copied, (*parameter.shape[:-1], num_blocks))
+
+
+def fetch(state: State, parameter: Tensor) -> State:
+    """A stored state as AdamW computes with it, on the parameter's device."""
+    fetched = {"step": state["step"]}
+    for name in SIGNED:
+        keys = [key for key in (name, scale_name(name)) if key in state]
+        kept = {key: local_tensor(state[key]).to(parameter.device, non_blocking=True) for key in keys}
+        fetched[name] = with_local_tensor(parameter.detach(), unpack_moment(name, kept).to(parameter.dtype))
+    return fetched
+
+
+def fetch_all(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before a plain AdamW loads what another form was stored in: the same in the parameters' dtype."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners = dict(zip(numbers, parameters, strict=False))  # AdamW itself refuses other numbers of them
+    states = {n: fetch(state, owners[n]) for n, state in state_dict["state"].items() if state and n in owners}
+    return {**state_dict, "state": states}
+
+
+def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
+    """Random numbers for a parameter: the same for copies of a shard, others for each shard."""
+    if isinstance(parameter, DTensor):
+        coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
+        is_copy = [placement.is_replicate() for placement in parameter.placements]
+        seed = f"{seed} {[None if same else part for part, same in zip(coordinate, is_copy, strict=True)]}"
+    return torch.Generator(device).manual_seed(mix_seed(run_seed() or 0, "optimizer states", seed))

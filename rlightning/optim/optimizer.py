@@ -1,0 +1,253 @@
+"""The optimizer, its learning rate, and one guarded step of it."""
+
+import logging
+import math
+from collections.abc import Collection, Iterable
+from functools import reduce
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.optim import OptimizerStates, StoredMomentsAdamW, fetch_all
+from rlightning.parallel.sharding import local_tensor
+
+log = logging.getLogger(__name__)
+
+LRSchedule = Literal["constant", "linear", "cosine"]
+
+
+def check_optimizer(
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    warmup_steps: int,
+    max_grad_norm: float,
+    optimizer_states: str = "float32",
+) -> None:
+    """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
+    rules = {
+        f"lr={lr} must be at least 0. Try 1e-6": lr >= 0,
+        f"lr={lr} must be finite. Try 1e-6": lr < math.inf,
+        f"weight_decay={weight_decay} must be at least 0. Use 0 for none": weight_decay >= 0,
+        f"weight_decay={weight_decay} must be finite. Use 0 for none": weight_decay < math.inf,
+        f"betas={list(betas)} must be in [0, 1). Try [0.9, 0.999]": all(0 <= beta < 1 for beta in betas),
+        f"warmup_steps={warmup_steps} must be at least 0. Use 0 for none": warmup_steps >= 0,
+        f"max_grad_norm={max_grad_norm} must be above 0. Use .inf for no limit": max_grad_norm > 0,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ConfigError(f"{rule}.")
+    if optimizer_states not in (known := get_args(OptimizerStates)):
+        raise ConfigError(f"optimizer_states='{optimizer_states}' is unknown. {did_you_mean(optimizer_states, known)}")
+
+
+def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay is for a parameter, by its role: not for biases, gains of norms, and other vectors.
+
+    The number of dimensions does not tell: experts' biases have a row an expert, a norm of queries a row a head.
+
+    Args:
+        module: that has the parameter itself.
+        name: of the parameter within ``module``.
+        parameter: whole or sharded.
+    """
+    is_norm = "norm" in type(module).__name__.lower() or "norm" in name
+    is_excluded = getattr(parameter, "_no_weight_decay", False)  # set by transformers' state space models
+    return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
+
+
+def split_by_decay(
+    network: nn.Module, *, but: Collection[nn.Parameter] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``.
+
+    Args:
+        network: has the parameters.
+        but: these are left out.
+    """
+    decays: dict[nn.Parameter, bool] = {}
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in but:
+                decays.setdefault(parameter, does_decay(module, name, parameter))
+    return [p for p, does in decays.items() if does], [p for p, does in decays.items() if not does]
+
+
+def make_optimizer(
+    network: nn.Module,
+    *,
+    owner: nn.Module | None = None,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    states: OptimizerStates = "float32",
+    is_state_on_host: bool = False,
+) -> AdamW:
+    """AdamW, fused where parameters are on a GPU or sharded.
+
+    Args:
+        network: its parameters are plain or sharded; those that need no gradient are left out.
+        owner: the module around it; what it trains besides, such as a value head, comes in two groups of its own.
+        lr: the peak of the learning rate.
+        weight_decay: of the parameters that decay (:func:`does_decay`).
+        betas: AdamW's.
+        states: how its moments are kept between steps.
+        is_state_on_host: keep its state in the host's memory between steps.
+    """
+    split = [split_by_decay(network)]
+    if owner is not None:
+        split.append(split_by_decay(owner, but=set(network.parameters())))
+    # One group cannot hold sharded parameters and whole ones, which the owner's others may be.
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay}
+        for number, decayed_and_others in enumerate(split)
+        if number == 0 or any(decayed_and_others)
+        for parameters, decay in zip(decayed_and_others, (weight_decay, 0.0), strict=True)
+    ]
+    is_fused = any(p.is_cuda or isinstance(p, DTensor) for group in groups for p in group["params"])
+    optimizer: AdamW
+    if states != "float32" or is_state_on_host:
+        optimizer = StoredMomentsAdamW(
+            groups, states=states, is_state_on_host=is_state_on_host, lr=lr, betas=betas, fused=is_fused
+        )
+    else:
+        optimizer = AdamW(groups, lr=lr, betas=betas, fused=is_fused)
+        optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+    optimizer.register_load_state_dict_pre_hook(keep_settings)
+    return optimizer
+
+
+PROGRESS = ("params", "num_steps")
+"""Of an optimizer's groups, what a checkpoint decides; all else, such as ``lr``, is configured."""
+
+
+def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Take from a checkpoint what the optimizer has learned, and from this run's configuration how it goes on."""
+    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+        return state_dict  # which torch refuses
+    groups = [
+        {**saved, **{name: value for name, value in own.items() if name not in PROGRESS}}
+        for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+class ConfiguredLR(LambdaLR):
+    """A schedule of which a checkpoint keeps the position alone: what it does from there on is configured."""
+
+    def add_groups(self) -> None:
+        """Schedule the groups that the optimizer has been given since, from their own peaks, as the first one."""
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
+            self.lr_lambdas.append(self.lr_lambdas[0])
+            group["lr"] = group["initial_lr"] * self.lr_lambdas[0](self.last_epoch)
+            self._last_lr.append(group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the position of ``state_dict``, with the learning rate that this run's schedule has there."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        self._last_lr = [
+            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
+def schedule_end(trainer: Any, warmup_steps: int) -> int:
+    """Return the step at which a schedule ends: ``max_steps``, unless ``fast_dev_run`` has set that."""
+    max_steps: int = trainer.max_steps
+    return max(max_steps, warmup_steps + 1) if trainer.fast_dev_run else max_steps
+
+
+def make_lr_schedule(optimizer: AdamW, schedule: LRSchedule, *, warmup_steps: int, max_steps: int) -> ConfiguredLR:
+    """Linear warm-up, then the schedule, both counted in rollout steps.
+
+    Args:
+        optimizer: whose learning rate is the peak, each group's its own.
+        schedule: constant, or down to 0 at ``max_steps`` in a straight line or half a cosine wave.
+        warmup_steps: the first step has ``1 / warmup_steps`` of the peak.
+        max_steps: -1 if unlimited.
+    """
+    if schedule != "constant" and max_steps <= warmup_steps:
+        raise ConfigError(
+            f"lr_schedule='{schedule}' needs to know where it ends, after warmup_steps={warmup_steps}, but "
+            f"trainer.max_steps={max_steps}. Set trainer.max_steps, or use lr_schedule='constant'."
+        )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(max_steps - warmup_steps, 1))
+        match schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1.0 - progress
+            case "cosine":
+                return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return ConfiguredLR(optimizer, factor)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
+    """Scale gradients down to a global norm; drop them where they are not finite.
+
+    Args:
+        parameters: plain or sharded. If they are sharded, all ranks have to call this.
+        max_norm: of all gradients together, over all shards.
+
+    Returns:
+        The norm before, and whether it was finite; plain scalars, equal on the ranks that share the parameters. Dropped
+        gradients make the optimizer's step change nothing.
+    """
+    with_gradients = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in with_gradients if p.grad is not None]
+    norm = global_norm(gradients)
+    is_finite = norm.isfinite()
+    if is_finite:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor.to(gradients[0].device))
+    else:
+        log.warning("The gradients' norm is %s: this optimizer step is skipped.", norm.item())
+        for parameter in with_gradients:
+            parameter.grad = None
+    return norm, is_finite
+
+
+@torch.no_grad()
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all tensors together, whole ones and shards, on whatever meshes.
+
+    torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: most norms are not cut.
+
+    Returns:
+        A plain scalar, float32 unless a tensor is of a wider type; 0 for no tensors.
+    """
+    # tensors by the groups of ranks over which their shards are spread
+    spread: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for tensor in tensors:
+        where = None
+        if isinstance(tensor, DTensor):
+            dims = tuple(dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+            where = tensor.device_mesh, dims
+        spread.setdefault(where, []).append(local_tensor(tensor))
+    total = torch.zeros(())
+    for where, parts in spread.items():
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+        squares = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype)).square().sum()
+        if where is not None:
+            mesh, split_dims = where
+            squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
+            for dim in split_dims:
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        total = total.to(squares.device) + squares
+    return total.sqrt()

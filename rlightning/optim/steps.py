@@ -1,0 +1,169 @@
+"""The steps of whatever ``configure_optimizers`` returns: one optimizer or several, with schedules or without."""
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rlightning.errors import ConfigError
+from rlightning.optim.forms import METHOD
+from rlightning.optim.optimizer import ConfiguredLR
+
+log = logging.getLogger(__name__)
+
+
+def prepare_optimizers(
+    network: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedules: Sequence[LRSchedulerConfig],
+    *,
+    max_steps: int = -1,
+) -> None:
+    """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
+
+    Args:
+        network: what they train.
+        optimizers: as ``configure_optimizers`` returned them.
+        schedules: the same, in Lightning's form.
+        max_steps: rollout steps of the run; -1 if unlimited.
+
+    Raises:
+        ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, that
+            ends before the run or has no frequency, a parameter in two optimizers, and optimizers without any
+            parameter of ``network``.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{METHOD}: {type(optimizer).__name__} computes the loss again within a step, and a rollout's loss is "
+                "computed in micro-batches before it. Use an optimizer that steps without a closure, such as AdamW."
+            )
+        if isinstance(optimizer, SparseAdam):
+            raise ConfigError(
+                f"{METHOD}: SparseAdam takes sparse gradients alone, and those of the model are dense. Use AdamW."
+            )
+    for config in schedules:
+        _check_schedule(config, max_steps)
+        if isinstance(config.scheduler, ConfiguredLR):
+            config.scheduler.add_groups()
+    _check_parameters(network, optimizers)
+
+
+def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
+    scheduler: Any = config.scheduler
+    name = type(scheduler).__name__
+    required = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    if isinstance(scheduler, ReduceLROnPlateau) or required:
+        raise ConfigError(
+            f"{METHOD}: {name} steps by a metric, and schedules are stepped by the count of rollouts. "
+            "Return the optimizer without it, and call its step(metric) in on_train_batch_end or "
+            "on_validation_end of a callback, or return another schedule, such as LambdaLR."
+        )
+    if config.frequency < 1:
+        raise ConfigError(
+            f"{METHOD}: frequency={config.frequency} of {name} must be at least 1. Use 1 for a step after each rollout."
+        )
+    num_steps, total_steps = max_steps // config.frequency, getattr(scheduler, "total_steps", None)
+    if total_steps is not None and num_steps > total_steps:
+        raise ConfigError(
+            f"{METHOD}: {name} ends after total_steps={total_steps}, and the run steps it {num_steps} times. Set "
+            f"total_steps to {num_steps}: schedules are stepped once a rollout."
+        )
+
+
+def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    held = Counter(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if not held.keys() & names.keys():
+        raise ConfigError(
+            f"{METHOD} returns no optimizer of the model's parameters: nothing would be trained. Return one of "
+            "self.actor.parameters(), or what super() returns."
+        )
+    twice = [names.get(parameter, "a parameter") for parameter, count in held.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{METHOD}: {len(twice)} parameters, such as {twice[0]}, are in two optimizers, which would both step "
+            "them. Leave them to one."
+        )
+
+
+def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str]) -> None:
+    """Drop gradients that no optimizer steps on: they would add up from step to step, and count in the norm.
+
+    Args:
+        network: after the backward passes of an optimizer step.
+        optimizers: plain, or wrapped by Lightning.
+        named: parameters that a warning has named; gets those that this one names.
+    """
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left = {p for p in network.parameters() if p.grad is not None and p not in held}
+    for parameter in left:
+        parameter.grad = None
+    if not left:
+        return
+    if new := [name for name, p in network.named_parameters() if p in left and name not in named]:
+        named.update(new)
+        log.warning(
+            "%d parameters have a gradient and no optimizer, and stay as they are, such as %s. Give them to one in "
+            "configure_optimizers, which has to find them there, or set requires_grad to False.",
+            len(new),
+            new[0],
+        )
+
+
+def listed(found: Any) -> list[Any]:
+    """Return as a list what Lightning gives bare where there is one: ``module.optimizers()``."""
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
+    """Step all optimizers, and clear the gradients.
+
+    Lightning counts the steps of its own wrappers. One of them steps once a rollout, so that ``max_steps`` counts
+    rollouts.
+
+    Args:
+        wrapped: by Lightning.
+        is_last: whether this is the rollout's last step.
+    """
+    for number, optimizer in enumerate(wrapped, start=1):
+        is_counted = is_last and number == len(wrapped)
+        (optimizer if is_counted else optimizer.optimizer).step()
+        optimizer.zero_grad()
+
+
+def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
+    """Step each schedule after every rollout, or after each n-th where its ``frequency`` is n.
+
+    Args:
+        schedules: in Lightning's form.
+        num_rollouts: trained on, this one included.
+    """
+    for config in schedules:
+        if num_rollouts % config.frequency == 0:
+            scheduler: Any = config.scheduler
+            scheduler.step()
+
+
+def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return the learning rates by metric name.
+
+    Returns:
+        ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different
+        rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers,
+        which also follows a name that several groups have.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = [str(group.get("name", number)) for number, group in enumerate(groups)]
+    names = [f"{name}_{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    rates = {f"optim/lr/{name}": float(group["lr"]) for name, group in zip(names, groups, strict=True)}
+    first = {"optim/lr": float(groups[0]["lr"])}
+    is_alike = len(optimizers) == 1 and len(set(rates.values())) == 1 and not any("name" in group for group in groups)
+    return first if is_alike else first | rates

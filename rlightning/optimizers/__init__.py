@@ -1,6 +1,0 @@
-"""AdamW, with its moments as it computes with them, in fewer bytes, or in the host's memory."""
-
-from rlightning.optimizers.adamw import StoredMomentsAdamW, fetch_all
-from rlightning.optimizers.moments import OptimizerStates
-
-__all__ = ["OptimizerStates", "StoredMomentsAdamW", "fetch_all"]

@@ -1,0 +1,22 @@
+"""Several processes: strategies, barriers, and what ranks tell each other.
+
+``trainer.strategy`` can name ``rlightning.parallel.FSDP`` or ``rlightning.parallel.DDP``, which are imported when they
+are asked for: other parts of this folder do without Lightning and transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlightning.parallel.ddp import DDP
+    from rlightning.parallel.fsdp import FSDP
+
+__all__ = ["DDP", "FSDP"]
+
+_FILES = {"DDP": "ddp", "FSDP": "fsdp"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

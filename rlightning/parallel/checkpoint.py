@@ -1,0 +1,174 @@
+"""What makes a strategy save and load shards."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from rlightning.atomic_save import find_saved, partial_of, prepare_partial, remove_leftovers, swap_in
+from rlightning.checksums import DamagedError
+from rlightning.errors import ConfigError
+from rlightning.optim import StoredMomentsAdamW
+from rlightning.parallel.checkpoint_folder import (
+    empty_shard,
+    find_twins,
+    is_checkpoint_folder,
+    named_optimizer_state,
+    other_model,
+    read_meta,
+    read_model,
+    read_optimizer,
+    stored_tensors,
+    write_meta,
+    write_tensors,
+)
+from rlightning.parallel.checkpoint_io import SUFFIX, AtomicCheckpointIO, saving_checkpoint, verify_checkpoint
+from rlightning.parallel.gathering import local_box
+from rlightning.parallel.sharding import local_tensor
+
+
+class ShardedCheckpoints(ParallelStrategy):
+    """A strategy's checkpoints are folders, to which each rank writes its shards; mixed in before Lightning's class.
+
+    They are read on any number of ranks, split in any way. The single files of strategies that do not shard are read
+    too. Messages between the ranks go over the CPU group.
+    """
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A checkpoint is read into the shards, which are there once the model is set up."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """:meth:`load_checkpoint` has done it."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers by name, tied ones once; those of this rank are its shards, not copies of them."""
+        assert self.lightning_module is not None
+        twins = find_twins(self.lightning_module)
+        state = self.lightning_module.state_dict()
+        return {name: tensor.detach() for name, tensor in state.items() if name not in twins}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by the parameters' names."""
+        assert self.lightning_module is not None
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return named_optimizer_state(inner, self.lightning_module)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder aside, then give it its name; all ranks call it.
+
+        Args:
+            checkpoint: Lightning's.
+            filepath: rank 0's counts.
+            storage_options: refused.
+
+        Raises:
+            SaveError: the disk does not take it; an earlier folder of the name stays.
+        """
+        if storage_options is not None or "://" in str(filepath):
+            raise ConfigError(f"A sharded checkpoint is a folder on a disk that all ranks see, not {filepath}.")
+        path = Path(self.broadcast(str(filepath)))
+        with saving_checkpoint(path):
+            if self.is_global_zero:
+                remove_leftovers(path.parent, SUFFIX)
+                prepare_partial(path).mkdir()
+            self.barrier("there is a folder for the checkpoint")
+            partial = partial_of(path)
+            files = write_tensors(partial, checkpoint)
+            if self.is_global_zero:
+                assert self.lightning_module is not None
+                write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
+                swap_in(partial, path)
+            self.barrier("the checkpoint has its name")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill this rank's shards of the model and, when training goes on, of the optimizers' state.
+
+        Returns:
+            The rest of the checkpoint.
+        """
+        assert self.lightning_module is not None
+        path = self._verified(checkpoint_path)
+        weights = self.lightning_module_state_dict()
+        if not is_checkpoint_folder(path):
+            return self._load_file(path, weights, weights_only)
+        checkpoint, stored = read_meta(path, weights_only), stored_tensors(path)
+        read_model(path, stored, weights)
+        parameters = dict(self.lightning_module.named_parameters())
+        states = checkpoint.pop("optimizer_states", [])
+        for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
+            is_on_host = isinstance(optimizer, StoredMomentsAdamW) and optimizer.is_state_on_host
+            state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
+            optimizer.load_state_dict(state)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """:meth:`load_checkpoint` has done it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """:meth:`load_checkpoint` has done it."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a folder so that nobody takes a half of it for whole."""
+        if self.is_global_zero:
+            AtomicCheckpointIO().remove_checkpoint(filepath)
+
+    def _verified(self, checkpoint_path: Any) -> Path:
+        """Rank 0's path of a checkpoint, once rank 0 has compared it with its checksums.
+
+        Raises:
+            DamagedError: on every rank.
+        """
+        path, reason = find_saved(Path(checkpoint_path)), None
+        if self.is_global_zero:
+            try:
+                verify_checkpoint(path)
+            except DamagedError as error:
+                reason = error.reason
+        name, reason = self.broadcast((str(path), reason))
+        if reason is not None:
+            raise DamagedError(Path(name), reason)
+        return Path(name)
+
+    def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
+        """A single file: every rank maps it into memory and reads its own parts."""
+        checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        if "state_dict" not in checkpoint:
+            raise ConfigError(f"ckpt_path={path} is no checkpoint of a run. To start from a model, name it in model.")
+        whole = checkpoint.pop("state_dict")
+        for name, tensor in weights.items():
+            if name not in whole or whole[name].shape != tensor.shape:
+                raise other_model(path, name, tensor, whole[name].shape if name in whole else None)
+            own = local_part(whole[name], tensor)
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
+        for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", []), strict=False):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            shards = {
+                number: {key: shard_like(value, parameters[number]) for key, value in values.items()}
+                for number, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": shards})
+        return checkpoint
+
+
+def local_part(whole: Tensor, target: Tensor) -> Tensor:
+    """What this rank holds of ``target``, out of its full value."""
+    return local_box(target).of(whole) if isinstance(target, DTensor) else whole
+
+
+def shard_like(value: Any, parameter: nn.Parameter) -> Any:
+    """A full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
+        return value
+    shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)
+    local_tensor(shard).copy_(local_part(value, shard))
+    return shard

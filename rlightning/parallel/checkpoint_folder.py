@@ -1,0 +1,279 @@
+"""A sharded checkpoint: a folder to which each rank writes its shards, and from which any number of ranks reads theirs.
+
+    last.ckpt/.metadata       which file holds which part of which tensor (torch.distributed.checkpoint)
+    last.ckpt/__0_0.distcp    rank 0's shards, and so on
+    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the checksums of the others
+
+Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whole, whoever held which part of them.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from rlightning.checksums import Checksums, DamagedError, checksums_of, seal_file, verify_file, verify_files
+from rlightning.errors import ConfigError
+from rlightning.parallel.collectives import gather_objects, global_rank
+from rlightning.parallel.cpu_group import cpu_group
+from rlightning.parallel.sharding import local_tensor, with_local_tensor
+
+META, INDEX = "meta.pt", ".metadata"
+"""The names that Lightning gives these files too."""
+FORMAT = "rlightning_checkpoint"
+"""The key in it under which a folder of this module says so."""
+VERSION = 1
+"""Of such folders; grows when this code could not read them any more."""
+
+Stored = Mapping[str, TensorStorageMetadata]
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder that a strategy wrote a whole checkpoint to."""
+    return (path / META).is_file() and (path / INDEX).is_file()
+
+
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
+        "param_groups": [
+            {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+        ],
+    }
+
+
+def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
+    order = [name for group in named["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(order)}
+    return {
+        "state": {numbers[name]: state for name, state in named["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in named["param_groups"]
+        ],
+    }
+
+
+def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
+    """Move the tensors of a checkpoint to ``folder``; every rank writes its own parts, and reads them for a checksum.
+
+    Args:
+        folder: is there, on every rank.
+        checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
+            Numbers and the like stay in it, for :func:`write_meta`.
+
+    Returns:
+        The checksums of all files, on rank 0; of others, those of this rank's.
+    """
+    tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
+    for number, named in enumerate(checkpoint.get("optimizer_states", [])):
+        for name, state in named["state"].items():
+            # single numbers, such as the count of steps, would each be an entry and a message between the ranks
+            for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim]:
+                tensors[f"optimizer/{number}/{name}/{key}"] = state.pop(key)
+    group = cpu_group()
+    with _alone_on_purpose():
+        state_dict_saver.save(
+            tensors, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None
+        )
+    own = [path.name for path in folder.glob(f"__{global_rank()}_*")] + [INDEX] * (global_rank() == 0)
+    parts = gather_objects(checksums_of(folder, own), name="checksums of the checkpoint")
+    return {name: found for part in parts for name, found in part.items()}
+
+
+def write_meta(
+    folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str], files: Checksums | None = None
+) -> None:
+    """Write what :func:`write_tensors` left of a checkpoint, and the checksums that it gave.
+
+    Args:
+        folder: the same.
+        checkpoint: the same.
+        twins: names of tied weights, and the name that each is stored under.
+        files: the checksums.
+    """
+    own = {"version": VERSION, "twins": dict(twins), "files": dict(files or {})}
+    torch.save({**checkpoint, FORMAT: own}, folder / META)
+    seal_file(folder / META)
+
+
+def verify_checkpoint_folder(folder: Path) -> None:
+    """Compare all files of a checkpoint with their checksums.
+
+    Raises:
+        DamagedError: names the first file that is missing, or not what was written.
+    """
+    for name in (META, INDEX):
+        if not (folder / name).is_file():
+            raise DamagedError(folder, f"'{name}' is missing")
+    try:
+        verify_file(folder / META)
+    except DamagedError as error:
+        raise DamagedError(folder, f"of '{META}', {error.reason}") from error
+    meta = torch.load(folder / META, map_location="cpu", weights_only=False)
+    verify_files(folder, meta.get(FORMAT, {}).get("files", {}))
+
+
+def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """What :func:`write_meta` wrote."""
+    meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+    if FORMAT not in meta:
+        raise ConfigError(
+            f"ckpt_path={folder} was not written by rlightning's strategies. To start from a model's weights, name its "
+            "Hugging Face folder in model."
+        )
+    version = meta[FORMAT]["version"]
+    if version > VERSION:
+        raise ConfigError(
+            f"ckpt_path={folder} is a checkpoint of version {version}, and this rlightning reads versions up to "
+            f"{VERSION}. Use the rlightning that wrote it, or a newer one."
+        )
+    return meta
+
+
+def stored_tensors(folder: Path) -> Stored:
+    """Sizes and dtypes of the tensors in a folder."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of a module, of each shard what belongs into it.
+
+    Raises:
+        ConfigError: if the folder holds another model.
+    """
+    for name, tensor in tensors.items():
+        entry = stored.get(f"model/{name}")
+        if entry is None or entry.size != tensor.shape:
+            raise other_model(folder, name, tensor, None if entry is None else entry.size)
+    _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
+
+
+def read_optimizer(
+    folder: Path,
+    stored: Stored,
+    number: int,
+    named: dict[str, Any],
+    parameters: Mapping[str, Tensor],
+    *,
+    is_on_host: bool = False,
+) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, its tensors sharded as the parameters are.
+
+    Args:
+        folder: of the checkpoint.
+        stored: of :func:`stored_tensors`.
+        number: the optimizer's.
+        named: its entry in ``optimizer_states``.
+        parameters: by name.
+        is_on_host: read the state to the host's memory, not to the parameters' device.
+
+    Raises:
+        ConfigError: if it optimizes other parameters than these.
+    """
+    trained = {name for group in named["param_groups"] for name in group["params"]}
+    if unknown := sorted(trained - parameters.keys()):
+        raise ConfigError(
+            f"ckpt_path={folder} optimizes '{unknown[0]}', which this model does not have. Name its own model in model."
+        )
+    prefix = f"optimizer/{number}/"
+    tensors: dict[str, Tensor] = {}
+    for key, entry in stored.items():
+        if key.startswith(prefix):
+            name, what = key.removeprefix(prefix).rsplit("/", 1)
+            like = parameters[name].detach()
+            device = torch.device("cpu") if is_on_host else like.device
+            tensors[key] = empty_shard(like, entry.size, entry.properties.dtype, device)
+            named["state"].setdefault(name, {})[what] = tensors[key]
+    _read(folder, tensors)
+    return numbered_optimizer_state(named)
+
+
+def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of an optimizer's state, of unknown values, sharded as its parameter is.
+
+    Args:
+        parameter: plain or sharded.
+        size: of the whole; its parameter's, or in the last dimension the number of blocks that have a scale each.
+        dtype: its own.
+        device: that its values are on.
+
+    Raises:
+        ConfigError: if the parameter is cut within a block.
+    """
+    own = local_tensor(parameter)
+    if tuple(size) == tuple(parameter.shape):
+        return with_local_tensor(parameter, torch.empty_like(own, dtype=dtype, device=device))
+    num_blocks, rest = divmod(size[-1] * own.shape[-1], parameter.shape[-1])
+    if rest:
+        raise ConfigError(
+            f"The checkpoint's 8-bit optimizer state is in blocks of {parameter.shape[-1] // size[-1]} numbers, and "
+            f"tensor parallelism cuts rows of {parameter.shape[-1]} into parts of {own.shape[-1]}, within a block. Go "
+            "on with the tensor_parallel_size that it was written with."
+        )
+    return with_local_tensor(parameter, torch.empty(*own.shape[:-1], num_blocks, dtype=dtype, device=device), size)
+
+
+def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint as Lightning has it in a single file, for strategies that do not shard; all of it on the host."""
+    meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    with _alone_on_purpose():
+        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
+    weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    twins = meta.pop(FORMAT)["twins"]
+    meta["state_dict"] = weights | {name: weights[twin] for name, twin in twins.items()}
+    for number, named in enumerate(meta.get("optimizer_states", [])):
+        prefix = f"optimizer/{number}/"
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            name, what = key.removeprefix(prefix).rsplit("/", 1)
+            named["state"].setdefault(name, {})[what] = tensors[key]
+        meta["optimizer_states"][number] = numbered_optimizer_state(named)
+    return meta
+
+
+def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
+    """What to say of a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
+    instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
+    return ConfigError(
+        f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "
+        "Name the checkpoint's own model in model."
+    )
+
+
+def find_twins(module: nn.Module) -> dict[str, str]:
+    """Names of tied parameters, and the name that each goes by in ``named_parameters()``."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
+    return {name: names[parameter] for name, parameter in everything if names[parameter] != name}
+
+
+def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Read into the tensors, in place."""
+    group = cpu_group()
+    with torch.no_grad(), _alone_on_purpose():
+        state_dict_loader.load(
+            {key: tensor.detach() for key, tensor in tensors.items()},
+            storage_reader=FileSystemReader(folder),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Without the warning that one process may not be what was meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+        yield

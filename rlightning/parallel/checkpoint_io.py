@@ -1,0 +1,223 @@
+"""Checkpoints on a disk, such that a crash leaves the last good one in place and found."""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from rlightning.atomic_save import PREVIOUS, find_saved, partial_of, remove, remove_leftovers, written_aside
+from rlightning.checksums import DamagedError, seal_file, verify_file
+from rlightning.disk import needed
+from rlightning.foreign_text import describe_error
+from rlightning.parallel.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
+from rlightning.parallel.collectives import global_rank
+from rlightning.parallel.plain_pickle import read_plain
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".ckpt"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written aside first with a checksum, then renamed; sharded folders are read too.
+
+    Lightning itself builds a second copy in memory and writes it to the system's temporary folder, from where it is
+    copied, not renamed, if that is another disk. Addresses (``s3://...``) are left to Lightning.
+
+        Trainer(plugins=[AtomicCheckpointIO()], ...)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a single file; called on rank 0 only.
+
+        Raises:
+            SaveError: the disk does not take it; an earlier file of the name stays.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        with saving_checkpoint(path), written_aside(path) as partial:
+            remove_leftovers(path.parent, SUFFIX)
+            torch.save(checkpoint, partial)
+            seal_file(partial)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a single file, or the whole of a sharded folder, once rank 0 has compared it with its checksums.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        if "://" not in str(path):
+            path = find_saved(Path(path))
+            if global_rank() == 0:
+                verify_checkpoint(path)
+            if is_checkpoint_folder(path):
+                return read_whole(path, weights_only)
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file or a folder; links to it, such as ``last.ckpt``, lead to the newest one that is left."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+            return
+        path = Path(path)
+        for link in path.parent.glob(f"*{SUFFIX}"):
+            newest = newest_checkpoint(path.parent, but=path)
+            if link.is_symlink() and link.resolve() == path.resolve() and link != path and newest is not None:
+                relink(link, newest)
+        remove(path)
+        remove(Path(f"{path}{PREVIOUS}"))
+
+
+@contextmanager
+def saving_checkpoint(path: Path) -> Iterator[None]:
+    """Within, an error of the disk becomes a line that names the last good checkpoint; parts of this one are removed.
+
+    Raises:
+        SaveError: for errors of the disk.
+    """
+    last = newest_checkpoint(path.parent)
+    kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
+    with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                remove(partial_of(path))
+            raise
+
+
+def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
+    """The checkpoint that was written last, a file or a folder; links do not count."""
+    found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
+    return max(found, key=_written_at, default=None)
+
+
+class SavedState(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        path: its file or folder.
+        step: after which it was saved.
+        is_resumable: whether it holds more than weights.
+    """
+
+    path: Path
+    step: int
+    is_resumable: bool
+
+
+def read_state(path: Path) -> SavedState | None:
+    """Read a checkpoint's step without its tensors, and without making any object of what it holds.
+
+    Returns:
+        None, and a log line, where it cannot be read.
+    """
+    try:
+        checkpoint = read_plain(path / META if path.is_dir() else path)
+        return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
+    except Exception as error:  # a file that is cut short may raise anything
+        log.warning("%s is no checkpoint that can be read, and is skipped: %s.", path, _why_unreadable(path, error))
+        return None
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a checkpoint whose reading has raised ``error``."""
+    try:
+        verify_checkpoint(path)
+    except DamagedError as damage:
+        return damage.reason
+    except Exception as other:
+        error = other
+    return describe_error(error)
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a checkpoint, a file or a folder, with its checksums; once a process, as long as its files stay.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    path = path.resolve()
+    parts = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(part, part.stat()) for part in parts]
+    _verify(path, tuple((part, stat.st_size, stat.st_mtime_ns, stat.st_ino) for part, stat in stats))
+
+
+@lru_cache
+def _verify(path: Path, state: tuple[Any, ...]) -> None:
+    """Compare a checkpoint with its checksums; what ``state`` says of its files tells whether that was done before."""
+    if path.is_dir():
+        verify_checkpoint_folder(path)
+    else:
+        verify_file(path)
+
+
+def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
+    """The checkpoints in a folder, and in those below it down to ``max_depth``, with what crashes have left of them."""
+    found: list[Path] = []
+    for depth in range(max_depth + 1):
+        below = "*/" * depth
+        for path in sorted([*folder.glob(f"{below}*{SUFFIX}"), *folder.glob(f"{below}*{SUFFIX}{PREVIOUS}")]):
+            name = path.with_name(path.name.removesuffix(PREVIOUS))
+            if path.exists() and (path == name or not is_whole(name)):
+                found.append(path)
+    return found
+
+
+def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifies: bool = True) -> SavedState | None:
+    """The checkpoint of the highest step that is what was written; each that is skipped before it is named in the log.
+
+    Args:
+        paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
+        to_resume: leave out those that hold weights alone.
+        verifies: whether checksums are compared; steps are what the files hold, since copies change their times.
+    """
+    names: dict[Path, Path] = {}
+    for path in paths:
+        if path.is_symlink() or path.resolve() not in names:
+            names[path.resolve()] = path
+    states = [state for path in names.values() if (state := read_state(path)) is not None]
+    states.sort(key=lambda state: (state.step, state.path.name.startswith("last"), _written_at(state.path)))
+    for state in reversed(states):
+        if to_resume and not state.is_resumable:
+            log.info("%s, saved after step %d, is skipped: it holds weights alone.", state.path, state.step)
+            continue
+        try:
+            if verifies:
+                verify_checkpoint(state.path)
+        except DamagedError as error:
+            log.warning("%s, saved after step %d, is skipped: %s.", state.path, state.step, error.reason)
+        else:
+            return state
+    return None
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """What ``last`` stands for in a folder of checkpoints: the one of the highest step that is what was written."""
+    latest = latest_checkpoint(list_checkpoints(folder))
+    return None if latest is None else latest.path
+
+
+def relink(link: Path, target: Path) -> None:
+    """Have ``link`` lead to ``target`` beside it, without a moment in which it leads nowhere."""
+    partial = partial_of(link)
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(os.path.relpath(target, link.parent))
+    partial.replace(link)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether it is a file, or a folder of which nothing is missing; links count as what they lead to."""
+    return path.is_file() or is_checkpoint_folder(path)
+
+
+def _written_at(path: Path) -> float:
+    return path.stat().st_mtime

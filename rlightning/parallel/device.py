@@ -1,0 +1,198 @@
+"""The device: the one place that waits for it and that asks its memory allocator.
+
+Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
+(:mod:`~rlightning.parallel.execution_mode`). There, all of it does nothing.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlightning.parallel.execution_mode import is_controller
+
+HOST_THREADS = 4
+"""Of torch's operations on the host, beside a GPU."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of the environment: how the user wants PyTorch's caching allocator to work."""
+EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A device's memory, in bytes: of this process, but for ``free`` and ``total``."""
+
+    allocated: int
+    """Held by tensors."""
+    reserved: int
+    """Held by the caching allocator, for tensors and for later."""
+    peak: int
+    """The most that tensors held since the start or :func:`reset_peak`."""
+    free: int
+    """Left on the device by all processes."""
+    total: int
+    """The device's size."""
+
+
+def share_host_threads(num_processes: int) -> None:
+    """Let torch's operations on the host use a share of its cores, unless ``OMP_NUM_THREADS`` says how many.
+
+    Lightning sets that variable, which whatever this process starts would take for the user's word.
+
+    Args:
+        num_processes: that share this host's cores.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
+def limit_host_threads() -> None:
+    """Let torch's operations on the host use few threads, unless ``OMP_NUM_THREADS`` says how many.
+
+    Beside a GPU they copy a few megabytes a step, for which waking a thread on every core can take longer than copying.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), HOST_THREADS))
+
+
+def use_tensor_cores(device: torch.device, precision: str) -> None:
+    """Let CUDA's products of float32 matrices round their factors to TF32, in a run that computes in bfloat16.
+
+    Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
+
+    Args:
+        device: the actor's.
+        precision: the Trainer's.
+    """
+    if device.type == "cuda" and precision.startswith("bf16"):
+        torch.set_float32_matmul_precision("high")
+
+
+def use_expandable_segments() -> None:
+    """Let PyTorch's caching allocator grow what it has instead of adding blocks that later sizes do not fit.
+
+    Micro-batches of ever other lengths left 13 of an H100's 79 GiB in unused pieces otherwise (docs/measurements.md).
+    What the user's variable says of it (:data:`ALLOCATOR_VARIABLES`) holds.
+    """
+    if torch.cuda.is_available() and not _allocator_settings():
+        _set_allocator(EXPANDABLE)
+
+
+@contextmanager
+def shareable_memory() -> Iterator[None]:
+    """Within it the CUDA memory is allocated that other processes are to open.
+
+    They could open an expandable segment only where the system lets them trace this process (pytorch issue 165685).
+    """
+    settings = _allocator_settings() or EXPANDABLE
+    if EXPANDABLE not in settings or not torch.cuda.is_available():
+        yield
+        return
+    _set_allocator(settings.replace(EXPANDABLE, PLAIN))
+    try:
+        yield
+    finally:
+        _set_allocator(settings)
+
+
+def _allocator_settings() -> str:
+    return next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
+
+
+def _set_allocator(settings: str) -> None:
+    """Replace all of the allocator's settings, from the next block on; PyTorch has no public way to do so."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(settings)
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until the device has done all work that this process queued, on any stream.
+
+    Args:
+        device: None is the CUDA device that this process uses, if it uses one.
+    """
+    if _is_used(device):
+        torch.cuda.synchronize(device)
+
+
+def synchronize_stream(device: torch.device | None = None) -> None:
+    """Wait until the device has done the work of the current stream; other streams may go on."""
+    if _is_used(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def empty_cache(device: torch.device | None = None) -> None:
+    """Give the caching allocator's unused blocks back to the device, where other processes can have them."""
+    if _is_used(device):
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def memory_use(device: torch.device | None = None) -> MemoryUse | None:
+    """What the device's memory is used for; None where this process uses no CUDA device."""
+    if not _is_used(device):
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(
+        allocated=torch.cuda.memory_allocated(device),
+        reserved=torch.cuda.memory_reserved(device),
+        peak=torch.cuda.max_memory_allocated(device),
+        free=free,
+        total=total,
+    )
+
+
+def reset_peak(device: torch.device | None = None) -> None:
+    """Measure :attr:`MemoryUse.peak` from now on."""
+    if _is_used(device):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def has_context() -> bool:
+    """Whether this process has used a CUDA device."""
+    return bool(torch.cuda.is_initialized())
+
+
+def device_of(trainer: Any, module: Any) -> torch.device | None:
+    """The device that a training loop works on, whatever kind of loop it is.
+
+    Args:
+        trainer: Lightning's Trainer or a Fabric (``strategy.root_device``), transformers' Trainer
+            (``accelerator.device``), or an object of the user's (``device``).
+        module: with a ``device``, or with parameters.
+
+    Returns:
+        None where neither tells; the functions here take it for the CUDA device that this process uses, if any.
+    """
+    places = (
+        (getattr(trainer, "strategy", None), "root_device"),
+        (getattr(trainer, "accelerator", None), "device"),
+        (trainer, "device"),
+        (module, "device"),
+    )
+    for owner, name in places:
+        device = getattr(owner, name, None)
+        if device is not None:
+            return torch.device(device)
+    parameters = module.parameters() if isinstance(module, torch.nn.Module) else iter(())
+    first = next(parameters, None)
+    return None if first is None else first.device
+
+
+def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """Host memory to copy to and from ``device``: page-locked for a CUDA device, so that copies are at full speed.
+
+    Returns:
+        [num_bytes] uint8, uninitialised.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=_is_used(device))
+
+
+def _is_used(device: torch.device | None) -> bool:
+    """Whether there can be work or memory of this process on the device: without a context there is none."""
+    is_cuda = device is None or device.type == "cuda"
+    return is_cuda and torch.cuda.is_initialized() and not is_controller()

@@ -1,0 +1,207 @@
+"""FSDP: the actor spread over several devices, as a Lightning strategy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+
+from rlightning import intervals
+from rlightning.errors import ConfigError, check_rules, did_you_mean
+from rlightning.models.sharded_policy import CPUOffload, Sharding
+from rlightning.parallel.checkpoint import ShardedCheckpoints
+from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
+from rlightning.parallel.strategy import ConnectedRanks
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """Lays the ranks out in a mesh of three dimensions: copies of the weights, shards of each, and parts of each layer.
+
+    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank.
+
+    Args:
+        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
+        shard_size: data-parallel ranks that share one copy of the weights; None is all of them.
+    """
+
+    def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:
+        is_split, is_shared = tensor_parallel_size >= 1, shard_size is None or shard_size >= 1
+        check_rules(
+            {
+                f"tensor_parallel_size={tensor_parallel_size} must be at least 1. Use 1 for none": is_split,
+                f"shard_size={shard_size} must be at least 1. Leave it out for all ranks": is_shared,
+            }
+        )
+        super().__init__(tensor_parallel_size=tensor_parallel_size)
+        self.tensor_parallel_size = tensor_parallel_size
+        self.shard_size = shard_size
+
+    def _configure_launcher(self) -> None:
+        """Called when the Trainer is made, before any process is started or device is touched."""
+        self.check_world_size()
+        super()._configure_launcher()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many shares an update is dealt out to."""
+        return self.num_nodes * self.num_processes // self.tensor_parallel_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Lightning gives these to a sampler of its own; tensor-parallel neighbours have the same share."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
+
+    def check_world_size(self) -> None:
+        """Refuse numbers of ranks that do not divide."""
+        world_size = self.num_nodes * self.num_processes
+        if world_size % self.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} does not divide {world_size} ranks "
+                f"(trainer.num_nodes={self.num_nodes} x {self.num_processes} devices). Use a divisor of {world_size}."
+            )
+        if self.shard_size is not None and self.data_parallel_size % self.shard_size:
+            raise ConfigError(
+                f"shard_size={self.shard_size} does not divide {self.data_parallel_size} data-parallel ranks "
+                f"({world_size} ranks / tensor_parallel_size={self.tensor_parallel_size}). "
+                f"Use a divisor of {self.data_parallel_size}, or leave it out."
+            )
+
+    def setup_environment(self) -> None:
+        """Meet the other ranks and lay them out in a mesh."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
+        shard_size = self.shard_size or self.data_parallel_size
+        self._device_mesh = init_device_mesh(
+            self.root_device.type,
+            (self.data_parallel_size // shard_size, shard_size, self.tensor_parallel_size),
+            mesh_dim_names=("replicate", "shard", "tensor_parallel"),
+        )
+        if self._timeout is not None:
+            # A mesh gives its groups a default of torch's own, not what the default group has.
+            for dim in range(self._device_mesh.ndim):
+                _set_pg_timeout(self._timeout, self._device_mesh.get_group(dim))
+        self.lightning_module._device_mesh = self._device_mesh
+
+
+class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
+    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
+
+    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` for one without arguments. With
+    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
+    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``.
+
+    Args:
+        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
+        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
+            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
+        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
+            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
+        reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
+            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
+        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
+            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
+            barrier, and in a collective of the devices.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        shard_size: int | None = None,
+        cpu_offload: CPUOffload = "none",
+        reshard_after_forward: bool = True,
+        reduce_every_microbatch: bool = True,
+        barrier_timeout: float = 1800.0,
+        failure_grace: float = intervals.CLEANUP_GRACE,
+    ) -> None:
+        super().__init__(
+            barrier_timeout=barrier_timeout,
+            failure_grace=failure_grace,
+            tensor_parallel_size=tensor_parallel_size,
+            shard_size=shard_size,
+        )
+        if cpu_offload not in get_args(CPUOffload):
+            raise ConfigError(
+                f"cpu_offload='{cpu_offload}' is unknown. {did_you_mean(cpu_offload, get_args(CPUOffload))}"
+            )
+        self.cpu_offload: CPUOffload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_every_microbatch = reduce_every_microbatch
+
+    @property
+    def sharding(self) -> Sharding:
+        """How models are to be spread over the ranks; there once the processes have found each other."""
+        return Sharding(
+            mesh=self.device_mesh,
+            device=self.root_device,
+            compute_dtype=torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None,
+            cpu_offload=self.cpu_offload,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Called when the model is there."""
+        super().setup(trainer)
+        # Weights that a forward pass has gathered in inference mode cannot be trained with afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded, the same on all ranks: a sharded model is where it belongs since it was loaded."""
+        assert self.model is not None
+        move_replicated(self.model, self.root_device)
+        broadcast_replicated(self.model)
+        # what module.device is, which only the module's own .to() would set
+        _update_properties(self.model, device=self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, a backward leaves out what it need not do before the last micro-batch of an optimizer step.
+
+        That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
+        whole exchange of gradients. What a forward keeps gathered for its backward stays so for the next forward too:
+        embedding and output layer, and with ``reshard_after_forward=False`` all layers.
+        """
+        assert self.model is not None
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        kept = sharded
+        if self.reshard_after_forward:
+            kept = [module for module in self.model.children() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            self._require_sync(module, False)
+        for module in kept:
+            module.set_reshard_after_backward(False, recurse=False)
+        try:
+            yield
+        except BaseException:  # the weights may be others before the next forward
+            for module in kept:
+                module.reshard()
+            raise
+        finally:
+            for module in sharded:
+                self._require_sync(module, True)
+            for module in kept:
+                module.set_reshard_after_backward(True, recurse=False)
+
+    def average_gradients(self) -> None:
+        """Average over the ranks the gradients of what is not sharded, before an optimizer step."""
+        assert self.model is not None
+        average_gradients(self.model)
+
+    def _require_sync(self, module: FSDPModule, is_required: bool) -> None:
+        if self.reduce_every_microbatch:
+            module.set_requires_all_reduce(is_required, recurse=False)
+        else:
+            module.set_requires_gradient_sync(is_required, recurse=False)
+
+
+StrategyRegistry.register("fsdp2", FSDP, description="FSDP2: weights, gradients and optimizer state are sharded.")

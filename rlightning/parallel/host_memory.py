@@ -1,0 +1,127 @@
+"""Tensors' bytes, moved to host memory and back, while the tensors stay the objects that they are."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rlightning.parallel import device as platform
+
+BLOCK_BYTES = 256 << 20
+"""Page-locked memory is allocated in powers of two: one large buffer would waste up to half of it."""
+_ALIGNMENT = 512
+
+
+class HostMemory:
+    """Takes the storages of tensors off their device and puts them back.
+
+    A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
+    parameters, views, DTensors, FSDP's shards and whoever refers to them notice nothing, so long as nobody reads
+    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the
+    next time.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._moved: list[tuple[UntypedStorage, int, int]] = []
+        self._end = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are on the host now."""
+        return sum(size for _, _, size in self._moved)
+
+    def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
+        """Move those of ``tensors`` that are on such a device, besides what was taken before.
+
+        Args:
+            tensors: on any device.
+            device_type: tensors elsewhere stay as they are.
+
+        Returns:
+            Bytes moved.
+        """
+        storages = list(_unique_storages(tensors, device_type))
+        for device in {storage.device for storage in storages}:
+            platform.synchronize(device)  # whatever stream still writes to them
+        moved = []
+        for storage in storages:
+            start, size = self._end, storage.nbytes()
+            for part, block in self._spans(storage, start, size):
+                block.copy_(part, non_blocking=True)
+            moved.append((storage, start, size))
+            self._end = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
+        for device in {storage.device for storage in storages}:
+            platform.synchronize_stream(device)
+        for storage in storages:
+            storage.resize_(0)
+        for device in {storage.device for storage in storages}:
+            platform.empty_cache(device)
+        self._moved += moved
+        return sum(size for _, _, size in moved)
+
+    def give_back(self) -> int:
+        """Move everything back to its device.
+
+        Returns:
+            Bytes moved.
+
+        Raises:
+            torch.OutOfMemoryError: if the device has no room; what is not back yet stays on the host for another try.
+        """
+        num_bytes = 0
+        devices = {storage.device for storage, _, _ in self._moved}
+        try:
+            while self._moved:
+                storage, start, size = self._moved[-1]
+                storage.resize_(size)
+                for part, block in self._spans(storage, start, size):
+                    part.copy_(block, non_blocking=True)
+                self._moved.pop()
+                num_bytes += size
+        finally:
+            for device in devices:
+                platform.synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
+        self._end = 0
+        return num_bytes
+
+    def close(self) -> None:
+        """Give everything back and the host memory to the system. May be called twice."""
+        self.give_back()
+        self._blocks.clear()
+
+    def _spans(self, storage: UntypedStorage, start: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A storage's bytes and their place on the host, cut where one block ends and the next begins."""
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        done = 0
+        while done < size:
+            index, offset = divmod(start + done, BLOCK_BYTES)
+            while index >= len(self._blocks):
+                self._blocks.append(platform.host_bytes(BLOCK_BYTES, storage.device))
+            length = min(size - done, BLOCK_BYTES - offset)
+            yield source[done : done + length], self._blocks[index][offset : offset + length]
+            done += length
+
+
+def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[UntypedStorage]:
+    """Each storage once: tied weights share one, and FSDP keeps views of its shards."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        for plain in _plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            # Memory that is not PyTorch's own cannot be shrunk; an empty storage is nothing, or on the host already.
+            is_movable = storage.device.type == device_type and storage.nbytes() > 0 and storage.resizable()
+            if is_movable and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+
+def _plain_tensors(thing: Any) -> Iterator[Tensor]:
+    """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
+    if is_traceable_wrapper_subclass(thing):
+        for name in thing.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(thing, name))
+    elif isinstance(thing, Tensor):
+        yield thing

@@ -1,0 +1,82 @@
+"""Where a rank is: the line of its own code that it is at, and whether it waits there for other ranks."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+
+def _folder_of(package: str) -> str:
+    """Return where a package is, without importing it."""
+    spec = find_spec(package)
+    return "" if spec is None or spec.origin is None else f"{Path(spec.origin).parent}{os.sep}"
+
+
+LIBRARIES = tuple(filter(None, map(_folder_of, ("torch", "lightning"))))
+"""Whose lines say little of where a run is, as do those of Python's own folder; other packages may lie in that."""
+PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
+COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
+OWN = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen")
+)
+NUM_INNERMOST = 8
+"""Frames among which one of torch.distributed's says that the thread waits in a collective."""
+NUM_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a thread is at.
+
+    Attributes:
+        where: "in training_step (rlightning/module/rl_module.py, line 310)".
+        is_in_collective: whether it is in a call of torch.distributed.
+        stack: lines of the innermost calls outside of torch, Lightning and Python's library; the last is the innermost.
+        key: differs from that of a sample before, if the thread has moved.
+    """
+
+    where: str
+    is_in_collective: bool
+    stack: str
+    key: int
+
+
+def find_position(thread: int) -> Position:
+    """Return what a thread of this process is at.
+
+    Args:
+        thread: its ``threading.get_ident()``.
+    """
+    frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
+    shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
+    if not shown:
+        return Position("at its end", False, "", 0)
+    outer = frames[frames.index(shown[0]) :]
+    return Position(
+        where=f"in {shown[0].f_code.co_qualname} ({_place(shown[0])})",
+        is_in_collective=any(frame.f_code.co_filename.startswith(COLLECTIVES) for frame in frames[:NUM_INNERMOST]),
+        stack="\n".join(f"  {_place(frame)} in {frame.f_code.co_qualname}" for frame in reversed(shown[:NUM_SHOWN])),
+        key=hash(tuple((frame.f_code, frame.f_lasti) for frame in outer)),
+    )
+
+
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    is_python = name.startswith((PYTHON, "<frozen")) and not name.startswith(PACKAGES)
+    return is_python or name.startswith(LIBRARIES) or name in OWN
+
+
+def _place(frame: FrameType) -> str:
+    file = Path(frame.f_code.co_filename)
+    return f"{'/'.join(file.parts[-2:])}, line {frame.f_lineno}"

@@ -1,0 +1,124 @@
+"""Lightning's launcher of one machine's ranks, with an end for those that it started."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from rlightning import intervals
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.parallel.device import share_host_threads
+from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
+from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
+
+log = logging.getLogger(__name__)
+
+PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
+"""What the launchers from outside call the number of ranks that they start on a node."""
+
+
+class RankLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks as Lightning does, and reports an exception before anything is cleaned up.
+
+    Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.
+    Here the failure watch ends them; until it stands, a child's failure is rank 0's end, and the other way round.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks, unless torchrun or SLURM has, and run ``function`` on this one."""
+        check_launch(self.num_processes, self.num_nodes)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            if self.cluster_environment.node_rank() == 0:
+                check_port(self.cluster_environment.main_port)
+            self._call_children_scripts()
+            threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
+        if execution_mode() is not ExecutionMode.WORKER:  # a worker has its share
+            share_host_threads(self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            # The callbacks' on_exception comes later, and takes its time: engines have to close.
+            report_failure(error)
+            if active_watch() is None:
+                end_children(self.procs, 0)  # they wait in the rendezvous
+            raise
+
+    def kill(self, signum: int) -> None:
+        """Forward a signal to the ranks started here; SIGKILL, Lightning's answer to Ctrl-C, is the failure watch's."""
+        if signum != signal.SIGKILL or active_watch() is None:
+            super().kill(signum)
+
+
+def check_launch(num_devices: int, num_nodes: int) -> None:
+    """Refuse numbers that differ from what torchrun or SLURM started, under one of them.
+
+    Args:
+        num_devices: ``trainer.devices``, resolved.
+        num_nodes: ``trainer.num_nodes``.
+    """
+    launch = read_launch(os.environ)
+    wanted = num_devices * num_nodes
+    if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
+        return
+    per_node, rest = divmod(launch.world_size, num_nodes)
+    fitting = f"Set trainer.devices={per_node}, or" if not rest else "Set trainer.num_nodes to its number of nodes, or"
+    raise ConfigError(
+        f"trainer.devices={num_devices} x trainer.num_nodes={num_nodes} {'are' if wanted > 1 else 'is'} {wanted} "
+        f"rank{'s' if wanted > 1 else ''}, but {launch.launcher} started {launch.world_size}. "
+        f"{fitting} {PER_NODE[launch.launcher]} {num_devices}."
+    )
+
+
+def check_port(port: int) -> None:
+    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it.
+
+    Args:
+        port: ``MASTER_PORT``, or one that Lightning has found free.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_PORT={port} cannot be listened on ({error.strerror}). Set it to a free port, or leave it out."
+            ) from error
+
+
+def describe_rendezvous(error: Exception) -> ConfigError:
+    """The error for ranks that cannot meet where the launcher's variables say."""
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+    reason = cut_line(str(error).partition("\n")[0])
+    if "EADDRINUSE" in str(error):
+        return ConfigError(f"MASTER_PORT={port} is taken by another program. Set it to a free port, for all ranks.")
+    return ConfigError(
+        f"The ranks cannot meet at MASTER_ADDR={address}, MASTER_PORT={port}: {reason.rstrip('.')}. Both are rank 0's, "
+        "and have to be reachable from every rank."
+    )
+
+
+def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
+    """End this process when a child ends badly before the failure watch stands."""
+    while (watch := active_watch()) is None:
+        codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed:
+            rank, code = next(iter(failed.items()))
+            # Its own message is on the terminal; the others wait for it in the rendezvous.
+            log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
+            end_children(children, 0)
+            exit_now(code if code > 0 else 1)
+        if all(code == 0 for code in codes.values()):
+            return
+        time.sleep(intervals.POLL_INTERVAL)
+    watch.children = children

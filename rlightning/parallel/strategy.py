@@ -1,0 +1,150 @@
+"""What every strategy of several processes shares: one barrier, a CPU group for decisions, and a common end."""
+
+import sys
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from rlightning import intervals
+from rlightning.errors import check_rules
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
+from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
+from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
+from rlightning.parallel.lightning_internals import DataPreparation
+from rlightning.parallel.stacks import run_folder
+from rlightning.parallel.stop_signal import stop_signal
+
+T = TypeVar("T")
+
+
+class ConnectedRanks(ParallelStrategy):
+    """Mixin of Lightning strategies: stands before one in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
+
+    - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of whoever asked for it.
+    - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
+    - The first failure of a rank ends all (:class:`~rlightning.parallel.failure.FailureWatch`).
+    - SIGTERM stops all ranks before the same batch.
+
+    Args:
+        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
+            barrier, and in a collective of the devices.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        kwargs: the strategy's own.
+    """
+
+    _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
+
+    def __init__(
+        self, *, barrier_timeout: float = 1800.0, failure_grace: float = intervals.CLEANUP_GRACE, **kwargs: Any
+    ) -> None:
+        timeout = kwargs.get("timeout", default_pg_timeout)
+        check_rules(
+            {
+                f"timeout={timeout} has no effect here. Set barrier_timeout, in seconds": timeout == default_pg_timeout,
+                f"barrier_timeout={barrier_timeout} must be positive. Use some minutes, such as 1800": barrier_timeout
+                > 0,
+                f"failure_grace={failure_grace} must be positive. Use some seconds, such as 15": failure_grace > 0,
+            }
+        )
+        super().__init__(**kwargs)
+        self._timeout = timedelta(seconds=barrier_timeout)
+        self.barrier_timeout = barrier_timeout
+        self.failure_grace = failure_grace
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None or type(self._launcher) is _SubprocessScriptLauncher:
+            strategy: Any = self  # which has the counts that this mixin does not
+            # Also under torchrun and SLURM, where it starts nothing: it is the first to hear of an exception.
+            self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Meet the other processes."""
+        if self.root_device.type == "cuda":
+            # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
+            self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            raise describe_rendezvous(error) from error
+        set_barrier_timeout(self.barrier_timeout)
+        barrier("the ranks meet")
+        cpu_group()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if active_watch() is None:
+            watch = FailureWatch(grace=self.failure_grace, folder=run_folder(trainer.default_root_dir))
+            watch.start()
+            watch.stop_at_exit()
+        DataPreparation(trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Called when the model is there, and before Lightning installs its signal handlers."""
+        super().setup(trainer)
+        stop_signal(trainer)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait until all ranks are here; without a name it has that of the function that calls it."""
+        barrier(name or sys._getframe(1).f_code.co_qualname)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s ``obj``; anything that can be pickled."""
+        group = cpu_group()
+        if group is None:
+            return obj
+        barrier("broadcast")
+        holder = [obj]
+        dist.broadcast_object_list(holder, src, group=group)
+        return holder[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks, in place; anything else is returned as it is.
+
+        Args:
+            tensor: of any device. The mean of integers is a new tensor, of floats.
+            group: another group than that of all ranks: the tensor is reduced there, on its own device.
+            reduce_op: "mean", "sum", or another of torch's operations, by name or itself.
+        """
+        shared = cpu_group()
+        if not isinstance(tensor, Tensor) or shared is None:
+            return tensor
+        is_mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = getattr(dist.ReduceOp, reduce_op.upper(), None) if isinstance(reduce_op, str) else reduce_op
+        op = dist.ReduceOp.SUM if is_mean else op
+        if group is None or group is dist.group.WORLD:
+            group = shared
+            barrier("reduce")
+            reduced = tensor.detach().to("cpu", copy=True)
+        else:
+            reduced = tensor.detach()
+        dist.all_reduce(reduced, op, group=group)
+        if is_mean:
+            reduced = reduced / dist.get_world_size(group)
+            if not tensor.is_floating_point():
+                # Lightning divides means by counts that it averages this way: cut to integers they would be wrong.
+                return reduced.to(tensor.device)
+        with torch.no_grad():
+            return tensor.copy_(reduced)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any of them, decided so."""
+        votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return votes == self.world_size if all else votes > 0
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when the run ends by an exception."""
+        # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.
+        report_failure(exception)
+        super().on_exception(exception)

@@ -1,0 +1,63 @@
+"""Which devices an engine runs on, by the names that CUDA has for them."""
+
+import logging
+import os
+import socket
+
+import torch
+
+from rlightning.errors import ConfigError
+from rlightning.parallel.collectives import gather_objects
+
+log = logging.getLogger(__name__)
+
+
+def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
+    """The devices of the ranks that share an engine, whatever each of these sees of them."""
+    if own.type != "cuda":
+        return ()
+    name = _name(own)
+    names = [name] if len(ranks) == 1 else gather_objects(name, name="devices")[ranks.start : ranks.stop]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"Ranks {ranks.start} to {ranks.stop - 1} are to share an engine, but their devices all go by the name of "
+            f"{names[0]}. Let each rank see all devices of its host (SLURM: --gpus-per-node, not --gpus-per-task)."
+        )
+    return tuple(names)
+
+
+def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
+    """For each standalone engine the devices that no rank of this host has; further engines share them in turn.
+
+    Args:
+        own: this rank's.
+        num_engines: that are to be started by rank 0, on its host.
+        devices_per_engine: of each.
+
+    Raises:
+        ConfigError: if there are too few for one.
+    """
+    host = socket.gethostname()
+    taken = {name for other, name in gather_objects((host, _name(own)), name="devices") if other == host}
+    if own.type != "cuda":
+        return [()] * num_engines
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    free = [name for name in names if name not in taken]
+    starts = range(0, len(free) - devices_per_engine + 1, devices_per_engine)
+    places = [tuple(free[start : start + devices_per_engine]) for start in starts]
+    if not places:
+        raise ConfigError(
+            f"A standalone engine of {devices_per_engine} devices (rollout.engine.tensor_parallel_size) needs as many "
+            f"beside the trainer's, which leaves {len(free)} of {len(names)}. Lower trainer.devices."
+        )
+    if num_engines > len(places):
+        log.info("rollout.num_engines=%d share %d free places.", num_engines, len(places))
+    return [places[number % len(places)] for number in range(num_engines)]
+
+
+def _name(own: torch.device) -> str:
+    """What CUDA calls the device, whatever this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    index = own.index or 0
+    return visible.split(",")[index] if visible else str(index)

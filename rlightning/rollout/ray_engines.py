@@ -1,0 +1,162 @@
+"""Standalone engines as Ray actors, placed by Ray with devices of their own, anywhere in the cluster.
+
+::
+
+    controller                 actor                                    workers
+    start_engines  ------->    EngineActor: what `rlightning serve`
+                               runs, on the devices that Ray gave it
+                   <-------    tcp://host:port
+    WorkerConfig   ----------------------------------------------->     rollout.engines: [tcp://host:port]
+"""
+
+import copy
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlightning import intervals
+from rlightning.controller.cluster import import_ray
+from rlightning.controller.driver import DriverContext
+from rlightning.controller.worker_group import describe_resources
+from rlightning.errors import ConfigError
+from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.engine_service import EngineService, listen
+from rlightning.rollout.engine_wire import SCHEME
+
+log = logging.getLogger(__name__)
+
+
+class EngineActor:
+    """One engine, which serves a trainer after the other; the class behind Ray's actors.
+
+    Args:
+        driver: the controller's process.
+    """
+
+    def __init__(self, driver: DriverContext) -> None:
+        driver.enter()
+        import ray
+
+        find_address: Any = ray.util.get_node_ip_address
+        self._host = str(find_address())
+        self._listener: socket.socket = listen(self._host, 0)
+        self._has_run = False
+
+    def url(self) -> str:
+        """Where the engine will listen."""
+        return f"{SCHEME}://{self._host}:{self._listener.getsockname()[1]}"
+
+    def run(
+        self,
+        options: EngineOptions,
+        module: Any,
+        sampling: Any,
+        max_prompt_tokens: int | None,
+        log_file: Path,
+        token: str,
+    ) -> None:
+        """Start the engine and serve; returns by an exception only, and when it is called again.
+
+        Args:
+            options: of the rollout.
+            module: as it is configured, without weights.
+            sampling: of training completions.
+            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
+            log_file: of the engine.
+            token: that trainers must know.
+        """
+        if self._has_run:
+            return
+        self._has_run = True
+        device = torch.device("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
+        config = options.configure_served(module, device, sampling, max_prompt_tokens, log_file)
+        EngineService(config, self._listener, token.encode()).run(lambda: None)
+
+
+class RayEngines:
+    """The standalone engines of a run; they outlive its workers.
+
+    Args:
+        num_engines: how many.
+        devices_per_engine: of each.
+        driver: what their actors take over from this process.
+        uses_gpus: whether its devices are GPUs, or cores.
+    """
+
+    def __init__(self, num_engines: int, devices_per_engine: int, driver: DriverContext, *, uses_gpus: bool) -> None:
+        ray = import_ray()
+        actor = ray.remote(concurrency_groups={"serve": 1})(EngineActor)
+        gpus = devices_per_engine if uses_gpus else 0
+        self.token = secrets.token_hex(16)
+        options = {"num_cpus": 1, "num_gpus": gpus, **driver.actor_options}
+        self.actors = [actor.options(**options).remote(driver) for _ in range(num_engines)]
+        self.runs: list[Any] = []
+
+    def start(self, callback: Any, module: Any, max_prompt_tokens: int | None, folder: Path) -> Any:
+        """Start the engines, unless they are there already; returns before they are up.
+
+        Returns:
+            A copy of ``callback`` that knows where they are.
+        """
+        ray = import_ray()
+        try:
+            urls: list[str] = ray.get(
+                [actor.url.remote() for actor in self.actors], timeout=intervals.ACTOR_START_TIMEOUT
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise ConfigError(
+                f"rollout.num_engines={len(self.actors)}: their actors have not started in "
+                f"{intervals.ACTOR_START_TIMEOUT:g} s; free in the Ray cluster are "
+                f"{describe_resources(ray.available_resources())}. Lower num_engines or devices_per_engine, or "
+                "end what else runs there."
+            ) from None
+        shared = None if self.runs else ray.put(module)
+        for number, actor in enumerate([] if self.runs else self.actors):
+            log_file = folder.absolute() / f"engine.{number}.log"
+            run = actor.run.options(concurrency_group="serve")
+            self.runs.append(
+                run.remote(callback.options, shared, callback.sampling, max_prompt_tokens, log_file, self.token)
+            )
+        log.info("engines: %s", ", ".join(urls))
+        knowing = copy.copy(callback)
+        knowing.options = replace(callback.options, engines=tuple(urls))
+        return knowing
+
+    def close(self) -> None:
+        """End them."""
+        ray = import_ray()
+        if ray.is_initialized():
+            for actor in self.actors:
+                ray.kill(actor)
+        self.actors = []
+
+
+def find_rollout(callbacks: Sequence[Any]) -> Any:
+    """The callback whose engines are to be Ray actors: standalone ones that nobody has started; None without one."""
+    for callback in callbacks:
+        options = getattr(callback, "options", None)
+        if isinstance(options, EngineOptions) and options.placement == "standalone" and not options.engines:
+            return callback
+    return None
+
+
+def check_room(options: EngineOptions, num_workers: int, each: dict[str, float]) -> bool:
+    """Refuse engines that the cluster has no place for beside the workers; whether they run on GPUs."""
+    has = import_ray().cluster_resources()
+    uses_gpus = each.get("GPU", 0) > 0
+    kind = "GPU" if uses_gpus else "CPU"
+    per_engine = options.devices_per_engine if uses_gpus else 1
+    needed = num_workers * each[kind] + options.num_engines * per_engine
+    if needed > has.get(kind, 0):
+        raise ConfigError(
+            f"rollout.num_engines={options.num_engines} x {per_engine} {kind}s beside num_workers={num_workers} x "
+            f"{each[kind]:g} are {needed:g}, but the Ray cluster has {has.get(kind, 0):g}. Lower either, or add nodes."
+        )
+    return uses_gpus

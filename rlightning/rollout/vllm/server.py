@@ -1,0 +1,226 @@
+"""vLLM's engine as a trainer sees it: what it may be asked to do, one method each."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rlightning import intervals
+from rlightning.foreign_text import cut_line
+from rlightning.rollout.load_check import describe_faults
+from rlightning.rollout.vllm.token_versions import TokenVersions
+
+RESET_TRIES = 5
+ALL_AT_ONCE = 1 << 30
+"""vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
+one piece, of this many requests, it is when there are no more steps' outputs to take."""
+
+
+class ArgumentsRefusedError(ValueError):
+    """vLLM does not take the engine's arguments; the message is vLLM's, in a line."""
+
+
+def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
+    """Return an engine that is up.
+
+    Args:
+        engine_args: of vLLM's AsyncEngineArgs.
+
+    Raises:
+        ArgumentsRefusedError: vLLM does not take them.
+    """
+    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
+    # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
+    method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    try:
+        arguments = AsyncEngineArgs(**engine_args)
+        config = arguments.create_engine_config()
+    except (AssertionError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise ArgumentsRefusedError(describe_refusal(error)) from error
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+    return AsyncLLM.from_vllm_config(
+        config, enable_log_requests=arguments.enable_log_requests, disable_log_stats=arguments.disable_log_stats
+    )
+
+
+def describe_refusal(error: Exception) -> str:
+    """Return vLLM's reason to refuse arguments in a line: of wrong types and values each with its name and value."""
+    gist = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
+        gist = "; ".join(f"{name or one['type']}={one['input']!r:.80}: {one['msg']}" for name, one in wrong)
+    return cut_line(gist)
+
+
+class VLLMServer:
+    """One AsyncLLM, and the methods that a trainer may call on it.
+
+    Weights may be changed while requests run: :meth:`pause`, :meth:`load_chunk` for each chunk, :meth:`adopt`.
+
+    Args:
+        engine: from :func:`start_engine`.
+    """
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.versions = TokenVersions()
+        self._num_requests = 0
+        self._is_paused = False
+        self._admission = asyncio.Lock()
+        """Held while a request is handed to vLLM, which takes several awaits, and all the time that it is paused."""
+        self._swap = asyncio.Lock()
+
+    async def generate(self, token_ids: list[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        """Sample completions of one prompt.
+
+        Returns:
+            For each its tokens, their log-probabilities and the versions of the weights that sampled them, and what
+            ended it: a stop token, a stop string, or None for its length.
+        """
+        params = SamplingParams(
+            **sampling,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=bool(sampling.get("stop")),
+        )
+        output, versions = await self._run(token_ids, params, has_versions=True)
+        return [
+            {
+                "token_ids": np.asarray(one.token_ids, np.int64),
+                # logprobs=0: one entry a position, the sampled token's
+                "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
+                "weight_versions": one_versions,
+                "end": one.stop_reason,
+            }
+            for one, one_versions in zip(output.outputs, versions, strict=True)
+        ]
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each token given those before it; 0 for the first."""
+        params = SamplingParams(
+            max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+        )
+        output, _ = await self._run(token_ids, params, has_versions=False)
+        entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [0.0, *(entry[token].logprob for token, entry in entries)]
+
+    async def open_bucket(self, handles: list[bytes]) -> None:
+        """Let each worker open the memory that weights come in on its device."""
+        await self.engine.collective_rpc("rl_open_bucket", args=(handles,))
+
+    async def load_chunk(self, index: int) -> list[str]:
+        """Load what is in the bucket; after the last chunk, what is wrong with the model then."""
+        return describe_faults(await self.engine.collective_rpc("rl_load_chunk", args=(index,)))
+
+    async def pause(self) -> None:
+        """Freeze what is being sampled, and hold back what comes meanwhile, until :meth:`adopt`.
+
+        Returns when no step runs any more, and the tokens of all that did are here.
+        """
+        async with self._swap:
+            if self._is_paused:
+                return
+            await self._admission.acquire()
+            try:
+                # AsyncLLM.pause_generation is this and 20 ms of sleep, which need not suffice for what comes next.
+                await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                await self._take_in_outputs()
+            except BaseException:
+                self._admission.release()
+                raise
+            self._is_paused = True
+
+    async def adopt(self, weight_version: int, keeps_cache: bool) -> bool:
+        """Count tokens from here on as those of the weights that have been loaded; go on, if paused.
+
+        Args:
+            weight_version: of these weights.
+            keeps_cache: whether frozen requests keep their keys and values, which other weights have computed, or have
+                them computed anew. Those frozen before their first token share what they find of their prompt, too.
+
+        Returns:
+            False if it was not paused and requests are running: then nothing has changed.
+        """
+        async with self._swap:
+            if self._is_paused:
+                if not keeps_cache:
+                    await self.engine.reset_prefix_cache(reset_running_requests=True)
+                self.versions.adopt(weight_version, self._count_tokens())
+                await self.engine.resume_generation()
+                self._is_paused = False
+                self._admission.release()
+                return True
+            async with self._admission:
+                if self.engine.output_processor.has_unfinished_requests() or not await self._reset_prefix_cache():
+                    return False
+                self.versions.adopt(weight_version, ())
+                return True
+
+    async def sleep(self) -> None:
+        """Free the weights' and the KV cache's memory."""
+        self.versions.current = None
+        await self.engine.sleep(level=2)
+
+    async def wake(self, tag: str) -> None:
+        """Take memory again, for "weights" or for "kv_cache"."""
+        await self.engine.wake_up(tags=[tag])
+
+    async def ping(self) -> None:
+        """Return once every worker has answered."""
+        await self.engine.collective_rpc("rl_ping")
+
+    async def _run(
+        self, token_ids: list[int], params: SamplingParams, *, has_versions: bool
+    ) -> tuple[Any, list[NDArray[np.int32]]]:
+        """vLLM's output for one prompt and, if it ``has_versions``, those of each sample's tokens."""
+        self._num_requests += 1
+        request_id = str(self._num_requests)
+        collector = None
+        lengths: list[int] = []
+        try:
+            async with self._admission:
+                if has_versions:
+                    self.versions.begin(request_id, params.n)
+                # The salt keeps it from the keys and values that other weights have computed for the same prompt.
+                prompt: Any = {"prompt_token_ids": token_ids, "cache_salt": str(self.versions.current)}
+                collector = await self.engine.add_request(request_id, prompt, params)
+            output: Any = await collector.get()  # FINAL_ONLY: there is one
+            lengths = [len(one.token_ids) for one in output.outputs]
+        except asyncio.CancelledError:
+            # vLLM's own name for the request makes it forget the samples that have finished, too.
+            await self.engine.abort(request_id if collector is None else collector.request_id, collector is not None)
+            raise
+        finally:
+            versions = self.versions.end(request_id, lengths)
+        return output, versions
+
+    async def _take_in_outputs(self) -> None:
+        """Return when all that the engine's core has sent has been taken in; needs ``ALL_AT_ONCE``."""
+        # What a step has sampled comes on the same socket as the answer that it has paused, and before it.
+        while not self.engine.engine_core.outputs_queue.empty():
+            if self.engine.errored:
+                raise EngineDeadError()
+            await asyncio.sleep(0)
+
+    def _count_tokens(self) -> Iterator[tuple[str, int, int]]:
+        """Request, sample and number of tokens of all that is unfinished."""
+        for state in self.engine.output_processor.request_states.values():
+            if state.detokenizer is not None:
+                yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
+
+    async def _reset_prefix_cache(self) -> bool:
+        """Forget the keys and values of prompts; False if requests still hold some."""
+        for _ in range(RESET_TRIES):
+            if await self.engine.reset_prefix_cache():
+                return True
+            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)  # a step that was scheduled ahead may still run
+        return False

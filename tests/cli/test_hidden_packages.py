@@ -1,0 +1,39 @@
+"""Files in the working directory that hide what a run imports."""
+
+import os
+from pathlib import Path
+
+import pytest
+from programs import run_python
+
+from rlightning.cli.hidden_packages import NEVER_IMPORTED, check_folder
+from rlightning.errors import ConfigError
+
+IMPORT = """
+import sys
+from rlightning import callbacks, cli
+for name in callbacks.__all__:
+    getattr(callbacks, name)
+import ray, vllm.v1.engine.async_llm, torch.utils.tensorboard, torch.distributed.checkpoint
+print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+def test_files_named_after_what_no_run_imports_are_left_alone(tmp_path: Path) -> None:
+    for name in ("trace", "chunk", "sched", "wave"):
+        (tmp_path / f"{name}.py").touch()
+    check_folder(tmp_path)
+    (tmp_path / "statistics.py").touch()
+    with pytest.raises(
+        ConfigError, match=r"^\./statistics\.py hides the module 'statistics' \(.*/statistics\.py\), which"
+    ):
+        check_folder(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_no_run_imports_what_a_file_may_be_named_after(tmp_path: Path) -> None:
+    done = run_python("-c", IMPORT, folder=tmp_path, environment=dict(os.environ))
+    imported = set(done.stderr.splitlines()[-1].split())
+    assert {"statistics", "code", "cmd", "vllm", "ray"} <= imported
+    assert not imported & NEVER_IMPORTED

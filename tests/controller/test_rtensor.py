@@ -1,0 +1,173 @@
+"""Handles in one process: bits, structures, what is refused."""
+
+import re
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from observed_run import make_batch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from rlightning.controller.rtensor import RTensor, localize, remotize
+from rlightning.controller.tensor_store import live_entries
+
+pytestmark = pytest.mark.usefixtures("fresh_process")
+
+
+def bits(tensor: Tensor) -> list[int]:
+    """The bytes of a tensor's elements."""
+    values: list[int] = tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return values
+
+
+SAMPLES = {
+    # a quiet NaN with a payload, infinity, -0, the smallest subnormal: what a conversion would lose
+    "bfloat16": torch.tensor([0x7FC1, 0x7F80, -0x8000, 0x0001], dtype=torch.int16).view(torch.bfloat16),
+    "float16": torch.tensor([0.5, float("nan"), -65504.0], dtype=torch.float16),
+    "float32": torch.tensor([[1.5, -0.0], [float("inf"), 1e-45]]),
+    "float64": torch.tensor([1 / 3], dtype=torch.float64),
+    "float8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "complex": torch.tensor([1 + 2j]),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.tensor([2**62, -1]),
+    "uint8": torch.tensor([255, 0], dtype=torch.uint8),
+    "0-d": torch.tensor(7.0),
+    "0-d bool": torch.tensor(True),
+    "empty": torch.empty(0),
+    "empty matrix": torch.empty(3, 0, 2, dtype=torch.bfloat16),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "every other": torch.arange(10)[::2],
+    "expanded": torch.tensor([3.0]).expand(2, 4),
+    "offset": torch.arange(10, dtype=torch.bfloat16)[3:7],
+    "parameter": nn.Parameter(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_tensor_comes_back_bit_for_bit(name: str) -> None:
+    tensor = SAMPLES[name]
+    handle = remotize(tensor)
+    assert isinstance(handle, RTensor)
+    assert (handle.shape, handle.dtype, handle.nbytes) == (tensor.shape, tensor.dtype, tensor.numel() * tensor.itemsize)
+    back = localize(handle)
+    assert (back.shape, back.dtype, back.requires_grad) == (tensor.shape, tensor.dtype, False)
+    assert bits(back) == bits(tensor.detach().resolve_conj())
+
+
+@pytest.mark.gpu
+def test_device_tensor_is_fetched_to_host() -> None:
+    matrix = torch.arange(6, dtype=torch.bfloat16, device="cuda").reshape(2, 3)
+    back = localize(remotize([matrix, matrix.T]))
+    assert [tensor.device.type for tensor in back] == ["cpu", "cpu"]
+    assert torch.equal(back[0], matrix.cpu()) and torch.equal(back[1], matrix.T.cpu())
+
+
+def test_the_pages_example(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rtensor.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(example, {})
+    handle, *sizes = capsys.readouterr().out.splitlines()
+    assert handle.startswith("RTensor([4096], torch.float32, stored by rank 0 (process ") and sizes == ["16384", "0"]
+
+
+# Structures
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+    note: str
+    twice: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", self.value * 2)
+
+
+def test_nested_structures_keep_types_and_non_tensor_values() -> None:
+    one, plain = torch.ones(2), [1, "two", None, 3.0]
+    tree: dict[str, Any] = {
+        "pair": Pair(one, plain),
+        "frozen": Frozen(one, "a note"),
+        "counts": defaultdict(list, {"x": [one]}),
+        "ordered": OrderedDict(a=one),
+        "user": UserDict({"a": (one, 1)}),
+        "plain": plain,
+    }
+    stored = remotize(tree)
+    assert tree["pair"].left is one
+    assert isinstance(stored["pair"], Pair) and isinstance(stored["pair"].left, RTensor)
+    assert isinstance(stored["frozen"], Frozen) and stored["frozen"].note == "a note"
+    assert isinstance(stored["frozen"].twice, RTensor)
+    assert stored["counts"].default_factory is list and isinstance(stored["counts"]["x"][0], RTensor)
+    assert type(stored["ordered"]) is OrderedDict and type(stored["user"]) is UserDict
+    assert stored["plain"] is plain and stored["pair"].right is plain
+
+    back = localize(stored)
+    assert torch.equal(back["frozen"].twice, 2 * one) and back["frozen"].note == "a note"
+    assert torch.equal(back["user"]["a"][0], one) and back["user"]["a"][1] == 1
+    assert back["pair"].left is back["counts"]["x"][0]  # one tensor in all places, as before
+    assert isinstance(stored["pair"].left, RTensor)  # what was localized is still there
+
+
+def test_a_rollout_batch() -> None:
+    batch = make_batch()
+    batch.advantages = torch.arange(22.0)
+    batch.scores = {"exact": torch.tensor([1.0, 0.0, 1.0, 0.0])}
+    stored = remotize(batch)
+    assert type(stored) is type(batch) and stored.trajectories == batch.trajectories and stored.ref_logprobs is None
+    assert isinstance(stored.token_ids, RTensor) and stored.token_ids.shape == (22,)
+    assert isinstance(batch.token_ids, Tensor)
+    back = localize(stored)
+    assert back.num_sequences == 4 and torch.equal(back.advantages, batch.advantages)
+    assert torch.equal(back.is_sampled, batch.is_sampled)
+    assert torch.equal(back.scores["exact"], batch.scores["exact"])
+
+
+def test_what_has_no_tensor_is_stored_nowhere() -> None:
+    tree = {"loss": 0.5, "rows": [(1, 2), "text"]}
+    assert remotize(tree) is tree and localize(tree) is tree and live_entries() == 0
+
+
+def test_handles_are_passed_on_as_they_are() -> None:
+    handle = remotize(torch.ones(3))
+    both = remotize({"old": handle, "new": torch.zeros(3)})
+    assert both["old"] is handle and live_entries() == 2
+
+
+def test_stored_and_fetched_tensors_are_copies() -> None:
+    tensor = torch.zeros(3)
+    handle = remotize(tensor)
+    tensor += 1
+    first = localize(handle)
+    first += 2
+    assert localize(handle).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")], ids=["sparse", "meta"])
+def test_what_is_no_plain_tensor_is_refused(tensor: Tensor) -> None:
+    with pytest.raises(TypeError, match="cannot be stored"):
+        remotize([torch.ones(2), tensor])
+    assert live_entries() == 0
+
+
+def test_a_shard_is_not_taken_for_the_whole() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"DTensor .* full_tensor\(\)"):
+            remotize(shard)
+    finally:
+        dist.destroy_process_group()

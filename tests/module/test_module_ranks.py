@@ -1,0 +1,133 @@
+"""Two ranks, in two real processes, take the steps that one takes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from rank_processes import finish, start_calls
+from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
+
+from rlightning.algorithms import GRPO
+from rlightning.parallel import DDP
+from rlightning.rollout import Sampling
+from rlightning.types import Branch, Prompt, RolloutBatch, Trajectory, Turn
+
+pytestmark = pytest.mark.processes
+
+
+class Picky(GRPO):
+    """Drops what prompt 0 gives, takes another prompt in its place, and notes what it was given."""
+
+    max_refills = 1
+
+    def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
+        self.taken = [*getattr(self, "taken", []), [prompt.index for prompt in prompts]]
+        return super().rollout(prompts)
+
+    def keep_sequences(self, batch: RolloutBatch) -> torch.Tensor:
+        return torch.tensor([prompt.index != 0 for prompt in batch.prompts])
+
+
+class OneGroup(GRPO):
+    """Fails all rewards but those of one prompt: fewer groups than ranks are left, and than minibatches."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> torch.Tensor:
+        rewards = super().compute_rewards(batch)
+        return torch.where(torch.tensor([prompt.index % 4 == 1 for prompt in batch.prompts]), rewards, torch.nan)
+
+
+class TwoOptimizers(GRPO):
+    """Has one optimizer for matrices, another one for norms."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.loaded_actor.parameters())
+        matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+        return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+
+
+class Branching(ActorGenerator):
+    """Makes trajectories of two branches: a completion, then another one after a history that was written anew."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
+    ) -> list[list[Trajectory]]:
+        return [[self._attempt(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+
+    def _attempt(self, prompt: Prompt, number: int, sampling: Sampling) -> Trajectory:
+        if number == 0:
+            return Trajectory.single_turn(prompt, self._complete(prompt, number, sampling))
+        shorter = prompt._replace(index=prompt.index + 100, token_ids=prompt.token_ids[number - 1 :])
+        samples = [self._complete(start, number, sampling) for start in (prompt, shorter)]
+        branches = (Branch(), Branch("compaction"))
+        for place, (branch, start, sample) in enumerate(zip(branches, (prompt, shorter), samples, strict=True)):
+            branch.append(start.token_ids)
+            branch.append_sample(sample, place)
+        turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in samples)
+        return Trajectory(prompt, branches, turns)
+
+
+class WriteResult(Callback):
+    """Writes what a rank has come to: its process ends with the fit."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        folder = Path(trainer.default_root_dir)
+        torch.save(copy_weights(pl_module), folder / f"weights{trainer.global_rank}.pt")
+        result = {"taken": getattr(pl_module, "taken", None), "position": trainer.datamodule.stream.position}
+        (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
+    """Three steps of one of the classes above, or GRPO; of trajectories of two branches in the run with a KL term."""
+    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
+    module = make_algorithm(globals()[algorithm], model, **usual | arguments)
+    ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
+    # In float32 Adam takes a whole step where a gradient is nothing but rounding.
+    sampler = UseGenerator(Branching if "kl_coef" in arguments else ActorGenerator)
+    trainer = make_trainer(folder, 3, WriteResult(), sampler, precision="64-true", **ranks)
+    trainer.fit(module, make_data(folder))
+
+
+def train_two(folder: Path, model: str, algorithm: str, arguments: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    finish(start_calls(train, 2, folder, model, algorithm, arguments, 2))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments"),
+    [
+        ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
+        pytest.param(
+            "GRPO",
+            {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("OneGroup", {"updates_per_rollout": 2}, marks=pytest.mark.slow),
+        ("TwoOptimizers", {"updates_per_rollout": 2}),
+    ],
+)
+def test_two_ranks_are_one(algorithm: str, arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    train(tmp_path / "one", model, algorithm, arguments)
+    train_two(tmp_path / "two", model, algorithm, arguments)
+    one, first, second = (
+        torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
+    )
+    for name, weight in one.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], weight, atol=1e-10, rtol=0.0)
+
+
+def test_refill_needed_by_one_rank_includes_both(model: str, tmp_path: Path) -> None:
+    train_two(tmp_path, model, "Picky", {})
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
+    assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

@@ -1,0 +1,205 @@
+"""Parameters of a subclass's own, beside the actor: trained, clipped, equal on all ranks, saved and resumed."""
+
+import logging
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence_run import RandomGenerator
+from lightning.pytorch import Callback
+from rank_processes import each_run, finish, start_calls
+from tiny import UseGenerator, make_algorithm, make_data, make_trainer, save_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlightning.algorithms import GRPO
+from rlightning.parallel import DDP, FSDP
+from rlightning.types import RolloutBatch, axis
+
+LR = 0.01
+STEPS = 3
+
+
+@dataclass(slots=True)
+class IndexedBatch(RolloutBatch):
+    index: Tensor | None = field(default=None, metadata=axis("M"))
+
+
+class ValueHead(GRPO):
+    """Its loss is a token's value: the gradient of each of five numbers is 1, and the actor has none."""
+
+    batch_type = IndexedBatch
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.value = nn.Linear(4, 1)
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        assert isinstance(batch, IndexedBatch)
+        batch.index = torch.tensor([prompt.index for prompt in batch.prompts])
+        return super().compute_rewards(batch)
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if batch.is_sampled.any():
+            assert isinstance(batch, IndexedBatch) and batch.index is not None
+            assert batch.index.tolist() == [prompt.index for prompt in batch.prompts]
+        return logprobs * 0 + self.value(logprobs.new_ones(4)), {}
+
+
+class LateHead(ValueHead):
+    """Makes a further head when it is first needed, after the optimizers."""
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(4, 1)
+        return super().policy_loss(logprobs, batch)[0] + self.late(logprobs.new_ones(4)), {}
+
+
+class SquaredHead(GRPO):
+    """A scaled head beside GRPO's own loss: its gradients change from step to step."""
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.value = nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, metrics = super().policy_loss(logprobs, batch)
+        return losses + (self.scale * self.value(logprobs.new_ones(4))).square(), metrics
+
+
+class GradNorms(Callback):
+    """Notes each step's norm."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.norms.append(trainer.callback_metrics["optim/grad_norm"].item())
+
+
+def own(module: GRPO) -> dict[str, list[Any]]:
+    """The parameters beside the actor, all of which have to be whole."""
+    found = {name: p for name, p in module.named_parameters() if not name.startswith("actor.")}
+    assert not any(isinstance(p, DTensor) for p in found.values())
+    return {name: p.tolist() for name, p in found.items()}
+
+
+def make(algorithm: str, model: str) -> Any:
+    arguments = {"max_tokens_per_microbatch": 23, "max_grad_norm": math.inf, "samples_per_prompt": 4}
+    return make_algorithm(globals()[algorithm], model, lr=LR, validate_first=False, **arguments)
+
+
+def run(folder: Path, module: GRPO, *callbacks: Callback, steps: int = STEPS, fit: Any = None, **trainer: Any) -> Any:
+    made = make_trainer(folder, steps, UseGenerator(RandomGenerator), *callbacks, **trainer)
+    made.fit(module, make_data(folder), **fit or {})
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def check_trained(start: dict[str, Any], end: dict[str, Any], norms: list[float]) -> None:
+    """AdamW moves a number by lr a step, against a gradient that does not change."""
+    for name, value in start.items():
+        expected = torch.tensor(value) - STEPS * LR
+        torch.testing.assert_close(torch.tensor(end[name]), expected, atol=1e-6, rtol=0)
+    assert norms == pytest.approx([math.sqrt(5)] * STEPS)
+
+
+@pytest.mark.long
+def test_own_parameters_are_trained_and_counted_in_norm(model: str, tmp_path: Path) -> None:
+    module, norms = make("ValueHead", model), GradNorms()
+    start = own(module)
+    trainer = run(tmp_path, module, norms)
+    check_trained(start, own(module), norms.norms)
+    sizes = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+    # Two layers of seven matrices and four norms, one embedding and the last norm; then the head's weight and its bias.
+    assert sizes == [15, 9, 1, 1]
+
+
+@pytest.mark.long
+def test_late_parameter_is_named_once_and_left_out_of_norm(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, norms = make("LateHead", model), GradNorms()
+    start = own(module)
+    with caplog.at_level(logging.WARNING, "rlightning"):
+        run(tmp_path, module, norms)
+    lines = [record.getMessage() for record in caplog.records if "no optimizer" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "2 parameters have a gradient and no optimizer, and stay as they are, such as late.weigh"
+    )
+    check_trained(start, {name: value for name, value in own(module).items() if name in start}, norms.norms)
+
+
+def ranks(kind: str | None) -> dict[str, Any]:
+    """Arguments of a Trainer: of one process, or of two ranks."""
+    strategies: dict[str, Any] = {"fsdp": FSDP, "ddp": DDP}
+    return {} if kind is None else {"devices": 2, "strategy": strategies[kind]()}
+
+
+def resumed_and_whole(folder: Path, model: str, seed: int = 0, kind: str | None = None) -> list[Any]:
+    """A run that goes on after the second of three steps, and a whole one; of each what it and its optimizer hold."""
+    results = {}
+    for name, options in each_run({"whole": {}, "first": {"steps": STEPS - 1}, "second": {}}):
+        (folder / name).mkdir(exist_ok=True)
+        torch.manual_seed(seed)
+        module = make("SquaredHead", model)
+        fit = {"ckpt_path": str(folder / "first.ckpt"), "weights_only": False} if name == "second" else {}
+        made = run(folder / name, module, fit=fit, **options, **ranks(kind))
+        if name == "first":
+            made.save_checkpoint(folder / "first.ckpt")
+        state = [state[moment] for state in made.optimizers[0].state.values() for moment in ("exp_avg", "exp_avg_sq")]
+        whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in state]
+        results[name] = [own(module), [part.tolist() for part in whole]]
+    return [results["second"], results["whole"]]
+
+
+@pytest.mark.long
+def test_own_parameters_resume_to_the_same_bits(model: str, tmp_path: Path) -> None:
+    resumed, whole = resumed_and_whole(tmp_path, model)
+    assert resumed == whole
+    torch.manual_seed(0)
+    start = own(make("SquaredHead", model))
+    assert set(start) == {"scale", "value.weight", "value.bias"}
+    assert all(whole[0][name] != start[name] for name in start)
+
+
+def train_rank(folder: Path, model: str, kind: str) -> Any:
+    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a resumed and a whole one."""
+    rank = int(os.environ["RANK"])
+    for _ in each_run({"trained": {}}):
+        torch.manual_seed(rank)
+        module, norms = make("ValueHead", model), GradNorms()
+        start = own(module)
+        run(folder, module, norms, **ranks(kind))
+    runs = resumed_and_whole(folder, model, rank, kind)
+    return {"start": start, "end": own(module), "norms": norms.norms, "runs": runs}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> None:
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
+    assert first["start"] != second["start"]
+    for rank in (first, second):
+        check_trained(first["start"], rank["end"], rank["norms"])
+        resumed, whole = rank["runs"]
+        assert resumed == whole == first["runs"][1]
+    loaded = SquaredHead.load_from_checkpoint(tmp_path / "first.ckpt")  # a folder of both ranks' shards, or a file
+    torch.manual_seed(0)
+    (tmp_path / "one").mkdir()
+    one = resumed_and_whole(tmp_path / "one", model)[1]
+    saved = SquaredHead.load_from_checkpoint(tmp_path / "one" / "first.ckpt")
+    for name, value in own(saved).items():
+        torch.testing.assert_close(torch.tensor(own(loaded)[name]), torch.tensor(value), atol=1e-5, rtol=0)
+    for name, value in one[0].items():
+        torch.testing.assert_close(torch.tensor(first["runs"][1][0][name]), torch.tensor(value), atol=1e-5, rtol=0)

@@ -1,0 +1,323 @@
+"""What ``configure_optimizers`` may return: each of Lightning's forms trains, or is refused in a line at the start."""
+
+import csv
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from sharded_net import OddNet, make_net, run_ranks, shard_net
+from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
+from torch.optim import LBFGS, SGD, AdamW, Muon, SparseAdam
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+
+from rlightning.algorithms import GRPO
+from rlightning.errors import ConfigError
+from rlightning.optim.forms import check_form, checked
+from rlightning.rewards import RewardFunction
+
+
+class Own(GRPO):
+    """A GRPO whose optimizers a test gives."""
+
+    make: ClassVar[Callable[["Own"], Any]]
+
+    def configure_optimizers(self) -> Any:
+        return type(self).make(self)
+
+
+def usual(module: Own) -> Any:
+    """What the module would return without an override."""
+    return GRPO.configure_optimizers(module)
+
+
+def by_shape(module: Own) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Matrices and vectors."""
+    parameters = list(module.loaded_actor.parameters())
+    return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def run(
+    folder: Path, model: str, make: Callable[[Own], Any], *callbacks: Callback, steps: int = 3, **kwargs: Any
+) -> Own:
+    kind = type("Own", (Own,), {"make": make})
+    rewards = [RewardFunction(share_of_ones)]
+    module: Own = kind(model, rewards=rewards, prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=2, lr=1e-3)
+    folder.mkdir(exist_ok=True)
+    logger = CSVLogger(folder, name="", version="")
+    trainer = make_trainer(folder, steps, *callbacks, logger=logger)
+    trainer.fit(module, make_data(folder), **kwargs)
+    return module
+
+
+def column(folder: Path, name: str) -> list[float]:
+    with (folder / "metrics.csv").open() as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+
+
+def single(module: Own) -> Any:
+    return AdamW(module.parameters(), lr=0.01)
+
+
+def pair(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+def dictionary(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+def muon_and_adamw(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    muon, adamw = Muon(matrices, lr=0.02), AdamW(vectors, lr=0.01)
+    return [muon, adamw], [StepLR(muon, 1, gamma=0.5), {"scheduler": StepLR(adamw, 1, gamma=0.1)}]
+
+
+def two_dictionaries(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    first, second = SGD(matrices, lr=0.01), AdamW(vectors, lr=0.01)
+    return {"optimizer": first, "lr_scheduler": StepLR(first, 1, gamma=0.5)}, {"optimizer": second}
+
+
+def added_group(module: Own) -> Any:
+    (optimizer,), schedules = usual(module)
+    last = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [last], "lr": 0.05, "name": "last"})
+    return [optimizer], schedules
+
+
+def same_names(module: Own) -> Any:
+    matrices, vectors = by_shape(module)
+    first = SGD([{"params": matrices, "name": "x", "lr": 0.01}])
+    return [first, AdamW([{"params": vectors, "name": "x", "lr": 0.02}])]
+
+
+def one_cycle(module: Own) -> Any:
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    cycle = OneCycleLR(optimizer, max_lr=0.01, total_steps=3, anneal_strategy="linear", pct_start=0.5)
+    return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+RATES: dict[Callable[[Own], Any], dict[str, list[float]]] = {
+    usual: {"optim/lr": [1e-3] * 3},
+    single: {"optim/lr": [0.01] * 3},
+    pair: {"optim/lr": [0.01, 0.005, 0.0025]},
+    dictionary: {"optim/lr": [0.01, 0.01, 0.005]},
+    muon_and_adamw: {
+        "optim/lr": [0.02, 0.01, 0.005],
+        "optim/lr/0": [0.02, 0.01, 0.005],
+        "optim/lr/1": [0.01, 0.001, 0.0001],
+    },
+    two_dictionaries: {"optim/lr/0": [0.01, 0.005, 0.0025], "optim/lr/1": [0.01] * 3},
+    same_names: {"optim/lr": [0.01] * 3, "optim/lr/x_0": [0.01] * 3, "optim/lr/x_1": [0.02] * 3},
+    one_cycle: {"optim/lr": [0.01 / 25, 0.01 - (0.01 - 4e-8) / 3, 4e-8]},  # up to step 0.5, then down to step 2
+    added_group: {"optim/lr": [1e-3] * 3, "optim/lr/1": [1e-3] * 3, "optim/lr/last": [0.05] * 3},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", RATES, ids=lambda make: make.__name__)
+def test_each_form_trains_all_parameters(make: Callable[[Own], Any], model_folder: str, tmp_path: Path) -> None:
+    before: dict[str, torch.Tensor] = {}
+
+    class Keep(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            before.update(copy_weights(module))
+
+    module = run(tmp_path, model_folder, make, Keep())
+    assert module.trainer.global_step == module.weight_version == 3  # two optimizer steps each
+    after = copy_weights(module)
+    assert [name for name in after if torch.equal(after[name], before[name])] == []
+    for name, rates in RATES[make].items():
+        assert column(tmp_path, name) == pytest.approx(rates)
+    if not any(name.startswith("optim/lr/") for name in RATES[make]):
+        assert "optim/lr/" not in (tmp_path / "metrics.csv").read_text()
+
+
+@pytest.mark.long
+def test_several_optimizers_resume(model_folder: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", model_folder, muon_and_adamw, steps=3)
+    run(tmp_path / "first", model_folder, muon_and_adamw, steps=2).trainer.save_checkpoint(tmp_path / "2.ckpt")
+    resumed = run(tmp_path / "second", model_folder, muon_and_adamw, steps=3, ckpt_path=tmp_path / "2.ckpt")
+    for name, weight in copy_weights(resumed).items():
+        assert torch.equal(weight, copy_weights(whole)[name]), name
+    assert column(tmp_path / "second", "optim/lr/1") == pytest.approx([0.0001])
+
+
+def plateau(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "reward/mean"},
+    }
+
+
+def bare_plateau(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return [optimizer], [ReduceLROnPlateau(optimizer)]
+
+
+def no_optimizer(module: Own) -> Any:
+    return {"lr_scheduler": StepLR(AdamW(module.parameters()), 1)}
+
+
+def nothing(module: Own) -> Any:
+    return None
+
+
+def of_something_else(module: Own) -> Any:
+    return AdamW([torch.nn.Parameter(torch.ones(1))])
+
+
+def needs_closure(module: Own) -> Any:
+    return LBFGS(module.parameters())
+
+
+def overlapping(module: Own) -> Any:
+    return [AdamW(module.parameters()), SGD(by_shape(module)[1], lr=0.1)]
+
+
+def sparse(module: Own) -> Any:
+    return SparseAdam(list(module.parameters()))
+
+
+def no_frequency(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "frequency": 0}}
+
+
+class ByMetric(StepLR):
+    def step(self, metric: float) -> None:  # type: ignore[override]
+        super().step()
+
+
+def by_metric(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    schedule = StepLR(optimizer, 1)
+    schedule.__class__ = ByMetric  # torch calls step() once when it is made
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def short_cycle(module: Own) -> Any:
+    optimizer = AdamW(module.parameters())
+    return [optimizer], [OneCycleLR(optimizer, max_lr=0.01, total_steps=2)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
+        (bare_plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
+        (nothing, "configure_optimizers returns no optimizer of the model's parameters"),
+        (of_something_else, "configure_optimizers returns no optimizer of the model's parameters"),
+        (needs_closure, "configure_optimizers: LBFGS computes the loss again within a step"),
+        (no_optimizer, "configure_optimizers returns a dictionary without the key 'optimizer'"),
+        (sparse, "configure_optimizers: SparseAdam takes sparse gradients alone"),
+        (no_frequency, "configure_optimizers: frequency=0 of StepLR must be at least 1"),
+        (by_metric, "configure_optimizers: ByMetric steps by a metric"),
+        (short_cycle, "configure_optimizers: OneCycleLR ends after total_steps=2, and the run steps it 3 times"),
+        (overlapping, r"configure_optimizers: \d+ parameters, such as actor\.model\..*, are in two optimizers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_forms_that_cannot_work_are_refused_at_start(
+    make: Callable[[Own], Any], message: str, model_folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, model_folder, make)
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_form_that_is_none_of_lightnings_is_refused() -> None:
+    optimizer, other = SGD([torch.nn.Parameter(torch.ones(1))]), SGD([torch.nn.Parameter(torch.ones(1))])
+    schedule, foreign = StepLR(optimizer, 1), StepLR(other, 1)
+    refused: list[tuple[Any, str]] = [
+        ({"lr_scheduler": schedule}, "returns a dictionary without the key 'optimizer'. Return an optimizer, a list"),
+        ([{"optimizer": optimizer}, {}], "returns a dictionary without the key 'optimizer'"),
+        (
+            {"optimizer": optimizer, "lr_schedulers": schedule},
+            "'lr_schedulers' is unknown. Did you mean 'lr_scheduler'?",
+        ),
+        ({"optimizer": optimizer, "lr_scheduler": {"interval": "step"}}, "dictionary without the key 'scheduler'"),
+        (
+            {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "freq": 2}},
+            "the key 'freq' of a schedule is unknown. Did you mean 'frequency'?",
+        ),
+        ((optimizer, schedule), "where an optimizer has to be. Return"),
+        ([[optimizer], [foreign]], "StepLR is no schedule of an optimizer that is returned with it"),
+        ([{"optimizer": optimizer}, other], "beside a dictionary"),
+        ("adamw", "configure_optimizers returns 'adamw'. Return an optimizer"),
+    ]
+    for found, message in refused:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check_form(found)
+    for found in (None, optimizer, [optimizer, other], [[optimizer], [schedule]], ([optimizer], schedule)):
+        check_form(found)
+    check_form({"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "name": "a"}, "monitor": "x"})
+    check_form(({"optimizer": optimizer, "lr_scheduler": schedule}, {"optimizer": other}))
+    without = {"optimizer": optimizer, "lr_scheduler": None}
+    assert checked(lambda: without)() == {"optimizer": optimizer}
+    assert checked(lambda: (without, {"optimizer": other}))() == ({"optimizer": optimizer}, {"optimizer": other})
+
+
+def matrices_only(module: Own) -> Any:
+    return SGD(by_shape(module)[0], lr=0.1)
+
+
+@pytest.mark.long
+def test_parameters_without_optimizer_are_named_once(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rlightning"):
+        run(tmp_path, model_folder, matrices_only, steps=1)
+    (line,) = [record.getMessage() for record in caplog.records if "no optimizer" in record.getMessage()]
+    # two norms and those of queries and keys in each of two layers, and the last one
+    assert line.startswith(
+        "9 parameters have a gradient and no optimizer, and stay as they are, such as actor.model.layers.0."
+    )
+
+
+def train_with_muon(net: OddNet) -> None:
+    """Eight steps, the same on every rank."""
+    matrices = [parameter for parameter in net.parameters() if parameter.ndim == 2]
+    muon = Muon(matrices, lr=1e-2)
+    for _ in range(8):
+        net(torch.arange(11)).square().mean().backward()
+        muon.step()
+        muon.zero_grad()
+
+
+def train_shards(folder: Path) -> None:
+    net = shard_net(make_net(), 0, 2, 0)
+    train_with_muon(net)
+    weights = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        torch.save(weights, folder / "sharded.pt")
+
+
+@pytest.mark.processes
+def test_muon_steps_whole_matrices_on_two_ranks(tmp_path: Path) -> None:
+    net = make_net()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    train_with_muon(net)
+    run_ranks(train_shards, 2, tmp_path)
+    sharded = torch.load(tmp_path / "sharded.pt")
+    for name, parameter in net.named_parameters():
+        # It orthogonalises in bfloat16; orthogonalised shards would be as far away as the weights have moved.
+        torch.testing.assert_close(sharded[name], parameter.detach(), atol=0.01, rtol=0)
+        assert parameter.ndim == 1 or (parameter - before[name]).abs().max() > 0.03, name

@@ -1,0 +1,171 @@
+"""Functions and scripts of tests in processes of their own: on several ranks, or in one as a controller is."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+FOLDERS = [TESTS, *(TESTS / name for name in ("callbacks", "controller", "models", "parallel"))]
+PATHS = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Where the processes find the tests' own modules."""
+_numbers = itertools.count()
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process goes on, after a minute."""
+    for _ in range(600):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                time.sleep(0.1)
+                continue
+        return False
+    return True
+
+
+# Scripts
+
+
+def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Popen[str]]":
+    """Run a Python script on ``num_ranks`` processes, with the variables that torch reads its rank from."""
+    return [_start([str(script), *args], variables) for variables in _rank_variables(num_ranks)]
+
+
+def _rank_variables(num_ranks: int) -> list[dict[str, str]]:
+    ports = set[str]()
+    while len(ports) < 3:
+        ports.add(str(free_port()))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": ports.pop(),
+        "FREE_PORTS": " ".join(ports),  # for those who connect again
+        "WORLD_SIZE": str(num_ranks),
+        "PYTHONFAULTHANDLER": "1",  # an abort says what each thread was at
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def _start(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end_ranks(ranks: "list[subprocess.Popen[str]]") -> None:
+    """Kill those that are still there."""
+    for process in ranks:
+        process.kill()
+        process.communicate()
+
+
+def results(ranks: "list[subprocess.Popen[str]]", timeout: float = 500) -> list[dict[str, Any]]:
+    """By rank, the JSON object in its last line of output; an empty one for a rank that wrote none.
+
+    Raises:
+        AssertionError: a rank did not end in so many seconds; with what all that had not ended were at.
+    """
+    found = []
+    for process in ranks:
+        output, _ = _wait(process, timeout, ranks)
+        lines = output.splitlines()
+        found.append(json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {})
+    return found
+
+
+def run_script(script: Path, num_ranks: int, *args: str) -> list[dict[str, Any]]:
+    """:func:`results` of a script, of which nothing is left."""
+    ranks = start_ranks(script, num_ranks, *args)
+    try:
+        return results(ranks)
+    finally:
+        end_ranks(ranks)
+
+
+def _wait(process: "subprocess.Popen[str]", timeout: float, ranks: "list[subprocess.Popen[str]]") -> tuple[str, str]:
+    """What a process has written; an error that says what all ranks that have not ended are at, if it has not ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=timeout)
+    stuck = [rank for rank in ranks if rank.poll() is None]
+    for rank in stuck:
+        rank.send_signal(signal.SIGABRT)
+    stacks = "\n".join(f"process {rank.pid}: {rank.communicate()[1][-8000:]}" for rank in stuck)
+    raise AssertionError(f"{process.args!r} did not end in {timeout} s:\n{stacks}")
+
+
+# Functions
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of a test file at work in a process of its own, and the file that gets what it returns, as JSON."""
+
+    process: "subprocess.Popen[str]"
+    returned: Path
+    is_rank: bool
+
+
+def start_calls(work: Callable[..., Any], num_ranks: int, folder: Path, *args: Any) -> list[Call]:
+    """Call ``work(folder, *args)`` on ranks, with the variables that torch reads its rank from; ``args`` are JSON."""
+    return [_call(work, folder, args, variables) for variables in _rank_variables(num_ranks)]
+
+
+def start_controller(work: Callable[..., Any], folder: Path, *args: Any) -> Call:
+    """Call ``work(folder, *args)`` in one process without a rank, as one that makes a RayController is."""
+    return _call(work, folder, args, {})
+
+
+def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables: dict[str, str]) -> Call:
+    returned = folder / f"returned{next(_numbers)}.json"
+    command = [str(Path(__file__).with_name("called.py")), work.__module__, work.__qualname__]
+    process = _start([*command, str(folder), json.dumps(args), str(returned)], variables)
+    return Call(process, returned, is_rank="RANK" in variables)
+
+
+def finish(calls: Sequence[Call], timeout: float = 500) -> list[Any]:
+    """What each has returned. All have to end well; the others are ended when one does not."""
+    ranks = [call.process for call in calls if call.is_rank]
+    try:
+        for call in calls:
+            _, error = _wait(call.process, timeout, ranks)
+            assert call.process.returncode == 0, error
+    finally:
+        for call in calls:
+            if call.process.poll() is None:
+                call.process.terminate()  # a controller ends its cluster
+                try:
+                    call.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    call.process.kill()
+    return [json.loads(call.returned.read_text()) for call in calls]
+
+
+def each_run(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and arguments of runs; Lightning takes a rank's variables away after each fit, and here they come back."""
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    for name, arguments in runs.items():
+        os.environ.update(ranks)
+        yield name, dict(arguments)

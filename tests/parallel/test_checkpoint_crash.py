@@ -1,0 +1,226 @@
+"""A process that dies in the middle of a save, at each of its moments, leaves a checkpoint that is whole and found."""
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from rlightning import atomic_save, intervals
+from rlightning.atomic_save import find_saved
+from rlightning.errors import ConfigError
+from rlightning.parallel import barrier, checkpoint_folder
+from rlightning.parallel.checkpoint_folder import FORMAT, read_whole, write_meta, write_tensors
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, last_checkpoint, newest_checkpoint, relink
+from rlightning.parallel.fsdp import FSDP
+
+KILLED = 9
+Save = Callable[[Path, int], None]
+
+
+def save_folder(path: Path, value: int) -> None:
+    """As a sharding strategy of one rank does."""
+    partial = atomic_save.prepare_partial(path)
+    atomic_save.remove_leftovers(path.parent, path.suffix)
+    partial.mkdir()
+    checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "global_step": value}
+    write_tensors(partial, checkpoint)
+    write_meta(partial, checkpoint, {})
+    atomic_save.swap_in(partial, path)
+
+
+def save_file(path: Path, value: int) -> None:
+    AtomicCheckpointIO().save_checkpoint(
+        {"state_dict": {"weight": torch.full((3,), float(value))}, "global_step": value}, path
+    )
+
+
+def saved_value(path: Path) -> int:
+    """What :meth:`load_checkpoint` finds; parts that do not belong together are refused."""
+    checkpoint = AtomicCheckpointIO().load_checkpoint(path)
+    assert checkpoint["state_dict"]["weight"].eq(checkpoint["global_step"]).all()
+    return int(checkpoint["global_step"])
+
+
+def die_at(moment: int, *others: tuple[Any, str]) -> None:
+    """Have this process killed before its ``moment``-th change to the disk, or call of ``others``."""
+    count = iter(range(1_000_000))
+
+    def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == moment:
+                os.kill(os.getpid(), KILLED)
+            return change(*args, **kwargs)
+
+        return changed
+
+    for owner, name in (
+        (os, "mkdir"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"),
+        (torch, "save"), (state_dict_saver, "save"), *others,
+    ):  # fmt: skip
+        setattr(owner, name, deadly(getattr(owner, name)))
+
+
+def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
+    """Save in a process of its own that is killed before its ``moment``-th change to the disk; whether it was."""
+    child = os.fork()
+    if child == 0:
+        die_at(moment)
+        save(path, value)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
+    """On one of two ranks, of which one is killed at a moment of the second save."""
+    intervals.ARRIVALS_GRACE = 0.1
+    store = path.parent.with_name(f"store-{doomed}-{moment}")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    strategy = FSDP()
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
+    strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
+    for value in (1, 2):
+        if value == 2 and rank == doomed:
+            die_at(moment, (strategy, "barrier"))
+        weight = distribute_tensor(torch.full((3,), float(value)), mesh, [Shard(0)])
+        strategy.save_checkpoint({"state_dict": {"weight": weight}, "global_step": value}, path)
+
+
+def die_on_two_ranks(path: Path, doomed: int, moment: int) -> bool:
+    """Whether the doomed rank came to that moment; the other one has ended, too."""
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                save_twice(path, rank, doomed, moment)
+                code = 0
+            except (barrier.BarrierError, RuntimeError):
+                traceback.print_exc()
+                code = 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    died = statuses[doomed] == KILLED
+    assert statuses[1 - doomed] == (1 << 8 if died else 0)
+    return died
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", [save_folder, save_file])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_death_at_any_moment_of_a_save(save: Save, is_linked: bool, tmp_path: Path) -> None:
+    """``last.ckpt`` itself is saved anew, or the checkpoint that it leads to."""
+    path = tmp_path / ("epoch=0-step=2.ckpt" if is_linked else "last.ckpt")
+    older = tmp_path / "epoch=0-step=1.ckpt"
+    save(older, 0)
+    os.utime(older, (0, 0))
+    moment, seen = 0, set()
+    while True:
+        save(path, 1)
+        if is_linked:
+            relink(tmp_path / "last.ckpt", path)
+        died = die_in(save, path, 2, moment)
+        last = last_checkpoint(tmp_path)
+        assert last is not None
+        seen.add(saved_value(last))
+        assert saved_value(path) == saved_value(last)
+        assert find_saved(path).exists()
+        if not died:
+            break
+        moment += 1
+    assert moment >= 4 and seen == {1, 2}
+    save(path, 3)
+    assert saved_value(path) == 3
+    assert sorted(left.name for left in tmp_path.iterdir()) == sorted({older.name, path.name, "last.ckpt"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doomed", [0, 1])
+def test_rank_death_during_sharded_save_keeps_loadable_checkpoint(doomed: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    moment, seen = 0, []
+    while die_on_two_ranks(path, doomed, moment):
+        last = last_checkpoint(path.parent)
+        assert last is not None
+        seen.append(saved_value(last))
+        moment += 1
+    assert seen == sorted(seen) and set(seen) == {1, 2}  # from one moment on it is the new one
+    assert saved_value(path) == 2
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", [save_folder, save_file])
+def test_a_death_at_any_moment_of_a_removal(save: Save, tmp_path: Path) -> None:
+    """Lightning removes the old checkpoint before it moves the link."""
+    old, new, last = tmp_path / "epoch=0-step=2.ckpt", tmp_path / "epoch=0-step=4.ckpt", tmp_path / "last.ckpt"
+    moment = 0
+    while True:
+        save(old, 2)
+        save(new, 4)
+        os.utime(old, (0, 0))
+        relink(last, old)
+        died = die_in(lambda path, _: AtomicCheckpointIO().remove_checkpoint(path), old, 0, moment)
+        found = last_checkpoint(tmp_path)
+        assert found is not None and saved_value(found) in (2, 4)
+        assert all(saved_value(path) for path in tmp_path.glob("*.ckpt"))  # nothing half that looks whole
+        if not died:
+            break
+        moment += 1
+    assert moment >= 2
+    assert last.resolve() == new and not old.exists()
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    others = ["download.zip.partial", "notes", "notes.previous", "model.ckpt.txt"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "older.ckpt.partial").write_text("of a crash")
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "model.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "model.ckpt"])
+
+
+def test_what_last_stands_for(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    save_file(tmp_path / "epoch=0-step=2.ckpt", 2)
+    save_folder(tmp_path / "epoch=0-step=4.ckpt", 4)
+    os.utime(tmp_path / "epoch=0-step=2.ckpt", (0, 0))
+    assert newest_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"  # Lightning had removed its link
+    relink(tmp_path / "last.ckpt", tmp_path / "gone.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    relink(tmp_path / "last.ckpt", tmp_path / "epoch=0-step=2.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "epoch=0-step=4.ckpt"
+    relink(tmp_path / "last.ckpt", tmp_path / "epoch=0-step=4.ckpt")
+    assert last_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+
+
+def test_the_whole_of_a_folder(tmp_path: Path) -> None:
+    save_folder(tmp_path / "last.ckpt", 5)
+    checkpoint = read_whole(tmp_path / "last.ckpt")
+    assert FORMAT not in checkpoint and checkpoint["global_step"] == 5
+
+
+def test_a_folder_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "VERSION", 2)
+        save_folder(tmp_path / "last.ckpt", 5)
+    with pytest.raises(ConfigError, match=r"last.ckpt is a checkpoint of version 2, and .* reads versions up to 1\."):
+        read_whole(tmp_path / "last.ckpt")

@@ -1,0 +1,241 @@
+"""The first failure ends all ranks: real processes in plain PyTorch, failing and being interrupted in several ways."""
+
+import contextlib
+import errno
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import START_BY_EXEC
+from rank_processes import end_ranks, start_ranks
+
+from rlightning import intervals
+from rlightning.error_report import exit_code
+from rlightning.errors import ConfigError
+from rlightning.parallel.failure import describe, is_failure
+from rlightning.parallel.failure_hub import MAX_UNKNOWN, Failure, FailureHub, connect
+
+LOOP = """\
+import ctypes, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
+import torch, torch.distributed as dist
+from rlightning.parallel.failure import FailureWatch
+
+class TearDown:
+    def __del__(self, write=os.write):
+        write(2, b"the interpreter goes\\n")
+
+def is_in_call(path):
+    pid = path.read_text().strip() if path.exists() else ""
+    if not pid:
+        return False
+    state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    return state == "S" or others == "device"  # the main thread sleeps; one that waits for a device may spin
+
+def tell_of_wait(thread):
+    # A file says that the main thread is in number.item(): twice at the same instruction of that line.
+    lines, before = Path(__file__).read_text().splitlines(), None
+    while True:
+        frame = sys._current_frames()[thread]
+        place = (frame.f_code.co_name, frame.f_lasti)
+        if place == before and "number.item()" in lines[frame.f_lineno - 1]:
+            at_work[rank].write_text(str(os.getpid()))
+            return
+        before = place
+        time.sleep(0.5)
+
+last = TearDown()
+rank, failing, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("nccl" if others == "device" else "gloo")
+at_work = [Path(__file__).with_name(f"at-work-{i}") for i in range(dist.get_world_size())]
+with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
+    try:
+        if others == "device":
+            number, pair = torch.ones(1, device=f"cuda:{rank}"), dist.new_group()
+            for group in (dist.group.WORLD, pair):  # their communicators are there from here on
+                dist.all_reduce(number, group=group)
+            assert number.tolist() == [4]
+        elif others != "stuck":
+            at_work[rank].write_text(str(os.getpid()))
+        if rank == failing:
+            while how != "end" and not all(is_in_call(path) for i, path in enumerate(at_work) if i != rank):
+                time.sleep(0.02)
+            Path(__file__).with_name("struck").touch()
+            if how == "raise":
+                raise ValueError("boom")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+        elif others == "sleep":
+            time.sleep(600)
+        elif others == "process":
+            subprocess.run(["sleep", "600"])
+        elif others == "collective":
+            dist.all_reduce(torch.ones(1))
+        elif others == "device":
+            threading.Thread(target=tell_of_wait, args=(threading.get_ident(),), daemon=True).start()
+            for group in (dist.group.WORLD, pair):  # an abort has to end both
+                dist.all_reduce(number, group=group)
+            number.item()
+        elif others == "stuck":
+            # Like a collective on a device: no signal gets through to Python. The shell says that this rank is in it.
+            command = f"exec >/dev/null 2>&1; echo $PPID >'{at_work[rank]}'; exec tail -f /dev/null --pid=$PPID"
+            ctypes.CDLL(None).system(command.encode())
+        elif others == "work":
+            time.sleep(rank)
+    finally:
+        sys.stderr.write(f"rank {rank} cleans up\\n")
+        Path(__file__).with_name(f"cleaned-up-{rank}").touch()
+sys.stderr.write(f"rank {rank} is through\\n")
+"""
+
+
+def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int = 3) -> tuple[list[int], list[str]]:
+    """Exit codes and standard errors of the ranks."""
+    script = folder / "loop.py"
+    script.write_text(LOOP)
+    ranks = start_ranks(script, num_ranks, str(failing), how, others)
+    try:
+        errors = [process.communicate(timeout=500)[1] for process in ranks]
+    finally:
+        end_ranks(ranks)
+    return [process.returncode for process in ranks], errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
+def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
+    codes, errors = run_ranks(tmp_path, failing, "raise", others)
+    assert codes == [1, 1, 1], errors
+    for rank, error in enumerate(errors):
+        assert error.count("Traceback") == (rank == failing)
+        line = f"rank {rank} ends because rank {failing} failed: ValueError: boom"
+        assert error.count(line) == (rank != failing)
+        assert "is through" not in error
+        # A thread of gloo's may still hold tensors of the broken collective.
+        assert "the interpreter goes" not in error
+        # What nothing interrupts is ended when the grace is over, without cleaning up.
+        assert (f"rank {rank} cleans up" in error) == (rank == failing or others != "stuck")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("failing", "others"), [(1, "process"), (0, "stuck")])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str) -> None:
+    codes, errors = run_ranks(tmp_path, failing, "kill", others)
+    assert [code for rank, code in enumerate(codes) if rank != failing] == [1, 1]
+    for rank, error in enumerate(errors):
+        if rank != failing:
+            assert f"rank {rank} ends because rank {failing} is gone" in error
+            assert "Traceback" not in error
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_failure_ends_rank_blocked_in_device_collective(tmp_path: Path, how: str) -> None:
+    """Within seconds, with a grace of ten minutes: its communicators are aborted, and it cleans up."""
+    codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
+    struck = (tmp_path / "struck").stat().st_mtime
+    assert codes[0] == 1, errors
+    assert "rank 0 ends because rank 1 " in errors[0]
+    assert "rank 0 cleans up" in errors[0] and "is through" not in errors[0]
+    assert "Traceback" not in errors[0]
+    assert (tmp_path / "cleaned-up-0").stat().st_mtime - struck < 30
+
+
+@pytest.mark.processes
+def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
+    codes, errors = run_ranks(tmp_path, 1, "interrupt", "sleep")
+    assert codes[0] == codes[2] == 130
+    assert codes[1] in (130, -signal.SIGINT)
+    assert [error.count("KeyboardInterrupt") for error in errors] == [0, 1, 0]
+    assert all("cleans up" in error for error in errors)
+
+
+@pytest.mark.processes
+def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_BY_EXEC, "1")  # it is about an interpreter's own end
+    codes, errors = run_ranks(tmp_path, 1, "end", "work")
+    assert codes == [0, 0, 0], errors
+    assert [error.splitlines() for error in errors] == [
+        [f"rank {rank} cleans up", f"rank {rank} is through", "the interpreter goes"] for rank in range(3)
+    ]
+
+
+def test_failure_hub_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' connections to the dead break, too, and may be seen first."""
+    monkeypatch.setattr(intervals, "VERDICT_DELAY", 600)  # a death decides at once
+    decided: list[Failure] = []
+    hub = FailureHub(3, decided.append)
+    hub.start()
+    first, second, third = (connect(["localhost"], hub.port, 60.0) for _ in range(3))
+    for rank, link in enumerate((first, second, third)):
+        link.send({"token": hub.token, "rank": rank})
+    second.send({"failed": {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}})
+    third.hang_up()
+    messages = first.receive()
+    assert messages is not None
+    assert messages[0]["first"]["rank"] == 2
+    assert [failure.rank for failure in decided] == [2]
+    hub.close()
+
+
+def test_the_hub_does_not_listen_to_strangers() -> None:
+    decided: list[Failure] = []
+    hub = FailureHub(1, decided.append)
+    hub.start()
+    stranger = connect(["localhost"], hub.port, 60.0)
+    stranger.send({"token": "guessed", "rank": 0})
+    assert stranger.receive() is None
+    member = connect(["localhost"], hub.port, 60.0)
+    member.send({"token": hub.token, "rank": 0})
+    member.send({"bye": True})
+    hub.join(60)
+    assert not hub.is_alive()
+    assert decided == []
+
+
+def test_strangers_that_use_up_file_descriptors_or_say_nothing_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "HELLO_TIMEOUT", 1.0)
+    decided: list[Failure] = []
+    hub = FailureHub(2, decided.append)
+    hub.start()
+    links = [connect(["localhost"], hub.port, 60.0) for _ in range(2)]
+    for rank, link in enumerate(links):
+        link.send({"token": hub.token, "rank": rank})
+    babbler = connect(["localhost"], hub.port, 60.0)
+    with contextlib.suppress(OSError):
+        babbler.socket.sendall(b"[" * 100_000)
+    with contextlib.suppress(OSError):
+        assert babbler.receive() is None
+    silent = connect(["localhost"], hub.port, 60.0)
+    assert silent.receive() is None, "after a second"
+    accept, left = socket.socket.accept, iter(range(3))
+
+    def fail_thrice(server: socket.socket) -> Any:
+        if next(left, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_thrice)
+    crowd = [connect(["localhost"], hub.port, 60.0) for _ in range(MAX_UNKNOWN + 4)]
+    assert crowd[0].receive() is None
+    for link in links:
+        link.send({"bye": True})
+    hub.join(60)
+    assert not hub.is_alive() and decided == []
+
+
+def test_exceptions_map_to_failures_exit_codes_and_descriptions() -> None:
+    assert [is_failure(SystemExit(code)) for code in (None, 0, 3)] == [False, False, True]
+    assert [exit_code(error) for error in (SystemExit(3), KeyboardInterrupt(), ConfigError("x"), ValueError("x"))] == [
+        3,
+        130,
+        2,
+        1,
+    ]
+    assert describe(ValueError("one\ntwo")) == "failed: ValueError: one"
+    assert describe(ValueError()) == "failed: ValueError"

@@ -1,0 +1,300 @@
+"""Ranks that hang are named by the others, and the run ends; real processes that are stopped, asleep, or in a loop."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rank_processes import end_ranks, start_ranks
+
+from rlightning.parallel.hang_watch import Heartbeat, RankState, describe_wait, find_missing, is_known
+from rlightning.parallel.last_seen import find_position
+from rlightning.parallel.process_identity import find_children, identify_process, kill_process
+
+PROGRAM = """\
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from rlightning import intervals
+from rlightning.console import show_log_lines
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.cpu_group import set_barrier_timeout
+from rlightning.parallel.failure import FailureWatch
+
+show_log_lines()
+rank, hanging, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder = Path(__file__).parent
+
+def is_stopped(path):
+    state = Path("/proc", path.read_text(), "stat").read_text().rpartition(")")[2].split()[0] if path.exists() else ""
+    return state == "T"
+
+def hang_here():
+    if how == "stop":
+        (folder / "writing").write_text(str(os.getpid()))
+        (folder / "writing").rename(folder / "stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while how == "loop":
+        pass
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+
+def await_engine():
+    time.sleep(10)
+
+def await_rewards():
+    time.sleep(10)
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+with FailureWatch(grace=60, folder=folder):
+    barrier("start")  # the ranks' own start takes its time
+    intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.HANG_GRACE = 0.1, 2, 1
+    intervals.WAIT_REPORT_DELAY, intervals.MIN_STORE_TIMEOUT = 2, 2
+    set_barrier_timeout({"wait": 600, "work": 5}.get(how, 7))
+    try:
+        if how == "work":
+            await_engine() if rank == 0 else await_rewards()
+        if rank == hanging:
+            hang_here()
+        (folder / f"at-work-{rank}").touch()
+        if others == "raise" and rank == 1:
+            while not is_stopped(folder / "stopped"):
+                time.sleep(0.05)
+            raise ValueError("boom")
+        barrier("save") if others == "barrier" else dist.all_reduce(torch.ones(1))
+    finally:
+        sys.stderr.write(f"rank {rank} cleans up\\n")
+"""
+
+
+def start_program(folder: Path, hanging: int, how: str, others: str) -> "list[subprocess.Popen[str]]":
+    script = folder / "hanging.py"
+    script.write_text(PROGRAM)
+    return start_ranks(script, 3, str(hanging), how, others)
+
+
+def finish(ranks: "list[subprocess.Popen[str]]") -> tuple[list[int], list[str]]:
+    """Exit codes and standard errors."""
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in ranks]
+    finally:
+        end_ranks(ranks)
+    return [process.returncode for process in ranks], errors
+
+
+def sections(folder: Path) -> list[str]:
+    """The heads of the processes' parts of the file with stacks."""
+    path = folder / "stacks.txt"
+    text = path.read_text() if path.exists() else ""
+    return re.findall(r"^=== (rank \d(?:, seen from rank \d)?)", text, re.MULTILINE)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("hanging", "how", "others"),
+    [
+        (0, "stop", "collective"),
+        (1, "loop", "collective"),
+        pytest.param(0, "stop", "barrier", marks=pytest.mark.slow),
+        pytest.param(1, "stop", "collective", marks=pytest.mark.slow),
+        pytest.param(0, "loop", "collective", marks=pytest.mark.slow),
+        pytest.param(1, "stop", "barrier", marks=pytest.mark.slow),
+        pytest.param(0, "loop", "barrier", marks=pytest.mark.slow),
+    ],
+)
+def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: str, others: str) -> None:
+    """The collective's own timeout is ten minutes, and nothing but the watch ends it."""
+    codes, errors = finish(start_program(tmp_path, hanging, how, others))
+    living = [rank for rank in range(3) if rank != hanging]
+    assert codes[hanging] == (-signal.SIGKILL if how == "stop" else 1), errors
+    assert [codes[rank] for rank in living] == [1, 1], errors
+    all_lines = "".join(errors)
+    if others == "collective" or (hanging, how) == (0, "stop"):
+        for rank in living:
+            assert f"rank {rank} ends because rank {hanging} hangs: " in errors[rank]
+            assert f"rank {rank} cleans up" in errors[rank]
+    else:
+        assert f"Barrier 'save' was not reached by rank {hanging} within 7 s" in all_lines
+
+    # Who is waited for, and where that one is: after 2 s, and again after at least twice the time.
+    pattern = rf"Waiting: ranks? .* waited (\d+) s (.*) for rank {hanging}: rank {hanging} (.*)\."
+    found = re.findall(pattern, all_lines)
+    waits = [int(seconds) for seconds, _, _ in found]
+    assert len(waits) >= 2 and waits[0] >= 2, all_lines
+    assert all(after >= 2 * before - 1 for before, after in itertools.pairwise(waits))  # rounded
+    at = "at barrier 'save'" if others == "barrier" else "in a collective, in <module> ("
+    assert all(where.startswith(at) for _, where, _ in found)
+    state = "does not run, and was last seen" if how == "stop" else "is in hang_here ("
+    assert all(place.startswith(state) for _, _, place in found)
+
+    heads = sections(tmp_path)
+    assert {f"rank {rank}" for rank in living} <= set(heads)
+    observer = 1 if hanging == 0 else 0
+    assert (f"rank {hanging}, seen from rank {observer}" if how == "stop" else f"rank {hanging}") in heads
+    if how == "loop":
+        assert "in hang_here" in (tmp_path / "stacks.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_that_work_each_on_their_own_are_not_ended(tmp_path: Path) -> None:
+    """For 10 s, where a hang ends a run after 6 s."""
+    codes, errors = finish(start_program(tmp_path, -1, "work", "barrier"))
+    assert codes == [0, 0, 0], errors
+    all_lines = "".join(errors)
+    assert "Waiting: rank 0 has been 2 s in await_engine (" in all_lines
+    assert ", perhaps waiting for ranks 1 and 2: rank 1 is in await_rewards (" in all_lines
+    assert "hangs" not in all_lines and sections(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
+    codes, errors = finish(start_program(tmp_path, 0, "stop", "raise"))
+    assert codes == [-signal.SIGKILL, 1, 1], errors
+    assert errors[1].count("ValueError: boom") == 1 and "ends because" not in errors[1]
+    assert "Traceback" not in errors[2] and "rank 2 ends because rank 0 " in errors[2]
+
+
+@pytest.mark.processes
+def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
+    """Also of the rank that is in a collective, whose main thread takes no signal."""
+    ranks = start_program(tmp_path, 0, "wait", "collective")
+    try:
+        while not (tmp_path / "at-work-1").exists():
+            assert ranks[1].poll() is None
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 120
+        while len(sections(tmp_path)) < 3 and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        (tmp_path / "go").touch()
+    codes, errors = finish(ranks)
+    assert codes == [0, 0, 0], errors
+    text = (tmp_path / "stacks.txt").read_text()
+    assert sorted(sections(tmp_path)) == ["rank 0", "rank 1", "rank 2"]
+    assert text.count(": SIGUSR1 to rank 1\n") == 3
+    assert "in hang_here" in text and "in all_reduce" in text
+
+
+COLLECTIVE, BARRIER = "in a collective, in step (my.py, line 5)", "at barrier 'save'"
+
+
+def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> RankState:
+    return RankState(Heartbeat(where, waits_in, seconds), silent)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seen", "waiting", "missing", "known"),
+    [
+        # One does not run, whatever the other waits in.
+        ({0: at(COLLECTIVE, "collective", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1], True),
+        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in save (my.py, line 9)", "", 0, 70)}, [0], [1], True),
+        # Not heard of for a moment, while the other works at one place for long: not a wait for it.
+        (
+            {0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 0, 20)},
+            [],
+            [],
+            False,
+        ),
+        # It runs, and moves, but not to where it is waited for.
+        ({0: at(BARRIER, "barrier", 70), 1: at("in save (my.py, line 9)", "", 0)}, [0], [1], True),
+        # Both wait for an engine each, at the same place.
+        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in generate (my.py, line 7)", "", 70)}, [], [], False),
+        # Neither moves, at different places: a device may wait for a collective, or each for something of its own.
+        ({0: at("in item (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 70)}, [0], [1], False),
+        # One works at one place for long, the other moves: nobody waits.
+        ({0: at("in generate (my.py, line 7)", "", 70), 1: at("in sleep (my.py, line 9)", "", 0)}, [], [], False),
+        # Not yet for long enough.
+        ({0: at(BARRIER, "barrier", 50), 1: at("in save (my.py, line 9)", "", 0)}, [], [], False),
+        # All at the same barrier, which is about to open; and at two that never will.
+        ({0: at(BARRIER, "barrier", 70), 1: at(BARRIER, "barrier", 0)}, [], [], False),
+        ({0: at(BARRIER, "barrier", 70), 1: at("at barrier 'other'", "barrier", 70)}, [0, 1], [1], True),
+        # Two wait for the third.
+        (
+            {0: at(BARRIER, "barrier", 65), 1: at("in save (my.py, line 9)", "", 0), 2: at(BARRIER, "barrier", 70)},
+            [0, 2],
+            [1],
+            True,
+        ),
+    ],
+)
+def test_find_missing_tells_who_waits_for_whom(
+    seen: dict[int, RankState], waiting: list[int], missing: list[int], known: bool
+) -> None:
+    assert find_missing(seen, 60) == (waiting, missing)
+    assert is_known(waiting, missing, seen) == known
+
+
+def test_wait_is_described_by_places_of_all() -> None:
+    seen = {
+        0: at(BARRIER, "barrier", 65),
+        1: at("in save (my.py, line 9)", "", 0, 66),
+        2: at(BARRIER, "barrier", 70),
+        3: at("in load (my.py, line 4)", "", 0),
+        4: RankState(None, 61),
+    }
+    assert describe_wait([0, 2], [1, 3, 4], seen) == (
+        "ranks 0 and 2 have waited 65 s at barrier 'save' for ranks 1, 3 and 4: rank 1 does not run, and was last seen "
+        "66 s ago in save (my.py, line 9); rank 3 is in load (my.py, line 4); rank 4 has given no heartbeat yet."
+    )
+
+
+def test_position_is_that_of_own_code_and_changes_with_it() -> None:
+    may_end, is_there = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        is_there.set()
+        may_end.wait()  # in Python's library
+        is_there.set()
+        threading.Event().wait(60 * 60)
+
+    thread = threading.Thread(target=wait_here, daemon=True)
+    thread.start()
+    is_there.wait()
+    line = wait_here.__code__.co_firstlineno
+
+    def find(number: int) -> str:
+        """Its position, once it is in so many lines from its first."""
+        assert thread.ident is not None
+        end = time.monotonic() + 60
+        while f"line {line + number})" not in find_position(thread.ident).where and time.monotonic() < end:
+            time.sleep(0.01)
+        return find_position(thread.ident).where
+
+    name = "test_position_is_that_of_own_code_and_changes_with_it.<locals>.wait_here"
+    assert find(2) == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
+    assert thread.ident is not None
+    before = find_position(thread.ident)
+    assert find_position(thread.ident).key == before.key and not before.is_in_collective
+    assert before.stack.splitlines()[-1] == f"  parallel/test_hang_watch.py, line {line + 2} in {name}"
+    may_end.set()
+    find(4)
+    assert find_position(thread.ident).key != before.key
+
+
+@pytest.mark.processes
+def test_kill_process_spares_other_process_with_same_number() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        identity = identify_process(process.pid)
+        start = identity.rpartition("/")[0]
+        kill_process(f"{start}/1")  # one that had this number before
+        kill_process("")
+        assert process.poll() is None
+        assert process.pid in find_children(os.getpid()) and process.pid not in find_children(process.pid)
+        kill_process(identity)
+        assert process.wait(60) == -signal.SIGKILL
+        assert identify_process(process.pid) == ""
+        assert identify_process(os.getpid()).split("/")[2] == str(os.getpid())
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,104 @@
+"""A run that is handed on: from one process to two that shard, to two that split each layer, and so on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from disks import Disk, made_disk
+from sft_run import SIZES, CountSteps, pose_as_launched, train, write_rows
+from sharded_net import run_ranks
+from tiny import full_weights, save_model
+
+from rlightning import intervals
+from rlightning.errors import ConfigError, SaveError
+from rlightning.parallel.checkpoint_folder import is_checkpoint_folder, stored_tensors
+from rlightning.parallel.fsdp import FSDP
+
+pytestmark = pytest.mark.processes
+
+STEPS = 8
+
+
+def two_ranks(folder: Path, port: int) -> None:
+    rank = dist.get_rank()
+    pose_as_launched(rank, 2, port)
+    counter = CountSteps()
+    _, trainer = train(folder, 4, counter, devices=2, strategy=FSDP(), ckpt_path=folder / "single.ckpt")
+    assert (trainer.global_step, counter.num_steps) == (4, 4)
+    trainer.save_checkpoint(folder / "data_parallel.ckpt")
+    trainer.save_checkpoint(folder / "data_parallel.ckpt")  # over itself
+    assert is_checkpoint_folder(folder / "data_parallel.ckpt")
+
+    counter = CountSteps()
+    module, trainer = train(
+        folder, 6, counter, devices=2, strategy=FSDP(tensor_parallel_size=2), ckpt_path=folder / "data_parallel.ckpt"
+    )
+    assert (trainer.global_step, counter.num_steps, module.weight_version) == (6, 6, 6)
+    trainer.save_checkpoint(folder / "tensor_parallel.ckpt")
+
+    # two copies of the weights, the optimizer's state on the host
+    strategy = FSDP(shard_size=1, cpu_offload="optimizer")
+    module, trainer = train(folder, 7, devices=2, strategy=strategy, ckpt_path=folder / "tensor_parallel.ckpt")
+    trainer.save_checkpoint(folder / "copies.ckpt")
+    stored = stored_tensors(folder / "copies.ckpt")
+    assert all(len(entry.chunks) == 1 for entry in stored.values())  # of two copies one is written
+    intervals.VERDICT_DELAY = 600  # each rank raises by itself, the later one too
+    with pytest.raises(ConfigError, match=r"is of another model: it should hold .* Name the checkpoint's own model"):
+        train(folder / "other", 6, devices=2, strategy=FSDP(), ckpt_path=folder / "data_parallel.ckpt")
+    dist.barrier()  # the end of one ends the other
+
+
+def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
+    """Eight steps in one go are eight steps in five runs; float32 sums in another order make the difference."""
+    for folder, sizes in ((tmp_path, SIZES), (tmp_path / "other", {**SIZES, "num_hidden_layers": 3})):
+        folder.mkdir(exist_ok=True)
+        save_model(folder / "model", **sizes)
+        write_rows(folder)
+    in_one_go, reference = train(tmp_path, STEPS)
+    _, trainer = train(tmp_path, 2, CountSteps())
+    trainer.save_checkpoint(tmp_path / "single.ckpt")
+
+    run_ranks(two_ranks, 2, tmp_path, 0)
+
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt*")) == [
+        "copies.ckpt",
+        "data_parallel.ckpt",
+        "single.ckpt",
+        "tensor_parallel.ckpt",
+    ]
+    module, trainer = train(tmp_path, STEPS, ckpt_path=tmp_path / "copies.ckpt")
+    assert (trainer.global_step, module.weight_version) == (STEPS, STEPS)
+    expected = full_weights(in_one_go)
+    for name, weight in full_weights(module).items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
+    ours, theirs = trainer.optimizers[0].state_dict(), reference.optimizers[0].state_dict()
+    assert [group["lr"] for group in ours["param_groups"]] == [group["lr"] for group in theirs["param_groups"]]
+    for number, state in theirs["state"].items():
+        assert state["step"] == ours["state"][number]["step"] == STEPS
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours["state"][number][key], state[key], atol=1e-5, rtol=1e-3)
+    assert trainer.datamodule.stream.state_dict() == reference.datamodule.stream.state_dict()
+
+
+def full_disk_on_two_ranks(folder: Path, disk: Disk) -> None:
+    pose_as_launched(dist.get_rank(), 2, 0)
+    _, trainer = train(folder, 1, devices=2, strategy=FSDP())
+    path = disk.folder / "last.ckpt"
+    trainer.save_checkpoint(path)
+    if dist.get_rank() == 0:
+        disk.break_down()
+    dist.barrier()
+    with pytest.raises(
+        SaveError, match=rf"The checkpoint '{path}' cannot be written: .* The last good one is '{path}'"
+    ):
+        trainer.save_checkpoint(path)
+    dist.barrier()
+    assert is_checkpoint_folder(path) and sorted(entry.name for entry in disk.folder.iterdir()) == ["full", "last.ckpt"]
+
+
+def test_full_disk_keeps_the_last_good_folder(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", **SIZES)
+    write_rows(tmp_path)
+    with made_disk(tmp_path, "full") as disk:
+        run_ranks(full_disk_on_two_ranks, 2, tmp_path, disk)
