@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from make_model import make_tokenizer
 
-from rlightning.metrics import rollout_metrics
 from rlightning.module.batching import balance, deal_groups
+from rlightning.module.metrics import rollout_metrics
 from rlightning.module.packing import split_microbatches
 from rlightning.objectives import group_advantages
 from rlightning.report.trajectories import summary_rows, trajectory_table, write_trajectories

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.models import load_policy
-from rlightning.models.sharded_policy import Sharding, load_sharded_policy
-from rlightning.parallel.sharding import local_tensor
+from rlightning.models.sharded_policy import load_sharded_policy
+from rlightning.parallel.sharding import Sharding, local_tensor
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 16000,

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class ControllerMode(RLCallback):
-    """Settles the process's execution mode before anything touches a device; see ``rlightning.distributed``.
+    """Settles the process's execution mode before anything touches a device; see
+    :mod:`~rlightning.parallel.execution_mode`.
 
     A controller orchestrates, holds no model, and never creates a CUDA context: where it would wait for a device or
     ask for its memory, nothing happens. Without this callback a process is SPMD.

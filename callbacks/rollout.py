@@ -11,7 +11,6 @@ import torch
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
-from rlightning.module.evaluation import validation_sampling
 from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE
@@ -254,7 +253,7 @@ class RolloutCallback(RLCallback, Generator):
         datamodule = getattr(trainer, "datamodule", None)
         for chosen in getattr(datamodule, "validation_sets", ()):
             try:
-                validation_sampling(sampling, chosen)
+                replace(sampling, temperature=chosen.temperature)
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,6 +30,9 @@ from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
+
+if TYPE_CHECKING:
+    from rlightning.rollout.ray_engines import RayEngines
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +195,14 @@ class VLLMRollout(RolloutCallback):
         if self._engines is not None:
             self._engines.close()
             self._engines = None
+
+    def ray_engines(self) -> "RayEngines | None":
+        """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
+        if self.options.placement != "standalone" or self.options.engines:
+            return None
+        from rlightning.rollout.ray_engines import RayEngines
+
+        return RayEngines(self)
 
     def describe(self) -> str:
         """Return which engines there are, in a line; "" without any."""

@@ -12,6 +12,8 @@ from functools import cache, wraps
 from types import CodeType
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from jsonargparse import ArgumentParser
+
 from rlightning.config_types import flatten_union, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
@@ -92,14 +94,36 @@ def accepts(kind: type, name: str) -> bool:
 @cache
 def hints_of(kind: type) -> dict[str, Any] | None:
     """Return the type hints of what a class takes, by name; None where they cannot be found out."""
-    from rlightning.cli.config_keys import parameters_of
-
     try:
         parameters = parameters_of(kind)
     except Exception:  # of a class of the user's, which Python may still make
         return None
     # A group of keys stands for an object.
     return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
+
+
+def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
+    """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
+
+    Returns:
+        Type hints by name; a dict in place of a hint for a group of keys.
+    """
+    if isinstance(source, ArgumentParser):
+        parser = source
+    else:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(source, fail_untyped=False, instantiate=False)
+    tree: dict[str, Any] = {}
+    for action in parser._actions:
+        *groups, name = action.dest.split(".")
+        if name == "help":
+            continue
+        branch = tree
+        for group in groups:
+            known = branch.get(group)
+            branch[group] = branch = known if isinstance(known, dict) else {}
+        branch.setdefault(name, getattr(action, "_typehint", None))
+    return tree
 
 
 def positional_names(kind: type) -> list[str]:

@@ -85,8 +85,8 @@ class _OfCallbacks(logging.Filter):
 def quieten() -> None:
     """Show the run's own log, without what Lightning says of itself and of its usual loop.
 
-    The run's start says in one block (:mod:`rlightning.module.start_block`) what Lightning's lines about devices, ranks and
-    the model would.
+    The run's start says in one block (:mod:`rlightning.module.start_block`) what Lightning's lines about devices, ranks
+    and the model would.
     """
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):

@@ -7,19 +7,8 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
-from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
-from rlightning.run_lock import lock_run, unlock_run
-
-_locked: set[Path] = set()
-"""Folders that no command line has taken, but a fit."""
-
-SAVED = "*.ckpt"
-"""What ``ModelCheckpoint`` writes in its folder."""
 
 FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
 """What rank 0 has chosen, in order, for the ranks that Lightning starts by running the same program again."""
@@ -42,39 +31,6 @@ def run_dir(trainer: Any) -> Path:
     if "://" in str(folder):
         raise ConfigError(f"default_root_dir='{folder}' is not a local folder. Use one; copy it afterwards.")
     return Path(folder).expanduser()
-
-
-def lock_run_of(trainer: Any) -> None:
-    """Take the folder of a fit in which a callback writes, where the command line has not; on every rank.
-
-    Raises:
-        ConfigError: another run is at work there, or nothing can be written there.
-    """
-    is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
-    if is_other or "://" in str(trainer.default_root_dir):
-        return
-    folder = run_dir(trainer).absolute()
-    outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
-    if not trainer.fast_dev_run:  # which saves nothing
-        saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        outputs += [Path(c.dirpath or folder).expanduser() / SAVED for c in saving if c.save_top_k != 0 or c.save_last]
-    if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
-        _locked.add(folder)
-
-
-class UnlockRun(Callback):
-    """Undoes :func:`lock_run_of` when the fit is over."""
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Called when the run was cut short."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called when the run is over."""
-        folder = Path(trainer.default_root_dir).expanduser().absolute()
-        if folder in _locked:
-            _locked.discard(folder)
-            unlock_run(folder)
 
 
 def new_run_folder() -> str:

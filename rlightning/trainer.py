@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.argument_checks import check_arguments, check_value
 from rlightning.cli.checkpoint_search import FOLDER, settle_checkpoint
-from rlightning.cli.strategy_names import find_strategy
 from rlightning.console import quieten
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
@@ -28,6 +27,7 @@ from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.ddp import replace_lightning_ddp
 from rlightning.parallel.launcher import check_launch
 from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.strategy_names import find_strategy
 from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable

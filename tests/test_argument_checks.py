@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlightning import Trainer
 from rlightning.algorithms import DAPO, GRPO, SFT
-from rlightning.argument_checks import check_value
+from rlightning.argument_checks import check_value, parameters_of
 from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.data.validation_sets import ValidationSet
@@ -294,8 +294,6 @@ def test_unchecked_and_fitting_values_pass(hint: Any) -> None:
 
 
 def test_each_peer_name_leads_to_an_argument() -> None:
-    from rlightning.cli.config_keys import parameters_of
-
     kinds = {"model": GRPO, "data": PromptDataModule, "rollout": VLLMRollout, "trainer": lightning.pytorch.Trainer}
     assert {name: kind.__name__ for name, kind in kinds.items()} == CLASSES
     known = {f"{section}.{name}" for section, kind in kinds.items() for name in parameters_of(kind)}

@@ -1,7 +1,9 @@
 """Who may import whom: the rules that keep callbacks separable, objectives pure and starting up quick."""
 
 import ast
+import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ OWN_MODULES = {"rlightning.parallel.barrier", "rlightning.parallel.device"}
 
 
 def raw_synchronizations(source: str) -> list[str]:
-    """Barriers and waits for a device that go past the one primitive of ``rlightning.distributed``, by any alias.
+    """Barriers and waits for a device that go past the one primitive of ``rlightning.parallel``, by any alias.
 
     A strategy's ``barrier`` is none, and neither are the functions of ``OWN_MODULES``.
     """
@@ -82,21 +84,115 @@ def offenders(files: list[Path], *packages: str) -> dict[str, list[str]]:
     return {name: names for name, names in found.items() if names}
 
 
+LAYERS = (
+    {"__main__", "cli", "trainer"},
+    {"callbacks"},
+    {"algorithms"},
+    {"module"},
+    {"environments"},
+    {"memory_plan"},
+    {"rollout"},
+    {"rewards", "data", "report"},
+    {"controller"},
+    {"models", "optim"},
+    {"parallel"},
+    {"objectives"},
+    {"rpc"},
+    {"processes"},
+)
+"""Packages, the highest first; what else is in ``rlightning`` itself is a leaf, below all of them."""
+NOT_OF_CALLBACKS = {"cli", "algorithms", "module"}
+EXCEPTIONS = {
+    ("memory_plan/running.py", "cli"): "finds the rollout callback by its dotted path",
+    ("memory_plan/settings.py", "cli"): "finds callbacks and strategies by their dotted paths",
+    ("memory_plan/settings.py", "module"): "refuses a precision of the Trainer's",
+    ("rollout/engine_cache.py", "memory_plan"): "the memory of vLLM's engine is planned there",
+    ("rollout/engine_options.py", "memory_plan"): "the memory of vLLM's engine is planned there",
+}
+"""By file and package, the imports of what is not below, and why they are still there."""
+
+
+def layer(name: str) -> int:
+    """How far up a dotted name of the package stands; 0 for a leaf."""
+    part = name.split(".")[1]
+    return next((len(LAYERS) - i for i, packages in enumerate(LAYERS) if part in packages), 0)
+
+
+def packages_not_below(path: Path) -> set[str]:
+    """The packages that a file imports and must not know."""
+    package = "callbacks" if path.parent == CALLBACKS else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    own = layer(f"rlightning.{package}")
+    names = [name for name in imports_any(path.read_text(encoding="utf-8"), "rlightning") if "." in name]
+    others = {name.split(".")[1] for name in names} - {package}
+    refused = NOT_OF_CALLBACKS if package == "callbacks" else set()
+    return {
+        other
+        for other in others
+        if other in refused
+        or layer(f"rlightning.{other}") > own
+        or 0 < own == layer(f"rlightning.{other}") < len(LAYERS)
+    }
+
+
 @pytest.mark.long
-def test_the_package_imports_no_callback() -> None:
-    # The Trainer and the command line put a run together: they find callbacks by name, when they run.
-    finders = [PACKAGE / "cli.py", PACKAGE / "trainer.py"]
-    files = [path for path in package_files() if path not in finders]
-    assert offenders(files, "rlightning.callbacks", "callbacks") == {}
-    for path in finders:
+def test_packages_import_only_what_is_below() -> None:
+    found = set()
+    for path in [*package_files(), *sorted(CALLBACKS.glob("*.py"))]:
+        if path != PACKAGE / "__init__.py":
+            name = str(path.relative_to(ROOT if path.parent == CALLBACKS else PACKAGE))
+            found |= {(name, other) for other in packages_not_below(path)}
+    assert found == set(EXCEPTIONS)
+
+
+def test_leaves_import_each_other_in_no_circle() -> None:
+    leaves = {path.stem: path for path in PACKAGE.glob("*.py") if layer(f"rlightning.{path.stem}") == 0}
+    del leaves["__init__"]
+    graph = {
+        name: {other.split(".")[1] for other in imports_any(path.read_text(encoding="utf-8"), "rlightning")}
+        & set(leaves)
+        for name, path in leaves.items()
+    }
+    assert set(TopologicalSorter(graph).static_order()) == set(leaves)
+
+
+WORKER_FILES = (
+    "errors.py",
+    "environments/environment.py",
+    "environments/self_correction.py",
+    "environments/single_turn.py",
+    "environments/worker.py",
+    "processes/*.py",
+    "rpc/*.py",
+)
+"""What environment workers import, whose interpreter has nothing else of this package's but msgpack."""
+
+
+def test_workers_files_need_only_msgpack() -> None:
+    waiting = [path for pattern in WORKER_FILES for path in PACKAGE.glob(pattern)]
+    seen: set[Path] = set()
+    found: dict[str, list[str]] = {}
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        names = list(imported(ast.parse(path.read_text(encoding="utf-8"))))
+        for parts in (name.split(".")[1:] for name in names if name.startswith("rlightning.")):
+            for length in range(1, len(parts) + 1):
+                module = PACKAGE.joinpath(*parts[:length])
+                waiting += filter(Path.is_file, (module.with_suffix(".py"), module / "__init__.py"))
+        others = {name.split(".")[0] for name in names} - {"rlightning", "msgpack", *sys.stdlib_module_names}
+        if others:
+            found[str(path.relative_to(PACKAGE))] = sorted(others)
+    assert found == {}
+
+
+def test_cli_and_trainer_import_no_concrete_callback() -> None:
+    # They put a run together, and find callbacks by name when they run.
+    for path in [PACKAGE / "trainer.py", *(PACKAGE / "cli").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not [name for node in statements for name in imported(node) if name.startswith("rlightning.callbacks")]
-
-
-def test_callbacks_import_neither_cli_nor_algorithms() -> None:
-    files = sorted(CALLBACKS.glob("*.py"))
-    assert offenders(files, "rlightning.cli.lightning_cli", "rlightning.algorithms", "rlightning.module") == {}
 
 
 def test_objectives_know_of_nothing_but_tensors() -> None:
@@ -116,14 +212,16 @@ def test_only_the_rollout_package_imports_vllm() -> None:
 
 @pytest.mark.long
 def test_only_the_ray_files_import_ray() -> None:
-    places = (PACKAGE / "distributed", ROOT / "benchmarks")
-    files = [p for p in source_files() if not (p.parent in places and p.name.startswith("ray"))]
-    assert offenders(files, "ray") == {}
+    names = [f"controller/{name}.py" for name in ("cluster", "object_store", "worker", "worker_group")]
+    ray_files = [PACKAGE / name for name in (*names, "rollout/ray_engines.py")] + [
+        ROOT / "benchmarks" / "ray_traffic.py"
+    ]
+    assert offenders([path for path in source_files() if path not in ray_files], "ray") == {}
 
 
 @pytest.mark.long
 def test_barriers_and_synchronizations_go_through_one_place() -> None:
-    files = [path for path in source_files() if path != PACKAGE / "distributed" / "platform.py"]
+    files = [path for path in source_files() if path != PACKAGE / "parallel" / "device.py"]
     found = {str(p.relative_to(ROOT)): raw_synchronizations(p.read_text(encoding="utf-8")) for p in files}
     assert {name: calls for name, calls in found.items() if calls} == {}
 

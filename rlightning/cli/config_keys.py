@@ -15,8 +15,8 @@ from pkgutil import iter_modules
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser
 
+from rlightning.argument_checks import parameters_of
 from rlightning.cli.config_files import (
     WrittenText,
     check_texts,
@@ -27,7 +27,6 @@ from rlightning.cli.config_files import (
     read_config,
     read_keys,
 )
-from rlightning.cli.strategy_names import spell_out
 from rlightning.config_types import (
     flatten_union,
     is_configurable,
@@ -40,6 +39,7 @@ from rlightning.config_types import (
 )
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.parallel.strategy_names import spell_out
 from rlightning.peer_names import suggest_name
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -272,30 +272,6 @@ def parse_value(text: str) -> Any:
         return load_yaml(text)
     except yaml.YAMLError:
         return text
-
-
-def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
-    """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
-
-    Returns:
-        Type hints by name; a dict in place of a hint for a group of keys.
-    """
-    if isinstance(source, ArgumentParser):
-        parser = source
-    else:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(source, fail_untyped=False, instantiate=False)
-    tree: dict[str, Any] = {}
-    for action in parser._actions:
-        *groups, name = action.dest.split(".")
-        if name == "help":
-            continue
-        branch = tree
-        for group in groups:
-            known = branch.get(group)
-            branch[group] = branch = known if isinstance(known, dict) else {}
-        branch.setdefault(name, getattr(action, "_typehint", None))
-    return tree
 
 
 def subclasses(base: type) -> Iterator[type]:

@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
+from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.cli.config_files import (
@@ -30,7 +31,7 @@ from rlightning.cli.config_files import (
     replace_files,
     use_strict_yaml,
 )
-from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model, parameters_of
+from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule

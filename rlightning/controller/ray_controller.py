@@ -15,14 +15,13 @@ import logging
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import Strategy
 
-from rlightning.cli.strategy_names import CLASSES, check_strategy
 from rlightning.controller.cluster import Resources, import_ray, join_cluster
 from rlightning.controller.driver import DriverContext, check_names
 from rlightning.controller.hook_relay import wanted_hooks, warn_of_unheard
@@ -30,18 +29,56 @@ from rlightning.controller.launcher import ControllerLauncher
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.strategy import ControllerStrategy
 from rlightning.controller.worker_group import WorkerGroup
-from rlightning.data import PromptDataModule
 from rlightning.errors import check_rules
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.parallel.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.parallel.stacks import run_folder, start_recorder
-from rlightning.rollout.ray_engines import RayEngines, check_room, find_rollout
+from rlightning.parallel.strategy_names import CLASSES, check_strategy
 from rlightning.seeds import run_seed
 
 log = logging.getLogger(__name__)
 
 DEVICE_CALLBACKS = (ModelSummary,)
 """Of Lightning's own callbacks those that are about the actor."""
+
+
+@runtime_checkable
+class RowlessData(Protocol):
+    """A data module that workers need not read."""
+
+    def without_rows(self) -> Any:
+        """Return it without its rows: what workers ask it follows from these, and prompts come by command."""
+
+
+class ActorEngines(Protocol):
+    """Engines in Ray actors of their own, beside the workers; they outlive these.
+
+    Attributes:
+        callback: whose they are.
+        token: that a trainer must know; None until they are started.
+        runs: Ray's references to their calls, which return by an exception only.
+    """
+
+    callback: Any
+    token: str | None
+    runs: list[Any]
+
+    def check_room(self, num_workers: int, each: dict[str, float]) -> None:
+        """Raise a ConfigError if the cluster has no place for them beside workers of so many resources each."""
+
+    def start(self, module: Any, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> Any:
+        """Start them, unless they run already; return a copy of the callback that knows where they are."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+@runtime_checkable
+class EngineCallback(Protocol):
+    """A callback whose engines may run in Ray actors."""
+
+    def ray_engines(self) -> ActorEngines | None:
+        """Return them; None if they run elsewhere."""
 
 
 class RayController(ControllerStrategy):
@@ -99,8 +136,7 @@ class RayController(ControllerStrategy):
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
         self._data: Any = None
-        self._engines: RayEngines | None = None
-        self._uses_gpus = False
+        self._engines: ActorEngines | None = None
 
     # Before anything starts
 
@@ -184,11 +220,10 @@ class RayController(ControllerStrategy):
         self._trainer = trainer
         self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
         trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
-        self._uses_gpus = False
-        rollout = find_rollout(self.worker_callbacks)
+        self._engines = self._engines or find_engines(self.worker_callbacks)
         self.count_workers()
-        if rollout is not None and self._settled is not None:
-            self._uses_gpus = check_room(rollout.options, *self._settled)
+        if self._engines is not None and self._settled is not None:
+            self._engines.check_room(*self._settled)
         self._data = copy.copy(trainer.datamodule)
         if self._data is not None:
             self._data.trainer = None  # which does not travel, and prompts are not read yet
@@ -240,25 +275,19 @@ class RayController(ControllerStrategy):
         )
 
     def _settled_data(self, trainer: Any) -> Any:
-        """The data module without its rows: what workers ask it follows from these, and prompts come by command."""
+        """The data module as workers get it."""
         data = trainer.datamodule
-        return data.without_rows() if isinstance(data, PromptDataModule) else self._data
+        return data.without_rows() if isinstance(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Any, trainer: Trainer) -> Any:
-        """The callback; if its engines stand alone and nobody has started them, with engines in actors."""
+        """The callback; where its engines run in actors, one that knows them."""
         module: Any = self.lightning_module
-        if callback is not find_rollout(self.worker_callbacks) or not (
-            getattr(module, "generates", True) or trainer.state.fn == "predict"
-        ):
+        is_needed = getattr(module, "generates", True) or trainer.state.fn == "predict"
+        if self._engines is None or callback is not self._engines.callback or not is_needed:
             return callback
-        options = callback.options
-        if self._engines is None:
-            assert self._driver is not None
-            self._engines = RayEngines(
-                options.num_engines, options.devices_per_engine, self._driver, uses_gpus=self._uses_gpus
-            )
+        assert self._driver is not None
         longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
-        return self._engines.start(callback, module.configured, longest, Path(trainer.default_root_dir))
+        return self._engines.start(module.configured, longest, Path(trainer.default_root_dir), self._driver)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Note what has been written: a restart goes on from this run's checkpoints, not from others beside them."""
@@ -293,6 +322,12 @@ class RayController(ControllerStrategy):
 def belongs_to_workers(callback: Callback) -> bool:
     """Whether a callback is to run where the devices are."""
     return getattr(callback, "runs_in", "controller") == "workers" or isinstance(callback, DEVICE_CALLBACKS)
+
+
+def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:
+    """The first callback's engines that are to run in actors; None without one."""
+    found = (callback.ray_engines() for callback in callbacks if isinstance(callback, EngineCallback))
+    return next((engines for engines in found if engines is not None), None)
 
 
 _running: weakref.WeakSet[RayController] = weakref.WeakSet()

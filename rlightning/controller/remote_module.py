@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule
 
 from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
-from rlightning.module.evaluation import validate_in_fit
+from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
 
 if TYPE_CHECKING:

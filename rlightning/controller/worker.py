@@ -35,10 +35,10 @@ from rlightning.controller.worker_trainer import RayEnvironment, WorkerConfig, W
 from rlightning.engine_token import TOKEN
 from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut
-from rlightning.module.evaluation import validate_in_fit
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
 from rlightning.parallel.failure import active_watch, describe
+from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.stacks import record_own
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)

@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from rlightning.cli.config_keys import find_class
-from rlightning.cli.strategy_names import WORKERS_KEY, spell_out
 from rlightning.controller.ray_controller import RayController
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.errors import ConfigError
@@ -17,6 +16,7 @@ from rlightning.models import describe_length_limit, load_config, max_model_leng
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_precision
 from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
 from rlightning.rollout.engine_options import MEMORY_SHARE
 from rlightning.rollout.engine_settings import RolloutWork, derive_settings
 from rlightning.types.batch_plan import BatchPlan

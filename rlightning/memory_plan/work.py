@@ -5,8 +5,8 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from rlightning.models.sharded_policy import CPUOffload
 from rlightning.optim import OptimizerStates
+from rlightning.parallel.sharding import CPUOffload
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 from rlightning.types.batch_plan import BatchPlan
 

@@ -7,13 +7,11 @@ of afterwards.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,37 +29,7 @@ from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, remove_dropout
 from rlightning.models.shard_loading import initialize_buffers, load_shards
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
-
-CPUOffload = Literal["none", "optimizer", "parameters"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is spread over the ranks.
-
-    Args:
-        mesh: all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
-        device: this rank's.
-        compute_dtype: of weights and activations in forward and backward; None is the weights' own.
-        cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
-        reshard_after_forward: whether a layer's gathered weights are let go of between its forward and its backward.
-    """
-
-    mesh: DeviceMesh
-    device: torch.device
-    compute_dtype: torch.dtype | None = None
-    cpu_offload: CPUOffload = "none"
-    reshard_after_forward: bool = True
-
-    @property
-    def data_parallel_mesh(self) -> DeviceMesh:
-        """What FSDP shards over, and before it, with hybrid sharding, what it replicates over."""
-        return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
-
-    @property
-    def storage_device(self) -> torch.device:
-        """Where the shards are between their uses."""
-        return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
+from rlightning.parallel.sharding import Sharding
 
 
 def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

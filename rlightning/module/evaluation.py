@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
-from rlightning.metrics import pass_at_k
+from rlightning.module.metrics import pass_at_k
 from rlightning.parallel.collectives import all_reduce
 from rlightning.rewards import FailureCount
 from rlightning.rollout import Sampling
@@ -128,18 +128,3 @@ class LeaveEvaluation(Callback):
         is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
         if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
             loop._module_mode.restore(pl_module)
-
-
-def validate_in_fit(trainer: Trainer) -> list[Any]:
-    """Run validation as Lightning does between two training batches.
-
-    Lightning's own run before training is a sanity check, whose results it throws away.
-
-    Returns:
-        Metrics by name, a dictionary a set.
-    """
-    with torch.no_grad():
-        trainer.validating = True
-        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
-        trainer.training = True
-    return list(metrics)

@@ -189,7 +189,7 @@ class PolicyModule(Ranks, SavedModule):
     @property
     def has_usual_optimizers(self) -> bool:
         """Whether ``configure_optimizers`` is this package's, which nothing can be wrong with."""
-        return type(self).configure_optimizers.__module__.partition(".")[0] == __package__
+        return type(self).configure_optimizers.__module__.partition(".")[0] == "rlightning"
 
     def on_fit_start(self) -> None:
         """Refuse optimizers and schedules that the steps here cannot use."""

@@ -17,15 +17,16 @@ from transformers import PreTrainedModel
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.metrics import RunningMeans, rollout_metrics
 from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
 from rlightning.module.batching import balance, deal_groups, deal_seed
-from rlightning.module.evaluation import LeaveEvaluation, validate_in_fit
+from rlightning.module.evaluation import LeaveEvaluation
 from rlightning.module.evaluation_steps import EvaluationSteps
+from rlightning.module.metrics import RunningMeans, rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_loss, returned_tensor
+from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.corrections import RolloutCorrection
@@ -34,6 +35,7 @@ from rlightning.objectives.proximal import approximate_proximal
 from rlightning.optim.optimizer import clip_gradients
 from rlightning.optim.steps import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.sigterm import EndOnSigterm
 from rlightning.parallel.stacks import run_folder, start_recorder
@@ -43,7 +45,6 @@ from rlightning.report.loggers import adapt_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Sampling
-from rlightning.run_dir import UnlockRun, lock_run_of
 from rlightning.types import LossTotals, Prompt, RolloutBatch, Trajectory
 from rlightning.types.batch_plan import BatchPlan
 
@@ -631,4 +632,4 @@ class RLModule(EvaluationSteps):
     @property
     def _has_own_rewards(self) -> bool:
         """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
-        return type(self).compute_rewards.__module__.partition(".")[0] == __package__
+        return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"

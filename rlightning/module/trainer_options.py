@@ -8,17 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from rlightning.cli.strategy_names import check_strategy
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.parallel.strategy_names import SPAWN_RULE, check_strategy
 
 log = logging.getLogger(__name__)
-
-SPAWN_RULE = (
-    "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
-    "which starts the program once for each device."
-)
-"""What is wrong with ddp_spawn."""
 
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     callbacks.BaseFinetuning: "would add groups to an optimizer whose schedule is set. Freeze parameters in an "

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from rlightning.atomic_save import find_saved, partial_of, prepare_partial, remove_leftovers, swap_in
 from rlightning.checksums import DamagedError
 from rlightning.errors import ConfigError
-from rlightning.optim import StoredMomentsAdamW
 from rlightning.parallel.checkpoint_folder import (
     empty_shard,
     find_twins,
@@ -31,6 +30,13 @@ from rlightning.parallel.checkpoint_folder import (
 from rlightning.parallel.checkpoint_io import SUFFIX, AtomicCheckpointIO, saving_checkpoint, verify_checkpoint
 from rlightning.parallel.gathering import local_box
 from rlightning.parallel.sharding import local_tensor
+
+
+@runtime_checkable
+class StateOnHost(Protocol):
+    """An optimizer whose state may be in the host's memory, into which a checkpoint is then read."""
+
+    is_state_on_host: bool
 
 
 class ShardedCheckpoints(ParallelStrategy):
@@ -106,7 +112,7 @@ class ShardedCheckpoints(ParallelStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         states = checkpoint.pop("optimizer_states", [])
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
-            is_on_host = isinstance(optimizer, StoredMomentsAdamW) and optimizer.is_state_on_host
+            is_on_host = isinstance(optimizer, StateOnHost) and optimizer.is_state_on_host
             state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
             optimizer.load_state_dict(state)
         return checkpoint

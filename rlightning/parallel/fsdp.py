@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, check_rules, did_you_mean
-from rlightning.models.sharded_policy import CPUOffload, Sharding
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
+from rlightning.parallel.sharding import CPUOffload, Sharding
 from rlightning.parallel.strategy import ConnectedRanks
 
 

@@ -1,7 +1,8 @@
-"""``prepare_data`` runs on one process a host, and the others wait for it at a barrier with a name and a timeout."""
+"""What needs attributes of Lightning that are private to it."""
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -9,7 +10,9 @@ from rlightning.parallel.barrier import barrier
 
 
 class DataPreparation:
-    """Takes the place of the Trainer's own, where the others wait on a group of their own for 27 years.
+    """Has ``prepare_data`` run on one process a host, while the others wait at a barrier with a name and a timeout.
+
+    In the Trainer's own, whose place it takes, they wait on a group of their own for 27 years.
 
     Args:
         trainer: one that has not prepared its data yet.
@@ -29,3 +32,18 @@ class DataPreparation:
                 with trainer.profiler.profile(f"{type(owner).__name__}.prepare_data"):
                     owner.prepare_data()
             barrier("prepare_data")
+
+
+def validate_in_fit(trainer: Trainer) -> list[Any]:
+    """Run validation as Lightning does between two training batches.
+
+    Lightning's own run before training is a sanity check, whose results it throws away.
+
+    Returns:
+        Metrics by name, a dictionary a set.
+    """
+    with torch.no_grad():
+        trainer.validating = True
+        metrics = trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+    return list(metrics)

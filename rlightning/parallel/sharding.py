@@ -1,11 +1,45 @@
-"""A policy's weights, and a rank's shard of one."""
+"""How a policy's weights are spread over ranks, and a rank's shard of one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+CPUOffload = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread over the ranks.
+
+    Args:
+        mesh: all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
+        device: this rank's.
+        compute_dtype: of weights and activations in forward and backward; None is the weights' own.
+        cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
+        reshard_after_forward: whether a layer's gathered weights are let go of between its forward and its backward.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: CPUOffload = "none"
+    reshard_after_forward: bool = True
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """What FSDP shards over, and before it, with hybrid sharding, what it replicates over."""
+        return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where the shards are between their uses."""
+        return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,31 +80,60 @@ class EngineActor:
 
 
 class RayEngines:
-    """The standalone engines of a run; they outlive its workers.
+    """The standalone engines of a run in Ray actors; they outlive its workers.
 
     Args:
-        num_engines: how many.
-        devices_per_engine: of each.
-        driver: what their actors take over from this process.
-        uses_gpus: whether its devices are GPUs, or cores.
+        callback: whose engines they are; it has ``options`` and ``sampling``.
     """
 
-    def __init__(self, num_engines: int, devices_per_engine: int, driver: DriverContext, *, uses_gpus: bool) -> None:
-        ray = import_ray()
-        actor = ray.remote(concurrency_groups={"serve": 1})(EngineActor)
-        gpus = devices_per_engine if uses_gpus else 0
-        self.token = secrets.token_hex(16)
-        options = {"num_cpus": 1, "num_gpus": gpus, **driver.actor_options}
-        self.actors = [actor.options(**options).remote(driver) for _ in range(num_engines)]
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.token: str | None = None
+        self.actors: list[Any] = []
         self.runs: list[Any] = []
+        self._uses_gpus = False
 
-    def start(self, callback: Any, module: Any, max_prompt_tokens: int | None, folder: Path) -> Any:
+    def check_room(self, num_workers: int, each: dict[str, float]) -> None:
+        """Refuse engines that the cluster has no place for beside the workers, which tell what kind of device is used.
+
+        Args:
+            num_workers: how many there are.
+            each: what Ray reserves for each, by kind.
+
+        Raises:
+            ConfigError: names what is needed and what there is.
+        """
+        options: EngineOptions = self.callback.options
+        has = import_ray().cluster_resources()
+        self._uses_gpus = each.get("GPU", 0) > 0
+        kind = "GPU" if self._uses_gpus else "CPU"
+        per_engine = options.devices_per_engine if self._uses_gpus else 1
+        needed = num_workers * each[kind] + options.num_engines * per_engine
+        if needed > has.get(kind, 0):
+            raise ConfigError(
+                f"rollout.num_engines={options.num_engines} x {per_engine} {kind}s beside num_workers={num_workers} x "
+                f"{each[kind]:g} are {needed:g}, but the Ray cluster has {has.get(kind, 0):g}. Lower either, or add "
+                "nodes."
+            )
+
+    def start(self, module: Any, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> Any:
         """Start the engines, unless they are there already; returns before they are up.
 
+        Args:
+            module: as it is configured, without weights.
+            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
+            folder: of their logs.
+            driver: what their actors take over from this process.
+
         Returns:
-            A copy of ``callback`` that knows where they are.
+            A copy of the callback that knows where they are.
+
+        Raises:
+            ConfigError: Ray has no place for an actor.
         """
         ray = import_ray()
+        if not self.actors:
+            self._start_actors(driver)
         try:
             urls: list[str] = ray.get(
                 [actor.url.remote() for actor in self.actors], timeout=intervals.ACTOR_START_TIMEOUT
@@ -117,17 +145,24 @@ class RayEngines:
                 f"{describe_resources(ray.available_resources())}. Lower num_engines or devices_per_engine, or "
                 "end what else runs there."
             ) from None
+        options, sampling = self.callback.options, self.callback.sampling
         shared = None if self.runs else ray.put(module)
         for number, actor in enumerate([] if self.runs else self.actors):
             log_file = folder.absolute() / f"engine.{number}.log"
             run = actor.run.options(concurrency_group="serve")
-            self.runs.append(
-                run.remote(callback.options, shared, callback.sampling, max_prompt_tokens, log_file, self.token)
-            )
+            self.runs.append(run.remote(options, shared, sampling, max_prompt_tokens, log_file, self.token))
         log.info("engines: %s", ", ".join(urls))
-        knowing = copy.copy(callback)
-        knowing.options = replace(callback.options, engines=tuple(urls))
+        knowing = copy.copy(self.callback)
+        knowing.options = replace(options, engines=tuple(urls))
         return knowing
+
+    def _start_actors(self, driver: DriverContext) -> None:
+        options: EngineOptions = self.callback.options
+        actor = import_ray().remote(concurrency_groups={"serve": 1})(EngineActor)
+        gpus = options.devices_per_engine if self._uses_gpus else 0
+        self.token = secrets.token_hex(16)
+        reserved = {"num_cpus": 1, "num_gpus": gpus, **driver.actor_options}
+        self.actors = [actor.options(**reserved).remote(driver) for _ in range(options.num_engines)]
 
     def close(self) -> None:
         """End them."""
@@ -136,27 +171,3 @@ class RayEngines:
             for actor in self.actors:
                 ray.kill(actor)
         self.actors = []
-
-
-def find_rollout(callbacks: Sequence[Any]) -> Any:
-    """The callback whose engines are to be Ray actors: standalone ones that nobody has started; None without one."""
-    for callback in callbacks:
-        options = getattr(callback, "options", None)
-        if isinstance(options, EngineOptions) and options.placement == "standalone" and not options.engines:
-            return callback
-    return None
-
-
-def check_room(options: EngineOptions, num_workers: int, each: dict[str, float]) -> bool:
-    """Refuse engines that the cluster has no place for beside the workers; whether they run on GPUs."""
-    has = import_ray().cluster_resources()
-    uses_gpus = each.get("GPU", 0) > 0
-    kind = "GPU" if uses_gpus else "CPU"
-    per_engine = options.devices_per_engine if uses_gpus else 1
-    needed = num_workers * each[kind] + options.num_engines * per_engine
-    if needed > has.get(kind, 0):
-        raise ConfigError(
-            f"rollout.num_engines={options.num_engines} x {per_engine} {kind}s beside num_workers={num_workers} x "
-            f"{each[kind]:g} are {needed:g}, but the Ray cluster has {has.get(kind, 0):g}. Lower either, or add nodes."
-        )
-    return uses_gpus

@@ -4,7 +4,7 @@ from tiny import in_this_process, make_batch
 
 from rlightning.algorithms import DAPO
 from rlightning.errors import ConfigError
-from rlightning.metrics import rollout_metrics
+from rlightning.module.metrics import rollout_metrics
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
 from rlightning.types import RolloutBatch

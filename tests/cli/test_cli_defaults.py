@@ -94,7 +94,7 @@ def test_files_are_saved_atomically_unless_told_otherwise() -> None:
 def test_error_summary_keeps_only_key_and_reason() -> None:
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n'
-        "  Subtypes: [<class 'rlightning.module.RLModule'>, <class 'NoneType'>]\n  Errors:\n"
+        "  Subtypes: [<class 'rlightning.module.rl_module.RLModule'>, <class 'NoneType'>]\n  Errors:\n"
         "    - Problem with given class_path 'rlightning.algorithms.GRPO':\n"
         "        Parser key \"lr\":\n          Expected a <class 'float'>. Got value: [1]\n"
         "    - Expected a <class 'NoneType'>\n  Given value type: <class 'dict'>\n  Given value: {}"

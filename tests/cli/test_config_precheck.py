@@ -11,8 +11,8 @@ import pytest
 from cli_project import environment, make_project
 
 import rlightning.algorithms
+from rlightning.argument_checks import parameters_of
 from rlightning.callbacks import VLLMRollout
-from rlightning.cli.config_keys import parameters_of
 from rlightning.cli.config_precheck import SourceKeys, check_early, keys_of
 from rlightning.cli.lightning_cli import RLCLI
 from rlightning.cli.source_parameters import parameters_of_source

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from cli_project import fit_here, resolve_config
 
-from rlightning.cli.strategy_names import KEY, check_strategy, spell_out, spell_out_options
+from rlightning.cli.strategy_names import spell_out_options
 from rlightning.errors import ConfigError
+from rlightning.parallel.strategy_names import KEY, OLD_PACKAGE, check_strategy, spell_out
 
 FSDP, DDP = "rlightning.parallel.fsdp.FSDP", "rlightning.parallel.ddp.DDP"
 
@@ -91,8 +92,16 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
             "trainer.strategy: these keys are of no class yet. Name it before",
         ),
         (
-            "--trainer.strategy=rlightning.distributed.FSDP3",
-            "trainer.strategy.class_path: there is no 'FSDP3' in 'rlightning.distributed'. Did you mean",
+            "--trainer.strategy=rlightning.parallel.FSDP3",
+            "trainer.strategy.class_path: there is no 'FSDP3' in 'rlightning.parallel'. Did you mean",
+        ),
+        (
+            f"--trainer.strategy={OLD_PACKAGE}.FSDP",
+            f"trainer.strategy: {OLD_PACKAGE}.FSDP is now rlightning.parallel.FSDP.",
+        ),
+        (
+            f"--trainer.strategy.class_path={OLD_PACKAGE}.RayController",
+            f"trainer.strategy.class_path: {OLD_PACKAGE}.RayController is now rlightning.controller.RayController.",
         ),
         (
             "--trainer.strategy=fsdp2 --trainer.strategy.tensor_paralel_size=2",

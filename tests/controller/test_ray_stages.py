@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group_table
 from ray_nodes import start_nodes
 
 from rlightning import intervals
+from rlightning.callbacks import VLLMRollout
 from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import DriverContext
@@ -23,7 +24,7 @@ from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.parallel import FSDP
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.ray_engines import EngineActor, RayEngines
+from rlightning.rollout.ray_engines import EngineActor
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
@@ -101,9 +102,10 @@ def test_unplaceable_workers_and_engines_raise_after_timeout(tmp_path: Path, mon
             WorkerGroup(2, {"CPU": 1.0}, "STRICT_SPREAD", DriverContext.here([]))
         assert {place["state"] for place in placement_group_table().values()} == {"REMOVED"}
         monkeypatch.setattr(intervals, "ACTOR_START_TIMEOUT", 1.0)
-        engines = RayEngines(4, 1, DriverContext.here([]), uses_gpus=False)
+        engines = VLLMRollout(placement="standalone", num_engines=4).ray_engines()
+        assert engines is not None
         with pytest.raises(ConfigError, match=r"num_engines=4: their actors have not started in 1 s"):
-            engines.start(None, None, None, tmp_path)
+            engines.start(None, None, tmp_path, DriverContext.here([]))
         engines.close()
     finally:
         ray.shutdown()

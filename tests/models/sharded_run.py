@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rlightning.errors import ConfigError
 from rlightning.models import layers, load_policy, output_layer, packed_logprobs
-from rlightning.models.sharded_policy import Sharding, load_sharded_policy
+from rlightning.models.sharded_policy import load_sharded_policy
 from rlightning.optim.optimizer import clip_gradients
-from rlightning.parallel.sharding import local_tensor
+from rlightning.parallel.sharding import Sharding, local_tensor
 from rlightning.types import RolloutBatch
 
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from rlightning.models import export, load_config, load_policy, load_tokenizer, save_policy
-from rlightning.models.sharded_policy import Sharding, load_sharded_policy
+from rlightning.models.sharded_policy import load_sharded_policy
 from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.sharding import Sharding
 
 pytestmark = pytest.mark.processes
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlightning.algorithms import GRPO, SFT
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError
-from rlightning.metrics import RunningMeans
 from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
+from rlightning.module.metrics import RunningMeans
 from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
 

@@ -5,7 +5,7 @@ import torch
 from tiny import make_batch
 from torch import Tensor
 
-from rlightning.metrics import RunningMeans, pass_at_k, rollout_metrics
+from rlightning.module.metrics import RunningMeans, pass_at_k, rollout_metrics
 
 NAN = float("nan")
 
