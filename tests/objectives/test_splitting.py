@@ -110,7 +110,8 @@ def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
         counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
-        return LossTotals(*map(sum, zip(*counts, strict=True)), num_groups)
+        tokens, sequences, trajectories = map(sum, zip(*counts, strict=True))
+        return LossTotals(tokens, sequences, trajectories, num_groups)
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
         assert part.place is not None and part.advantages is not None
