@@ -8,6 +8,7 @@ from observed_run import add_rewards, make_batch, make_completion, make_prompt
 from torch import nn
 
 from rlightning.hooks import fire
+from rlightning.types import single_turns
 
 STEP = (
     "on_rollout_start",
@@ -105,7 +106,8 @@ class Loop:
         fire(self, self.policy, "setup", "predict")
         fire(self, self.policy, "on_predict_start")
         for number in range(num_batches):
-            outputs = [(make_prompt(2 * number + i), [make_completion("4")]) for i in range(2)]
-            fire(self, self.policy, "on_predict_batch_end", outputs, None, number)
+            prompts = [make_prompt(2 * number + i) for i in range(2)]
+            groups = single_turns(prompts, [[make_completion("4")]] * 2)
+            fire(self, self.policy, "on_predict_batch_end", list(zip(prompts, groups, strict=True)), None, number)
         fire(self, self.policy, "on_predict_end")
         fire(self, self.policy, "teardown", "predict")
