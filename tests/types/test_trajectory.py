@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -126,6 +127,17 @@ def test_token_that_is_trained_twice_or_never_is_refused() -> None:
 def test_lightning_walks_through_trajectories() -> None:
     walked: Any = apply_to_collection([(Prompt(0, "", [1], {}), [two_branches()])], torch.Tensor, torch.clone)
     assert walked[0][1] == [two_branches()]
+
+
+def test_snippets_of_the_page_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, scope)
+    assert scope["batch"].is_sampled.long().tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
+    batch = scope["ValuedGRPO"].batch_type.pack([scope["batch"].unpack()])
+    batch.values = torch.arange(10)
+    assert batch.select([0]).values.tolist() == list(range(10))
 
 
 @pytest.mark.processes
