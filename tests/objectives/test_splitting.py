@@ -104,13 +104,13 @@ class PlacedBatch(RolloutBatch):
 def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random.Random, kind: Aggregation) -> None:
     batch = PlacedBatch.pack(random_groups(draw))
     batch.place = torch.arange(batch.num_tokens)
-    num_groups = count_units(batch)[-1].item()
+    num_groups = float(count_units(batch)[-1])
     batch.advantages = batch.to_tokens(torch.tensor([draw.gauss(0, 1) for _ in batch.trajectories]).double())
     logprobs = torch.tensor([-draw.random() for _ in range(batch.num_tokens)]).double().requires_grad_()
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
         counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
-        tokens, sequences, trajectories = map(sum, zip(*counts, strict=True))
+        tokens, sequences, trajectories = (sum(column) for column in zip(*counts, strict=True))
         return LossTotals(tokens, sequences, trajectories, num_groups)
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
