@@ -19,7 +19,7 @@ from rlightning.rollout.sampler import Request
 from rlightning.rollout.verification import Verification
 from rlightning.rollout.weight_print import WeightPrint
 from rlightning.seeds import run_seed
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class RolloutCallback(RLCallback, Generator):
     @abstractmethod
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sync the weights if need be, and sample; a collective.
 
         Args:
@@ -203,7 +203,7 @@ class RolloutCallback(RLCallback, Generator):
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
 
         The sampler is sent the weights first, if need be.

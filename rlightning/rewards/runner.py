@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
-from rlightning.rewards.config import GIVEN, Reward, bind_rewards
+from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.sources import KeptSources
@@ -16,7 +16,7 @@ from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
-    from rlightning.types import Completion, Prompt
+    from rlightning.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,14 @@ CHECK_SECONDS = 1.5
 
 
 class _Begun(NamedTuple):
-    """A sample whose calls have been begun; their outcomes by the functions' indices."""
+    """A trajectory whose calls have been begun.
 
-    prompt: "Prompt"
-    completion: "Completion"
+    Attributes:
+        turns: the trajectory's, by which it is known again in a batch.
+        outcomes: by the functions' indices.
+    """
+
+    turns: tuple[Any, ...]
     outcomes: "dict[int, Future[Outcome]]"
 
 
@@ -86,7 +90,7 @@ class RewardRunner:
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: RewardPool | None = None  # when there are calls
-        self._begun: dict[int, _Begun] = {}  # by the completion's id()
+        self._begun: dict[int, _Begun] = {}  # by the turns' id()
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
@@ -136,6 +140,7 @@ class RewardRunner:
             for prompt in chosen.values():
                 text = function.answer_check.make_completion(prompt.columns.get(column))
                 given = {"prompt": prompt.text, "completion": text, "num_tokens": 0, "is_truncated": False}
+                given[TURNS] = [{"role": "assistant", "content": text}]
                 calls.append(function.select(given, prompt.columns))
             try:
                 outcomes = self._run_for(index, calls, CHECK_SECONDS)
@@ -152,27 +157,25 @@ class RewardRunner:
         finally:
             self._failures = before
 
-    def begin(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> None:
-        """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
+    def begin(self, trajectories: "Sequence[Trajectory]") -> None:
+        """Start to score trajectories and return at once; the next :meth:`score` waits for those it is asked for.
 
         The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
         would take the interpreter from the thread that collects completions.
 
         Args:
-            prompts: some of those that will be scored together.
-            completions: each of the prompt in its place. :meth:`score` must get these very objects.
+            trajectories: some of those that will be scored together; :meth:`score` must get their very ``turns``.
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
-        for prompt, completion in zip(prompts, completions, strict=True):
-            outcomes = {f: self._submit(f, prompt, completion) for f in elsewhere}
-            self._begun[id(completion)] = _Begun(prompt, completion, outcomes)
+        for trajectory in trajectories:
+            outcomes = {f: self._submit(f, trajectory) for f in elsewhere}
+            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, outcomes)
 
-    def score(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> RewardScores:
-        """Call every function on every sample, unless that was begun already.
+    def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
+        """Call every function on every trajectory, unless that was begun already.
 
         Args:
-            prompts: N of them.
-            completions: N of them, each of the prompt in its place.
+            trajectories: M of them.
 
         Raises:
             RewardError: too many samples have failed; at once, without waiting for the others.
@@ -180,16 +183,16 @@ class RewardRunner:
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
         self.sources.report_changes()
-        calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and sample
-        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            begun = self._begun.pop(id(completion), None)
-            outcomes = begun.outcomes if begun is not None and begun.prompt is prompt else {}
+        calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
+        for place, trajectory in enumerate(trajectories):
+            begun = self._begun.pop(id(trajectory.turns), None)
+            outcomes = begun.outcomes if begun is not None else {}
             for function in range(len(self.functions)):
-                outcome = outcomes.get(function) or self._submit(function, prompt, completion)
-                calls[outcome] = (function, sample)
+                outcome = outcomes.get(function) or self._submit(function, trajectory)
+                calls[outcome] = (function, place)
         self._cancel_begun()
-        failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
-        tally = Tally(self.functions, len(prompts), failures, self._reported)
+        failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
+        tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
             for outcome in as_completed(calls):
                 tally.add(*calls[outcome], outcome.result())
@@ -217,8 +220,8 @@ class RewardRunner:
             self._opened = RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened
 
-    def _submit(self, function: int, prompt: "Prompt", completion: "Completion") -> "Future[Outcome]":
-        arguments = self.functions[function].select(_given(prompt, completion), prompt.columns)
+    def _submit(self, function: int, trajectory: "Trajectory") -> "Future[Outcome]":
+        arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
         return self._pool.submit(function, arguments)
 
     def _run_for(self, function: int, calls: Sequence[dict[str, Any]], seconds: float) -> dict[int, Outcome]:
@@ -229,13 +232,15 @@ class RewardRunner:
         return {outcomes[outcome]: outcome.result() for outcome in done}
 
 
-def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:
+def _given(trajectory: "Trajectory") -> dict[str, Any]:
+    prompt, text = trajectory.prompt.text, trajectory.final_text
     return {
-        "prompt": prompt.text,
-        "completion": completion.text,
-        "full_text": prompt.text + completion.text,
-        "num_tokens": len(completion.token_ids),
-        "is_truncated": completion.is_truncated,
+        "prompt": prompt,
+        "completion": text,
+        "full_text": prompt + text,
+        "num_tokens": trajectory.num_sampled,
+        "is_truncated": trajectory.is_truncated,
+        TURNS: [turn.message for turn in trajectory.turns],
     }
 
 
