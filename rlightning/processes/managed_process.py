@@ -123,7 +123,7 @@ class ManagedProcess:
         return cut("\n".join(self.log_lines()[-LOG_LINES:]))
 
 
-def python_command(module: str, *arguments: str, interpreter: str = sys.executable) -> list[str]:
+def python_command(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
     """Return the command that runs a module's ``main()`` in an interpreter, such as another environment's.
 
     It loads this very package, and finds nothing else of what is installed beside it. It needs Python 3.10 and msgpack.
@@ -131,6 +131,6 @@ def python_command(module: str, *arguments: str, interpreter: str = sys.executab
     Args:
         module: such as ``rlightning.environments.worker``.
         arguments: of the module.
-        interpreter: its path.
+        interpreter: its path; None: this process's.
     """
-    return [interpreter, str(BOOTSTRAP), module, *arguments]
+    return [interpreter or sys.executable, str(BOOTSTRAP), module, *arguments]

@@ -21,8 +21,8 @@ from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerP
 
 START_TIMEOUT = 300.0
 """Seconds in which a worker must have imported the functions' modules."""
-MAX_QUEUED = 4
-"""Calls that a worker of sync functions has at once: one that it runs, and others that it need not wait for."""
+MAX_QUEUED = 3
+"""Calls that a worker of sync functions has besides the one that it runs."""
 CALLERS = (" in run_call", " in await_result", " in _run_step")
 """Ends of the lines of a stack at which our own frames begin."""
 
@@ -46,7 +46,8 @@ class RewardPool:
                 python_command("rlightning.rewards.worker", ASYNC if is_async else SYNC),
                 name="A reward worker",
                 num_workers=1 if is_async else num_workers,
-                max_calls=MAX_CONCURRENT if is_async else MAX_QUEUED,
+                max_calls=MAX_CONCURRENT if is_async else 1,
+                max_queued=0 if is_async else MAX_QUEUED,
                 setup=[self._make_setup(is_async, sources)],
                 start_timeout=START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE if is_async else 0.0,

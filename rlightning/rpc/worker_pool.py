@@ -63,7 +63,8 @@ class WorkerPool:
         command: of a worker's process, a program that makes a :class:`~rlightning.rpc.worker.Worker`.
         name: of a worker, for errors.
         num_workers: processes at once.
-        max_calls: that a process has at once.
+        max_calls: that a process runs at once.
+        max_queued: further calls that a process has, while others wait, so that it need not wait for the next.
         setup: arguments of its ``setup``, called first.
         start_timeout: seconds for that.
         finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
@@ -79,12 +80,13 @@ class WorkerPool:
         name: str,
         num_workers: int,
         max_calls: int,
+        max_queued: int = 0,
         setup: Sequence[Any] = (),
         start_timeout: float = 300.0,
         finish_timeout: float = 0.0,
     ) -> None:
         self.command, self.name, self.setup = command, name, setup
-        self.num_workers, self.max_calls = num_workers, max_calls
+        self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
         self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
         self._workers: list[_Worker] = []
         self._lives: set[asyncio.Task[None]] = set()
@@ -166,8 +168,8 @@ class WorkerPool:
             if call.place.done():  # cancelled
                 self._waiting.popleft()
                 continue
-            is_full = len(self._workers) >= self.num_workers
-            free = [worker for worker in self._workers if worker.has_place(call, self.max_calls if is_full else 1)]
+            limit = self.max_calls + min(self.max_queued, len(self._waiting) // (2 * self.num_workers))
+            free = [worker for worker in self._workers if worker.has_place(call, limit)]
             if not free:
                 break
             self._waiting.popleft()

@@ -419,7 +419,9 @@ def test_worker_start_failure_raises_when_scored(make_runner: MakeRunner, monkey
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         runner.begin(trajectories)
-        with pytest.raises(RewardError, match="A reward worker died with exit code 1"):
+        with pytest.raises(
+            RewardError, match=r"A reward worker ended before it was ready \(exit code 1\), while it imported"
+        ):
             runner.score(trajectories)
     assert runner.score(trajectories).failed == 0
 
