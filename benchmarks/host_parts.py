@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import tempfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,15 @@ import numpy as np
 import torch
 from make_model import make_tokenizer
 
-from rlightning.callbacks.completions_table import completion_rows, write_parquet
 from rlightning.module.batching import balance, deal_groups
 from rlightning.module.metrics import rollout_metrics
 from rlightning.module.packing import split_microbatches
 from rlightning.objectives import group_advantages
+from rlightning.report.trajectories import summary_rows, trajectory_table, write_trajectories
 from rlightning.rewards import RewardRunner
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.vllm_engine import make_completions as read_completions
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.rollout.vllm_engine import make_samples
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 SAMPLES_PER_PROMPT = 8
 NUM_MINIBATCHES = 4
@@ -70,7 +71,7 @@ def make_prompts(size: Size) -> list[Prompt]:
     return [Prompt(i, f"{i}: " + "why? " * num_tokens, row.tolist(), {"answer": str(i)}) for i, row in enumerate(ids)]
 
 
-def make_completions(size: Size, *, texts: bool = False) -> list[list[Completion]]:
+def make_completions(size: Size, *, texts: bool = False) -> list[list[Sample]]:
     """Completions, a list a prompt, each with arrays of its own and, with ``texts``, four letters a token."""
     random = np.random.default_rng(2)
     ids = random.integers(VOCABULARY, size=3 * size.num_tokens)
@@ -80,16 +81,16 @@ def make_completions(size: Size, *, texts: bool = False) -> list[list[Completion
     for i, n in enumerate(size.lengths):
         start = i % size.num_tokens
         written = text[4 * start : 4 * (start + n)] if texts else ""
-        arrays = (ids[start : start + n].copy(), logprobs[start : start + n].copy(), np.zeros(n, np.int32))
-        flat.append(Completion(written, *arrays, "length" if i % 2 else "stop"))
+        arrays = (array("q", ids[start : start + n].tobytes()), array("f", logprobs[start : start + n].tobytes()))
+        flat.append(Sample(*arrays, array("i", [0]) * n, written, "length" if i % 2 else "stop"))
     return [flat[first : first + SAMPLES_PER_PROMPT] for first in range(0, len(flat), SAMPLES_PER_PROMPT)]
 
 
 def make_batch(size: Size, *, texts: bool = False) -> RolloutBatch:
     """A batch with rewards of 0, 1 and 2, and advantages."""
-    batch = RolloutBatch.pack(make_prompts(size), make_completions(size, texts=texts))
-    batch.rewards = (torch.arange(batch.num_sequences) * 7 % 3).float()
-    batch.reward_components = {"even": batch.rewards}
+    batch = RolloutBatch.pack(single_turns(make_prompts(size), make_completions(size, texts=texts)))
+    batch.rewards = (torch.arange(batch.num_trajectories) * 7 % 3).float()
+    batch.scores = {"even": batch.rewards}
     batch.advantages = batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
     return batch
 
@@ -102,9 +103,10 @@ def make_outputs(size: Size) -> list[Any]:
         outputs = []
         for one in group:
             starts = np.arange(len(one.token_ids)).tolist()
-            flat = SimpleNamespace(logprobs=one.logprobs.astype(float).tolist(), start_indices=starts)
+            flat = SimpleNamespace(logprobs=one.logprobs.tolist(), start_indices=starts)
             arrays = {"token_ids": one.token_ids.tolist(), "logprobs": flat}
-            outputs.append(SimpleNamespace(**one._asdict() | arrays, stop_reason=None))
+            texts = {"text": one.text, "finish_reason": one.finish_reason}
+            outputs.append(SimpleNamespace(**texts, **arrays, stop_reason=None))
         requests.append(SimpleNamespace(outputs=outputs))
     return requests
 
@@ -145,12 +147,12 @@ def trainer_messages(size: Size) -> Work:
     some = Size(min(size.num_completions, NUM_REQUESTS * SAMPLES_PER_PROMPT), size.num_tokens)
     for group in make_completions(some, texts=True):
         fields = ("token_ids", "logprobs", "weight_versions")
-        outputs = [{name: getattr(one, name) for name in fields} | {"end": None} for one in group]
+        outputs = [{name: np.asarray(getattr(one, name)) for name in fields} | {"end": None} for one in group]
         messages.append(pickle.dumps((1, "ok", outputs), pickle.HIGHEST_PROTOCOL))
 
-    def read() -> list[list[Completion]]:
+    def read() -> list[list[Sample]]:
         read = (pickle.loads(messages[i % len(messages)]) for i in range(size.num_prompts))
-        return [read_completions(files, [1], outputs) for _, _, outputs in read]
+        return [make_samples(files, [1], outputs) for _, _, outputs in read]
 
     return Work(read, sum(size.lengths))
 
@@ -158,7 +160,8 @@ def trainer_messages(size: Size) -> Work:
 def pack(size: Size) -> Work:
     """``RolloutBatch.pack``."""
     prompts, completions = make_prompts(size), make_completions(size)
-    return Work(lambda: RolloutBatch.pack(prompts, completions), RolloutBatch.pack(prompts, completions).num_tokens)
+    groups = single_turns(prompts, completions)
+    return Work(lambda: RolloutBatch.pack(groups), RolloutBatch.pack(groups).num_tokens)
 
 
 def concatenate_one(size: Size) -> Work:
@@ -229,18 +232,18 @@ def metrics(size: Size) -> Work:
 
 
 def rows(size: Size) -> Work:
-    """``completion_rows``, advantages among them."""
+    """``summary_rows``, advantages among them."""
     batch = make_batch(size, texts=True)
-    return Work(lambda: completion_rows(batch, 1), batch.num_tokens)
+    return Work(lambda: summary_rows(batch, 1), batch.num_tokens)
 
 
 def parquet(size: Size) -> Work:
-    """``write_parquet`` of these rows."""
+    """``write_trajectories`` of the batch's table."""
     batch = make_batch(size, texts=True)
-    made, path = completion_rows(batch, 1), Path(tempfile.mkdtemp()) / "rows.parquet"
+    made, path = trajectory_table(batch, 1), Path(tempfile.mkdtemp()) / "rows.parquet"
 
     def run() -> None:
-        write_parquet(made, path)
+        write_trajectories(made, path)
         path.unlink()
 
     return Work(run, batch.num_tokens)
@@ -261,8 +264,8 @@ def rewards(size: Size, function: Callable[..., Any]) -> Work:
     few = Size(max(size.num_prompts // CALLS_SHARE, 1) * SAMPLES_PER_PROMPT, size.num_tokens)
     batch = make_batch(few, texts=True)
     runner = RewardRunner([function], num_workers=1)
-    runner.score(batch.prompts[:1], batch.completions[:1])
-    return Work(lambda: runner.score(batch.prompts, batch.completions), batch.num_tokens)
+    runner.score(batch.trajectories[:1])
+    return Work(lambda: runner.score(batch.trajectories), batch.num_tokens)
 
 
 def sync_rewards(size: Size) -> Work:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from time import perf_counter
@@ -17,7 +18,7 @@ from rlightning.models.counts import model_flops
 from rlightning.parallel.device import memory_use, reset_peak, synchronize
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.run_dir import run_dir
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 COLUMNS = ("seconds", "tokens", "mfu", "six_n_mfu", "peak", "reserved", "graphs")
 
@@ -78,28 +79,28 @@ class SyntheticRollout(RLCallback, Generator):
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Completions with the log-probabilities of a sampler that knows nothing; the same in each run."""
         rng = np.random.default_rng(self.steps_begun)
         self.steps_begun += 1
         room = math.inf if self.steps_begun <= self.num_steps - self.short_steps else self.short_tokens
-        groups: list[list[Completion]] = []
+        groups: list[list[Sample]] = []
         for prompt in prompts:
             lengths = draw_lengths(sampling.max_new_tokens, num_samples, rng, is_variable=self.is_variable)
             tokens = sum(lengths) + len(lengths) * len(prompt.token_ids)
             is_room = tokens <= room or not groups
             groups.append([random_completion(length, self.vocabulary, rng) for length in lengths] if is_room else [])
             room -= tokens
-        return groups
+        return single_turns(prompts, groups)
 
 
-def random_completion(length: int, vocabulary: int, rng: np.random.Generator) -> Completion:
+def random_completion(length: int, vocabulary: int, rng: np.random.Generator) -> Sample:
     """As of a sampler that knows nothing, and so thinks all tokens equally likely."""
-    return Completion(
+    return Sample(
+        token_ids=array("q", rng.integers(vocabulary, size=length).tobytes()),
+        logprobs=array("f", [-math.log(vocabulary)]) * length,
+        weight_versions=array("i", [0]) * length,
         text="",
-        token_ids=rng.integers(vocabulary, size=length),
-        logprobs=np.full(length, -math.log(vocabulary), np.float32),
-        weight_versions=np.zeros(length, np.int32),
         finish_reason="length",
     )
 
@@ -212,7 +213,9 @@ class Stretch(RLCallback):
         rng = np.random.default_rng(0)
         num_new = self.length - len(prompt.token_ids)
         vocabulary = module.model_config.get_text_config().vocab_size
-        long = RolloutBatch.pack([prompt], [[random_completion(num_new, vocabulary, rng) for _ in range(self.count)]])
+        long = RolloutBatch.pack(
+            single_turns([prompt], [[random_completion(num_new, vocabulary, rng) for _ in range(self.count)]])
+        )
         long.rewards, long.advantages = torch.zeros(self.count), torch.ones(long.num_tokens)
         for field in fields(batch):
             setattr(batch, field.name, getattr(long, field.name))

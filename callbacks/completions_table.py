@@ -1,26 +1,32 @@
 """What the policy wrote, where people look: the console, the loggers, a Parquet file."""
 
 import logging
-import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from rlightning.atomic_save import written_aside
 from rlightning.console import is_live_terminal, show_log_lines
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.loop_ranks import rank_in
 from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
+from rlightning.report.trajectories import (
+    merge_tables,
+    spread_by_reward,
+    summary_rows,
+    trajectory_table,
+    write_trajectories,
+)
 from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
+
+if TYPE_CHECKING:
+    import pyarrow
 
 logger = logging.getLogger("rlightning")
 
@@ -28,10 +34,11 @@ logger = logging.getLogger("rlightning")
 class CompletionsTable(RunCallback):
     """Shows prompts, completions and rewards: some on the console, more in the loggers, all in Parquet files.
 
-    The files are ``<run>/completions/step_000012.parquet``, a row a completion (:func:`completion_rows` has the
-    columns). A process of higher rank writes its share beside it, as ``step_000012.rank1.parquet``; reading the
-    folder reads them all. Micro-batches of one step are in one file. W&B gets a table, TensorBoard a text, CSV nothing.
-    Where the disk takes no file, the run goes on without, and the tables of those steps are missing.
+    The files are ``<run>/completions/step_000012.parquet``, a row a trajectory, in full
+    (:mod:`rlightning.report.trajectories`). A process of higher rank writes its share beside it, as
+    ``step_000012.rank1.parquet``; reading the folder reads them all. Micro-batches of one step are in one file. W&B
+    gets a table, TensorBoard a text, CSV nothing. Where the disk takes no file, the run goes on without, and the tables
+    of those steps are missing.
 
     From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch.
     The loop's object may have ``default_root_dir`` (or give ``path``), ``global_step`` (finished steps; otherwise
@@ -62,7 +69,9 @@ class CompletionsTable(RunCallback):
         self.path = path
         self._num_steps = 0
         self._pending: tuple[int, RolloutBatch] | None = None
-        self._written: tuple[int, list[dict[str, Any]]] = (0, [])  # the newest step's, which may get more
+        self._step = 0  # the newest one that was written, which may get more
+        self._rows: list[dict[str, Any]] = []
+        self._table: pyarrow.Table | None = None
         self._is_updating = False
         self._effort = BestEffort("Completions")
 
@@ -92,7 +101,7 @@ class CompletionsTable(RunCallback):
 
     def drop_step(self) -> None:
         """Show nothing of a step that is begun again, and write its file anew."""
-        self._pending, self._written, self._is_updating = None, (0, []), False
+        self._pending, self._step, self._rows, self._table, self._is_updating = None, 0, [], None, False
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
         """Begin a step again whose update was cut short."""
@@ -140,16 +149,17 @@ class CompletionsTable(RunCallback):
         is_due = step == 1 or step % self.every_n_steps == 0
         if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
             return
-        rows = completion_rows(batch, step)
-        all_rows = merge_rows(self._written[1], rows) if step == self._written[0] else rows
-        self._written = (step, all_rows)
+        rows, is_more = summary_rows(batch, step), step == self._step
+        self._step, self._rows = step, [*(self._rows if is_more else ()), *rows]
         rank = rank_in(trainer)
         suffix = f".rank{rank}" if rank else ""
         with self._effort.writing():
-            write_parquet(all_rows, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
+            table = trajectory_table(batch, step)
+            self._table = table if self._table is None or not is_more else merge_tables(self._table, table)
+            write_trajectories(self._table, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
         if rank == 0 and rows:
             with self._effort.attempt():
-                self._log(getattr(trainer, "loggers", ()), spread_by_reward(all_rows, self.num_logged), step)
+                self._log(getattr(trainer, "loggers", ()), spread_by_reward(self._rows, self.num_logged), step)
             with self._effort.attempt():  # standard output may be a file
                 self._show(spread_by_reward(rows, self.num_console), step)
 
@@ -182,72 +192,6 @@ class CompletionsTable(RunCallback):
             prompt, completion = shorten(row["prompt"], 240, keep_end=True), shorten(row["completion"], 360)
             table.add_row(Text(prompt), Text(completion), f"{row['reward']:.3f}")
         get_console().print(table)
-
-
-def completion_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
-    """A dictionary a completion.
-
-    Its keys: step, group, prompt_index, prompt, completion, reward, ``reward/<function>`` for each reward function,
-    advantage (if it is there yet: that of the completion's first token), length in tokens, finish_reason.
-    """
-    num = batch.num_sequences
-    groups = batch.group_ids.tolist()
-    rewards = _column(batch.rewards, num)
-    components = {f"reward/{name}": _column(values, num) for name, values in batch.reward_components.items()}
-    advantages = None if batch.advantages is None else _first_advantages(batch)
-    rows = []
-    for i, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-        row: dict[str, Any] = {
-            "step": step,
-            "group": groups[i],
-            "prompt_index": prompt.index,
-            "prompt": prompt.text,
-            "completion": completion.text,
-            "reward": rewards[i],
-            **{name: values[i] for name, values in components.items()},
-        }
-        length = len(completion.token_ids)
-        if advantages is not None:
-            row["advantage"] = advantages[i] if length else 0.0
-        rows.append(row | {"length": length, "finish_reason": completion.finish_reason})
-    return rows
-
-
-def merge_rows(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of two micro-batches, their groups numbered through."""
-    first = 1 + max((row["group"] for row in earlier), default=-1)
-    return earlier + [row | {"group": row["group"] + first} for row in rows]
-
-
-def _first_advantages(batch: RolloutBatch) -> list[float]:
-    """Of the token after each prompt, which is another sequence's where a completion is empty."""
-    assert batch.advantages is not None
-    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in batch.prompts], dtype=torch.int64)
-    first = batch.cu_seqlens[:-1] + prompt_lengths.to(batch.cu_seqlens.device)
-    return batch.advantages[first.clamp(max=batch.num_tokens - 1)].float().tolist()
-
-
-def _column(values: Tensor | None, num: int) -> list[float]:
-    return [math.nan] * num if values is None else values.float().tolist()
-
-
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows so that a reader sees all of them or no file."""
-    # Half a second that only a written table should cost.
-    import pyarrow
-    import pyarrow.parquet
-
-    with written_aside(path) as aside:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
-
-
-def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
-    """``num`` rows from the highest reward to the lowest, evenly spread: two of them are the best and the worst."""
-    ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
-    if num >= len(ranked):
-        return ranked
-    last = max(num - 1, 1)
-    return [ranked[i * (len(ranked) - 1) // last] for i in range(num)]
 
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:

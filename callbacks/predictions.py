@@ -13,7 +13,7 @@ from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.loop_ranks import num_ranks_in, rank_in
 from rlightning.report.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 logger = logging.getLogger("rlightning")
 
@@ -31,7 +31,7 @@ class JSONLPredictions(RLCallback):
     begun with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
 
     From a loop that is not Lightning's it needs ``on_predict_start``, ``on_predict_batch_end`` with a ``list[(Prompt,
-    list[Completion])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
+    list[Trajectory])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
     ``path`` is given. :meth:`is_done` tells the loop which prompts it can leave out.
 
     Args:
@@ -85,27 +85,27 @@ class JSONLPredictions(RLCallback):
             )
         return True
 
-    def on_predict_prompt_end(self, trainer: Any, module: Any, prompt: Prompt, completions: list[Completion]) -> None:
+    def on_predict_prompt_end(self, trainer: Any, module: Any, prompt: Prompt, trajectories: list[Trajectory]) -> None:
         """Write a prompt before the others of its batch are complete."""
         if not self.is_done(prompt):
-            self._open_file.write(prompt, completions)
+            self._open_file.write(prompt, trajectories)
         self._written[prompt.index] += 1
 
     def on_predict_batch_end(
         self,
         trainer: Any,
         module: Any,
-        outputs: list[tuple[Prompt, list[Completion]]],
+        outputs: list[tuple[Prompt, list[Trajectory]]],
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Write what has not been written yet."""
-        for prompt, completions in outputs:
+        for prompt, trajectories in outputs:
             if self._written[prompt.index]:
                 self._written[prompt.index] -= 1
             elif not self.is_done(prompt):
-                self._open_file.write(prompt, completions)
+                self._open_file.write(prompt, trajectories)
         self._written.clear()
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:

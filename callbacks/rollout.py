@@ -18,7 +18,7 @@ from rlightning.rollout.requests import RandomStreams, check_own_limit, check_re
 from rlightning.rollout.sampler import Request
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class RolloutCallback(RLCallback, Generator):
     @abstractmethod
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sync the weights if need be, and sample; a collective.
 
         Args:
@@ -202,7 +202,7 @@ class RolloutCallback(RLCallback, Generator):
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
 
         The sampler is sent the weights first, if need be.

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 
 from rlightning.atomic_save import written_aside
-from rlightning.callbacks.completions_table import completion_rows, spread_by_reward
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
@@ -20,6 +19,7 @@ from rlightning.parallel.execution_mode import is_controller
 from rlightning.parallel.loop_ranks import rank_in
 from rlightning.phases import PhaseTimer
 from rlightning.report import History, Run, render
+from rlightning.report.trajectories import spread_by_reward, summary_rows
 from rlightning.run_dir import run_dir
 from rlightning.types import RolloutBatch
 
@@ -111,7 +111,7 @@ class RunReport(PhaseTimer):
     def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         """Keep a few completions of the first step, and of the newest."""
         super().on_reward_end(trainer, module, batch)
-        rows = spread_by_reward(completion_rows(batch, self._step + 1), self.num_samples)
+        rows = spread_by_reward(summary_rows(batch, self._step + 1), self.num_samples)
         if rows:
             if self._step == 0 or "early" not in self._samples:  # until it is over, the first step may begin again
                 self._samples["early"] = rows

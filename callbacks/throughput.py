@@ -30,7 +30,7 @@ class Throughput(PhaseTimer):
     callback must be on every rank. MFU needs the model's configuration of transformers as the module's
     ``model_config``, a CUDA device in the table of ``rlightning/memory_plan/devices.py``, and an update that has waited
     for the device before ``on_update_end``, as reading a metric from it does. It is that of this rank's share, in
-    which each completion is trained on once, or with a ``module.plan`` (of RLModule) in each epoch.
+    which each trajectory is trained on once, or with a ``module.plan`` (of RLModule) in each epoch.
 
     Example::
 
@@ -90,8 +90,6 @@ def device_peak(device: torch.device | None) -> float | None:
 def update_flops(module: Any, batch: RolloutBatch) -> float:
     """Operations of an update of this rank: see :mod:`rlightning.models.counts`. 0 where the model is not known.
 
-    Read from what the batch has on the host: nothing waits for the device.
-
     Args:
         module: with a ``model_config``; see :class:`Throughput`.
         batch: this rank's share. The output layer is computed for its completions alone.
@@ -99,10 +97,8 @@ def update_flops(module: Any, batch: RolloutBatch) -> float:
     config = getattr(module, "model_config", None)
     if not isinstance(config, PreTrainedConfig):
         return 0.0
-    predicted = torch.tensor([len(completion.token_ids) for completion in batch.completions])
-    prompts = torch.tensor([len(prompt.token_ids) for prompt in batch.prompts])
     epochs = getattr(getattr(module, "plan", None), "epochs_per_rollout", 1)
-    flops = float(sequence_flops(config, prompts + predicted, predicted).sum())
+    flops = float(sequence_flops(config, batch.lengths, batch.sampled_lengths).sum())
     return flops * epochs / getattr(module, "tensor_parallel_size", 1)
 
 

@@ -18,7 +18,7 @@ from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import Request
 from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import Completion, RolloutBatch
+from rlightning.types import RolloutBatch, Trajectory
 
 
 class TransformersRollout(RolloutCallback):
@@ -115,7 +115,7 @@ class TransformersRollout(RolloutCallback):
 
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Take the actor's weights, if they have changed, and sample."""
         assert self._collector is not None
         if any_rank(self.sampler.weight_version != self._module.weight_version, name="weights are there"):
@@ -124,11 +124,12 @@ class TransformersRollout(RolloutCallback):
             GroupRequest(prompt.token_ids, group_sampling(sampling, prompt, stream), num_samples)
             for prompt, stream in requests
         ]
-        done: dict[int, list[Completion]] = {}
-        for place, completions in self._collector.collect(groups):
-            done[place] = completions
+        done: dict[int, list[Trajectory]] = {}
+        for place, samples in self._collector.collect(groups):
+            prompt = requests[place][0]
+            done[place] = [Trajectory.single_turn(prompt, sample) for sample in samples]
             if on_completed is not None:
-                on_completed(requests[place][0], completions)
+                on_completed(prompt, done[place])
         return [done[place] for place in range(len(requests))]
 
     def _sync_weights(self) -> None:

@@ -29,7 +29,7 @@ from rlightning.rollout.sampler import Request
 from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 if TYPE_CHECKING:
     from rlightning.rollout.ray_engines import RayEngines
@@ -281,7 +281,7 @@ class VLLMRollout(RolloutCallback):
         """Go on with what was in flight."""
         groups = state_dict.get("in_flight", {"groups": []})["groups"]
         if self.options.placement == "colocated":
-            groups = [group | {"completions": None} for group in groups]  # complete or not, they begin again
+            groups = [group | {"trajectories": None} for group in groups]  # complete or not, they begin again
         self.in_flight.load_state_dict({"groups": groups})
 
     # Sampling
@@ -292,7 +292,7 @@ class VLLMRollout(RolloutCallback):
 
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Wake the engines, send them the weights, and sample.
 
         Raises:
@@ -307,8 +307,8 @@ class VLLMRollout(RolloutCallback):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Hand in prompts and get as many completed ones; with some in flight, perhaps others that came before.
+    ) -> list[list[Trajectory]]:
+        """Hand in prompts and get the trajectories of as many; with some in flight, perhaps others that came before.
 
         ``max_staleness`` steps' worth of further prompts keep the engines busy while the actor is updated.
 
@@ -321,14 +321,14 @@ class VLLMRollout(RolloutCallback):
             take_prompts: gives this rank that many further prompts; without it there are no others than those given.
 
         Returns:
-            Prompts, and for each its completions.
+            The trajectories of each.
         """
         plan = getattr(self._module, "plan", None)
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
         per_step = sum(number for number, _ in counts) if plan is None else plan.prompts_per_step
         ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
         if not ahead and not in_flight:
-            return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+            return self.generate(prompts, num_samples, sampling, on_completed)
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
         requests = self._streams.assign(prompts, sampling, self._module.weight_version)
@@ -348,7 +348,7 @@ class VLLMRollout(RolloutCallback):
         )
         self.last = consumed.metrics
         log_metrics(self._module, consumed.metrics)
-        return consumed.prompts, consumed.completions
+        return consumed.groups
 
     @property
     def _running_engines(self) -> EngineGroup | StandaloneEngines:

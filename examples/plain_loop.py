@@ -42,7 +42,7 @@ class Policy:
         return self.logprobs(batch.to(self.device))
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """[T], 0 on prompts."""
+        """[T], 0 where not sampled."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return packed_logprobs(self.model, batch)[0]
 
@@ -59,13 +59,12 @@ def main(model_path: str, num_steps: int = 10, run_dir: str = "runs/plain_loop")
     rollout.setup(loop, policy, "fit")
     try:
         while len(rewards) < num_steps:
-            completions = rollout.generate(prompts, 8, rollout.sampling)
-            batch = RolloutBatch.pack(prompts, completions).to(policy.device)
+            batch = RolloutBatch.pack(rollout.generate(prompts, 8, rollout.sampling)).to(policy.device)
             fire(loop, policy, "on_rollout_end", batch)
             shares = [sum(c.isdigit() for c in one.text) / max(len(one.text), 1) for one in batch.completions]
             reward = torch.tensor(shares, device=policy.device).view(len(prompts), 8)
             advantages = batch.to_tokens((reward - reward.mean(1, keepdim=True)).flatten())
-            (-(advantages * policy.logprobs(batch)).sum() / batch.completion_mask.sum()).backward()
+            (-(advantages * policy.logprobs(batch)).sum() / batch.is_sampled.sum()).backward()
             optimizer.step()
             optimizer.zero_grad()
             policy.weight_version += 1  # the engine is sent the weights when it is next asked

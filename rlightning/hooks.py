@@ -32,7 +32,7 @@ from rlightning.console import show_log_lines
 from rlightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlightning.types import Completion, Prompt, RolloutBatch
+    from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 
 class RLCallback(CheckedArguments, Callback):
@@ -63,7 +63,7 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is there, NaN where a reward failed; those completions are dropped next."""
+        """Called when ``batch.rewards`` is there, NaN where a reward failed; those trajectories are dropped next."""
 
     def on_update_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is there."""
@@ -87,9 +87,9 @@ class RLCallback(CheckedArguments, Callback):
         """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
 
     def on_predict_prompt_end(
-        self, trainer: Any, module: Any, prompt: "Prompt", completions: "list[Completion]"
+        self, trainer: Any, module: Any, prompt: "Prompt", trajectories: "list[Trajectory]"
     ) -> None:
-        """Called in a prediction when all completions of a prompt are there, and others of its batch are not.
+        """Called in a prediction when all trajectories of a prompt are there, and others of its batch are not.
 
         Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
         """

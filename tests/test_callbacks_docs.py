@@ -3,18 +3,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
 import rlightning.callbacks
 from rlightning.hooks import RLCallback, fire
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 PAGE = (Path(__file__).parents[1] / "docs" / "callbacks.md").read_text(encoding="utf-8")
 
-COMPLETION = Completion("2", np.array([7]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+COMPLETION = Sample([7], [0.0], [0], "2", "stop")
 
 
 def blocks(language: str) -> list[str]:
@@ -22,11 +21,11 @@ def blocks(language: str) -> list[str]:
 
 
 class Policy:
-    def generate(self, prompts: list[Prompt]) -> list[list[Completion]]:
-        return [[COMPLETION] for _ in prompts]
+    def generate(self, prompts: list[Prompt]) -> list[list[Trajectory]]:
+        return single_turns(prompts, [[COMPLETION] for _ in prompts])
 
     def reward(self, batch: RolloutBatch) -> torch.Tensor:
-        return torch.ones(batch.num_sequences)
+        return torch.ones(batch.num_trajectories)
 
     def update(self, batch: RolloutBatch) -> None:
         assert batch.rewards is not None
@@ -54,7 +53,7 @@ def test_the_callback_of_ones_own() -> None:
         callbacks = (callback,)
         should_stop = False
 
-    batch = RolloutBatch.pack([Prompt(0, "1+1=", [5], {})], [[COMPLETION]])
+    batch = RolloutBatch.pack(single_turns([Prompt(0, "1+1=", [5], {})], [[COMPLETION]]))
     batch.rewards = torch.ones(1)
     fire(loop := Loop(), Policy(), "on_update_end", batch)
     assert loop.should_stop

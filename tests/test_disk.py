@@ -29,7 +29,7 @@ from rlightning.errors import SaveError
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.report.loggers import MetricsFile, adapt_loggers
 from rlightning.report.prediction_file import PredictionFile
-from rlightning.types import Prompt
+from rlightning.types import Prompt, Trajectory
 
 OBSERVERS = ("Metrics of CSVLogger", "Metrics of TensorBoardLogger", "Completions", "Reports")
 
@@ -188,8 +188,8 @@ def test_disk_errors_are_told_from_others(tmp_path: Path) -> None:
 
 def test_predictions_go_on_after_a_full_disk(full_disk: Disk) -> None:
     path = full_disk.folder / "predictions.jsonl"
-    completions = [make_completion([1] * 3000)]
     prompts = [Prompt(index, f"prompt {index}", [1], {}) for index in range(3)]
+    completions = [Trajectory.single_turn(prompts[0], make_completion([1] * 3000))]
     file = PredictionFile(path, {})
     file.open()
     file.write(prompts[0], completions)

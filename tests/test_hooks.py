@@ -57,7 +57,7 @@ class Recorder(RLCallback):
         self.calls.append("on_rollout_start")
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        assert batch.rewards is None and batch.completion_mask.any()
+        assert batch.rewards is None and batch.is_sampled.any()
         self.calls.append("on_rollout_end")
 
     def on_reward_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:

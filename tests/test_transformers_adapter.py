@@ -12,7 +12,7 @@ from rlightning.callbacks import CompletionsTable, SaveHF
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
 from rlightning.transformers_adapter import TransformersAdapter
-from rlightning.types import Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, single_turns
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
@@ -45,7 +45,9 @@ class Rewarding(Trainer):
     adapter: TransformersAdapter
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        batch = RolloutBatch.pack([Prompt(0, "1+", [2, 11], {})], [[make_completion([3]), make_completion([4, 0])]])
+        batch = RolloutBatch.pack(
+            single_turns([Prompt(0, "1+", [2, 11], {})], [[make_completion([3]), make_completion([4, 0])]])
+        )
         fire(self.adapter, model, "on_rollout_end", batch)
         batch.rewards = torch.tensor([0.0, 1.0])
         fire(self.adapter, model, "on_reward_end", batch)

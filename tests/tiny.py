@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +18,7 @@ from rlightning.data import PromptDataModule
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Generator, OnCompleted, Sampling
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
 MAX_NEW_TOKENS = 6
@@ -86,14 +85,14 @@ def save_weights(folder: Path, vocab_size: int, seed: int, **config: Any) -> str
     return str(folder)
 
 
-def make_completion(token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Completion:
+def make_completion(token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Sample:
     """A completion of the given tokens; it is truncated unless token 0 ends it."""
     characters = {token: character for character, token in VOCABULARY.items() if token}
-    return Completion(
+    return Sample(
+        token_ids=token_ids,
+        logprobs=[0.0] * len(token_ids) if logprobs is None else logprobs,
+        weight_versions=[version] * len(token_ids),
         text="".join(characters[token] for token in token_ids if token),
-        token_ids=np.array(token_ids, np.int64),
-        logprobs=np.array([0.0] * len(token_ids) if logprobs is None else logprobs, np.float32),
-        weight_versions=np.full(len(token_ids), version, np.int32),
         finish_reason="stop" if token_ids and token_ids[-1] == 0 else "length",
     )
 
@@ -121,14 +120,15 @@ class ActorGenerator(Generator):
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Sample ``num_samples`` completions of each prompt."""
-        return [
+        samples = [
             [self._complete(prompt, sample, sampling.of(prompt)) for sample in range(num_samples)] for prompt in prompts
         ]
+        return single_turns(prompts, samples)
 
     @torch.no_grad()
-    def _complete(self, prompt: Prompt, sample: int, sampling: Sampling) -> Completion:
+    def _complete(self, prompt: Prompt, sample: int, sampling: Sampling) -> Sample:
         version = self.module.weight_version
         random = torch.Generator().manual_seed((version * 1000 + prompt.index) * 1000 + sample)
         token_ids = list(prompt.token_ids)
@@ -232,7 +232,7 @@ def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
 def make_batch(groups: Sequence[Sequence[Sequence[int]]], prompt: Sequence[int] = (1, 2)) -> RolloutBatch:
     """A batch of completions given by their tokens, all after the same prompt tokens."""
     prompts = [Prompt(i, "01", list(prompt), {}) for i in range(len(groups))]
-    return RolloutBatch.pack(prompts, [[make_completion(tokens) for tokens in group] for group in groups])
+    return RolloutBatch.pack(single_turns(prompts, [[make_completion(tokens) for tokens in group] for group in groups]))
 
 
 def copy_weights(module: RLModule) -> dict[str, torch.Tensor]:

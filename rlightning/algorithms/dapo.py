@@ -62,7 +62,7 @@ class DAPO(GroupModule):
         self.overlong_cache = overlong_cache
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The reward functions' rewards and the overlong penalty: [N]."""
+        """The reward functions' rewards and the overlong penalty: [M]."""
         rewards = super().compute_rewards(batch)
         limit = self.sampling.max_new_tokens
         cache = limit // 5 if self.overlong_cache is None else self.overlong_cache
@@ -75,16 +75,16 @@ class DAPO(GroupModule):
         limits = torch.tensor([self.sampling.of(prompt).max_new_tokens for prompt in batch.prompts])
         caches = limits // 5 if self.overlong_cache is None else limits.clamp(max=cache)
         penalty = overlong_penalty(batch.completion_lengths, limits, caches).to(rewards.device)
-        batch.reward_components[OVERLONG] = penalty
+        batch.scores[OVERLONG] = penalty
         return rewards + penalty
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Completions of groups that say something about what is better: [N] bool."""
+        """Completions of groups that say something about what is better: [M] bool."""
         return has_signal(self.compared_rewards(batch), batch.group_ids)
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards before the overlong penalty: [N]."""
-        penalty = batch.reward_components.get(OVERLONG)
+        """The rewards before the overlong penalty: [M]."""
+        penalty = batch.scores.get(OVERLONG)
         rewards = super().compared_rewards(batch)
         return rewards if penalty is None else rewards - penalty
 

@@ -36,7 +36,7 @@ class GRPO(GroupModule):
         dual_clip: float | None = None,
         scale_by_std: bool = True,
         kl_coef: float = 0.0,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         check_clip(clip_low, clip_high, dual_clip)

@@ -30,7 +30,7 @@ class GSPO(GroupModule):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         check_clip(clip_low, clip_high)
@@ -45,5 +45,5 @@ class GSPO(GroupModule):
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of each token's sequence: [T]."""
         assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.completion_mask, batch.cu_seqlens)
+        log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.is_sampled, batch.cu_seqlens)
         return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

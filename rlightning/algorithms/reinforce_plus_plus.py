@@ -68,14 +68,14 @@ class REINFORCEPlusPlus(RLModule):
         self.discount = discount
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards as they are: [N]. :meth:`compute_advantages` charges each token for its own divergence."""
+        """The rewards as they are: [M]. :meth:`compute_advantages` charges each token for its own divergence."""
         assert batch.rewards is not None
         return batch.rewards
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Returns to go, whitened over the batch and all ranks: [T]."""
         returns = token_returns(self._token_rewards(batch), batch.cu_seqlens, discount=self.discount)
-        return whiten(returns, batch.completion_mask, self.all_sum)
+        return whiten(returns, batch.is_sampled, self.all_sum)
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of each token: [T]."""
@@ -84,15 +84,15 @@ class REINFORCEPlusPlus(RLModule):
         return clipped_loss(log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def _token_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The completion's reward on its last token, less each token's KL: [T]."""
+        """The trajectory's reward on the last token of each of its branches, less each token's KL: [T]."""
         assert batch.rewards is not None
         ends = batch.cu_seqlens[1:].long() - 1
-        rewards = batch.rewards.new_zeros(batch.num_tokens).index_add(0, ends, batch.rewards)
+        rewards = batch.rewards.new_zeros(batch.num_tokens).index_add(0, ends, batch.rewards[batch.trajectory_ids])
         if self.kl_coef and self.kl_placement == "reward":
             assert batch.ref_logprobs is not None
             logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
             kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
-            rewards = rewards - self.kl_coef * torch.where(batch.completion_mask, kl, 0)
+            rewards = rewards - self.kl_coef * torch.where(batch.is_sampled, kl, 0)
         return rewards
 
 
@@ -127,7 +127,7 @@ class REINFORCEPlusPlusBaseline(GroupModule):
         """Rewards less their group's mean, whitened over the tokens of the batch and all ranks: [T]."""
         assert batch.rewards is not None
         centred = batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
-        return whiten(centred, batch.completion_mask, self.all_sum)
+        return whiten(centred, batch.is_sampled, self.all_sum)
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of each token: [T]."""

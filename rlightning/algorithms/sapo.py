@@ -27,7 +27,7 @@ class SAPO(GroupModule):
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
-        loss_aggregation: Aggregation = "sequence_mean",
+        loss_aggregation: Aggregation = "trajectory_mean",
         **kwargs: Any,
     ) -> None:
         check_positive("temperature_positive", temperature_positive)

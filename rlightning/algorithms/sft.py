@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.hooks import fire
 from rlightning.module import RLModule
 from rlightning.module.batching import balance
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
 class SFT(RLModule):
@@ -50,15 +49,15 @@ class SFT(RLModule):
         return [self.completion_column]
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Pack each prompt with the completion of its row; N is the number of prompts."""
+        """Pack each prompt with the completion of its row; M is the number of prompts."""
         fire(self.trainer, self, "on_rollout_start", prompts)
         batch = self._pack(prompts)
         fire(self.trainer, self, "on_rollout_end", batch)
         return batch
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Zeros [N]: nothing is judged."""
-        return torch.zeros(batch.num_sequences, dtype=torch.float32)
+        """Zeros [M]: nothing is judged."""
+        return torch.zeros(batch.num_trajectories, dtype=torch.float32)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Ones [T]: every token of the data is as good as any other."""
@@ -80,7 +79,7 @@ class SFT(RLModule):
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
-        mask = batch.completion_mask
+        mask = batch.is_sampled
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()
         name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]
         # Weighted by tokens, batches of unequal length average to the mean over all tokens.
@@ -93,19 +92,19 @@ class SFT(RLModule):
         )
 
     def _pack(self, prompts: list[Prompt]) -> RolloutBatch:
-        return RolloutBatch.pack(prompts, [[self._completion(prompt)] for prompt in prompts])
+        return self.batch_type.pack(single_turns(prompts, [[self._completion(prompt)] for prompt in prompts]))
 
-    def _completion(self, prompt: Prompt) -> Completion:
+    def _completion(self, prompt: Prompt) -> Sample:
         tokens = prompt.completion_ids
         if tokens is None:
             raise ConfigError(
                 f"Prompt {prompt.index} has no completion_ids. Build it with PromptFormat(completion_column="
                 f"'{self.completion_column}'), as PromptDataModule does."
             )
-        return Completion(
+        return Sample(
+            token_ids=tokens,
+            logprobs=[0.0] * len(tokens),
+            weight_versions=[self.weight_version] * len(tokens),
             text=str(prompt.columns[self.completion_column]),
-            token_ids=np.array(tokens, np.int64),
-            logprobs=np.zeros(len(tokens), np.float32),
-            weight_versions=np.full(len(tokens), self.weight_version, np.int32),
             finish_reason="stop",
         )

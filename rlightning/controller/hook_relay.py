@@ -15,6 +15,7 @@ from rlightning.controller.commands import Fired, Inbox
 from rlightning.controller.rtensor import localize, remotize, remotize_own
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
+from rlightning.types.axes import split_lists
 
 log = logging.getLogger(__name__)
 
@@ -37,28 +38,29 @@ class BatchPart:
     Attributes:
         num_tokens: of this rank.
         num_sequences: of this rank.
-        tensors: the batch without prompts and completions, with handles in place of its tensors; None on a rank that
-            stores nothing.
-        texts: handle to the prompts and completions, pickled: [bytes] uint8.
+        num_trajectories: of this rank.
+        tensors: the batch without its lists, with handles in place of its tensors; None on a rank that stores nothing.
+        lists: handle to its lists by field, pickled: [bytes] uint8.
         is_head: whether this is the first of the tensor-parallel ranks.
     """
 
     num_tokens: int
     num_sequences: int
+    num_trajectories: int
     tensors: Any
-    texts: Any
+    lists: Any
     is_head: bool
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
         """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
-        texts = torch.frombuffer(
-            bytearray(pickle.dumps((batch.prompts, batch.completions), pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
-        )
+        tensors, lists = split_lists(batch)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = remotize if hook in GLOBAL_GROUPS else remotize_own
-        stored = store((replace(batch, prompts=[], completions=[]), texts), label=hook)
-        tensors, handle = (None, None) if stored is None else stored
-        return cls(batch.num_tokens, batch.num_sequences, tensors, handle, is_head)
+        stored = store((tensors, pickled), label=hook)
+        stored_tensors, handle = (None, None) if stored is None else stored
+        sizes = (batch.num_tokens, batch.num_sequences, batch.num_trajectories)
+        return cls(*sizes, stored_tensors, handle, is_head)
 
 
 class RemoteBatch:
@@ -88,15 +90,19 @@ class RemoteBatch:
         """``N``, over all ranks."""
         return sum(part.num_sequences for part in self.parts)
 
+    @property
+    def num_trajectories(self) -> int:
+        """``M``, over all ranks."""
+        return sum(part.num_trajectories for part in self.parts)
+
     def fetch(self) -> RolloutBatch:
         """The batch itself, on this host."""
         if self._batch is None:
-            stored = [(part.tensors, part.texts) for part in self.parts if part.tensors is not None]
+            stored = [(part.tensors, part.lists) for part in self.parts if part.tensors is not None]
             batches = []
-            for batch, texts in localize(stored):
-                prompts, completions = pickle.loads(texts.numpy().data)
-                batches.append(replace(batch, prompts=prompts, completions=completions))
-            self._batch = RolloutBatch.concatenate(batches)
+            for batch, pickled in localize(stored):
+                batches.append(replace(batch, **pickle.loads(pickled.numpy().data)))
+            self._batch = type(batches[0]).concatenate(batches)
             if self.has_global_groups:
                 self._batch.group_ids = torch.cat([batch.group_ids for batch in batches])
         return self._batch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from rlightning.rollout import Sampler, Sampling
-from rlightning.types import Completion
+from rlightning.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Collector:
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
 
-    def collect(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
+    def collect(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Sample]]]:
         """Complete requests; what is under way when the caller stops taking is cancelled.
 
         Yields:
@@ -51,7 +51,7 @@ class Collector:
         Raises:
             EngineError: the sampler cannot go on.
         """
-        finished: SimpleQueue[tuple[int, list[Completion]] | BaseException] = SimpleQueue()
+        finished: SimpleQueue[tuple[int, list[Sample]] | BaseException] = SimpleQueue()
         work = asyncio.run_coroutine_threadsafe(self._collect(requests, finished), self._loop)
         try:
             for _ in requests:
@@ -72,7 +72,7 @@ class Collector:
     async def _collect(
         self,
         requests: Sequence[GroupRequest],
-        finished: "SimpleQueue[tuple[int, list[Completion]] | BaseException]",
+        finished: "SimpleQueue[tuple[int, list[Sample]] | BaseException]",
     ) -> None:
         async def complete(place: int, request: GroupRequest) -> None:
             completions = await self.sampler.sample(

@@ -16,7 +16,7 @@ from rlightning.types import RolloutBatch
 def packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float = 1.0, needs_entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each completion token under the model.
+    """Log-probability and entropy of each sampled token under the model.
 
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
@@ -26,7 +26,7 @@ def packed_logprobs(
         needs_entropy_grad: whether the entropies are differentiated.
 
     Returns:
-        [T] log-probabilities and [T] entropies in nats, float32; 0 outside the completion mask.
+        [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled.
     """
     if isinstance(model, FSDPModule):
         # The same as a method, around which FSDP gathers the weights that are used outside of forward().
@@ -49,7 +49,7 @@ def compute_packed_logprobs(
         max_length_q=batch.max_length,
         max_length_k=batch.max_length,
     ).last_hidden_state[0]
-    asked = batch.completion_index
+    asked = batch.sampled_index
     temperatures = batch.temperatures(temperature)
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(

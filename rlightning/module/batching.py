@@ -1,4 +1,4 @@
-"""From each rank's own completions to each data-parallel rank's share of the update.
+"""From each rank's own trajectories to each data-parallel rank's share of the update.
 
 Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more work would let the others wait
 in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
@@ -32,11 +32,11 @@ def balance(
     """Move whole groups between ranks, so that data-parallel ranks have about as much work with each minibatch.
 
     Args:
-        batch: this rank's completions, on the CPU.
+        batch: this rank's trajectories, on the CPU.
         costs: of each sequence [N]; its tokens by default.
         num_minibatches: that the groups will be dealt out to, each of which is balanced.
         seed: of the deal (:func:`deal_groups`).
-        tensor_parallel_size: so many neighbouring ranks get the same sequences.
+        tensor_parallel_size: so many neighbouring ranks get the same trajectories.
 
     Returns:
         This rank's share, on the CPU; its ``group_ids`` are numbers in ``range(groups of all ranks)``, ascending.
@@ -45,22 +45,24 @@ def balance(
     if world_size() == 1:
         batch.group_ids = group
         return batch
-    own_costs = torch.zeros(len(local_ids), dtype=torch.float64).index_add(0, group, costs(batch).double()).tolist()
+    group_of_sequence = group[batch.trajectory_ids]
+    group_costs = torch.zeros(len(local_ids), dtype=torch.float64)
+    own_costs = group_costs.index_add(0, group_of_sequence, costs(batch).double()).tolist()
     tables = gather_objects(own_costs, name="groups to share out")
     first = sum(len(table) for table in tables[: global_rank()])
     all_costs = [cost for table in tables for cost in table]
     minibatches = deal_groups(len(all_costs), num_minibatches, seed)[0]
     owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
-    owner_of_sequence = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
+    owner_of_trajectory = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
     batch.group_ids = group + first
     parcels = {}
-    for data_parallel_rank in set(owner_of_sequence.tolist()):
-        share = batch.select((owner_of_sequence == data_parallel_rank).nonzero()[:, 0])
+    for data_parallel_rank in set(owner_of_trajectory.tolist()):
+        share = batch.select((owner_of_trajectory == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
             parcels[data_parallel_rank * tensor_parallel_size + neighbour] = share
     received = list(exchange(parcels, name="share out groups").values()) or [batch.select([])]
     numbers = torch.cat([share.group_ids for share in received])
-    merged = RolloutBatch.concatenate(received)
+    merged = type(batch).concatenate(received)
     merged.group_ids = numbers
     return merged
 

@@ -30,24 +30,25 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     Args:
         batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
             of the last prompts: then all values are 0, and weigh nothing.
-        num_samples: completions a prompt.
+        num_samples: trajectories a prompt; a group of fewer, of which some were not sampled, has no pass@k above them.
 
     Returns:
         reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
     """
     assert batch.rewards is not None
-    decisive = next(iter(batch.reward_components.values()), batch.rewards)
+    decisive = next(iter(batch.scores.values()), batch.rewards)
     passed = Counter(batch.group_ids[decisive >= PASS_REWARD].tolist())
-    groups = sorted(set(batch.group_ids.tolist()))
-    num_sequences = max(batch.num_sequences, 1)
+    groups = Counter(batch.group_ids.tolist())
+    num_trajectories = max(batch.num_trajectories, 1)
     result = {
-        "reward": batch.rewards.nan_to_num().sum().item() / num_sequences,
-        "length": batch.completion_lengths.sum().item() / num_sequences,
-        "truncated": sum(c.is_truncated for c in batch.completions) / num_sequences,
+        "reward": batch.rewards.nan_to_num().sum().item() / num_trajectories,
+        "length": batch.completion_lengths.sum().item() / num_trajectories,
+        "truncated": sum(one.is_truncated for one in batch.trajectories) / num_trajectories,
     }
     k = 1
     while k <= num_samples:
-        result[f"pass@{k}"] = sum(pass_at_k(num_samples, passed[g], k) for g in groups) / max(len(groups), 1)
+        tried = {group: number for group, number in groups.items() if number >= k}
+        result[f"pass@{k}"] = sum(pass_at_k(n, passed[g], k) for g, n in sorted(tried.items())) / max(len(tried), 1)
         k *= 2
     return result
 
@@ -67,8 +68,8 @@ def score_validation_prompts(module: Any, prompts: list[Prompt], chosen: "Valida
         chosen: the set.
     """
     sampling = validation_sampling(module.sampling, chosen)
-    completions = module.generator.generate(prompts, chosen.samples_per_prompt, sampling, module.begin_rewards)
-    batch = RolloutBatch.pack(prompts, completions)
+    groups = module.generator.generate(prompts, chosen.samples_per_prompt, sampling, module.begin_rewards)
+    batch = module.select_sampled(module.batch_type.pack(groups))
     batch.rewards = module.compute_rewards(batch)
     return batch_metrics(batch, chosen.samples_per_prompt)
 

@@ -14,7 +14,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class RunningMeans:
-    """Means of values per token or sequence, over micro-batches and ranks; nothing leaves the device before the end."""
+    """Means per token or trajectory, over micro-batches and ranks; nothing leaves the device before the end."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -23,7 +23,7 @@ class RunningMeans:
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Take in values, each [T] or [N].
+        """Take in values, each [T] or [M].
 
         Args:
             values: by metric name.
@@ -68,21 +68,21 @@ def rollout_metrics(
 
     Args:
         batch: with rewards, before failed or signal-less ones were taken out.
-        all_sum: over the ranks, each of which has completions of its own.
+        all_sum: over the ranks, each of which has trajectories of its own.
         all_max: over the ranks.
-        compared: [N] rewards by which a group has a signal; None: ``batch.rewards``.
+        compared: [M] rewards by which a group has a signal; None: ``batch.rewards``.
     """
     assert batch.rewards is not None
     compared = batch.rewards if compared is None else compared
     failed = batch.rewards.isnan()
     rewards = batch.rewards[~failed]
     lengths = batch.completion_lengths.float()
-    truncated = torch.tensor([c.is_truncated for c in batch.completions], device=lengths.device)
+    truncated = torch.tensor([one.is_truncated for one in batch.trajectories], device=lengths.device)
     means = RunningMeans()
     means.add({"reward/mean": rewards, "reward_squared": rewards.double() ** 2})
     means.add({"reward/no_signal": _groups_without_signal(compared[~failed], batch.group_ids[~failed]).float()})
     means.add({"reward/failed": failed, "completion/length": lengths, "completion/truncated": truncated})
-    for name, component in batch.reward_components.items():
+    for name, component in batch.scores.items():
         means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())
     means.add_max("completion/length_max", lengths)
     result = means.compute(all_sum, all_max)

@@ -235,14 +235,14 @@ class PolicyModule(Ranks, SavedModule):
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
-        """Log-probabilities of the completion tokens under the actor at temperature 1, to verify an engine's.
+        """Log-probabilities of the sampled tokens under the actor at temperature 1, to verify an engine's.
 
         Args:
             batch: on the CPU.
             dtype: the engine's. The actor computes in it if it is of half precision, else in the run's own.
 
         Returns:
-            [T] float32, on the actor's device; 0 on prompts.
+            [T] float32, on the actor's device; 0 where not sampled.
         """
         is_half = dtype.itemsize == 2
         plugin: Any = self.trainer.precision_plugin
@@ -255,7 +255,7 @@ class PolicyModule(Ranks, SavedModule):
     def evaluate_logprobs(
         self, batch: RolloutBatch, model: PreTrainedModel, *, temperature: float, max_tokens: int
     ) -> Tensor:
-        """Log-probabilities of the completion tokens, without gradient, in micro-batches.
+        """Log-probabilities of the sampled tokens, without gradient, in micro-batches.
 
         Args:
             batch: on the CPU.
@@ -264,7 +264,7 @@ class PolicyModule(Ranks, SavedModule):
             max_tokens: of one micro-batch.
 
         Returns:
-            [T] float32, on the CPU; 0 on prompts.
+            [T] float32, on the CPU; 0 where not sampled.
         """
         computed = [torch.zeros(0, device=self.device)]
         order: list[int] = []
@@ -282,7 +282,7 @@ class PolicyModule(Ranks, SavedModule):
 
     def pick(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """These sequences of a batch on this rank's device; of none, something that counts for nothing."""
-        return (batch.select(sequences) if sequences else batch.filler()).to(self.device)
+        return (batch.select(sequences, "N") if sequences else batch.padding()).to(self.device)
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
         """Cut a batch by tokens into lists of sequences of about equal cost.
@@ -301,7 +301,7 @@ class PolicyModule(Ranks, SavedModule):
 
     def costs(self, batch: RolloutBatch) -> Tensor:
         """What forward and backward over each sequence take, attention included: [N] floating point operations."""
-        return sequence_flops(self.model_config, batch.lengths, batch.completion_lengths)
+        return sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

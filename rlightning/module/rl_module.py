@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -46,7 +45,7 @@ from rlightning.report.loggers import adapt_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
 from rlightning.rollout import Sampling
-from rlightning.types import Completion, LossTotals, Prompt, RolloutBatch
+from rlightning.types import LossTotals, Prompt, RolloutBatch, Trajectory
 from rlightning.types.batch_plan import BatchPlan
 
 log = logging.getLogger(__name__)
@@ -67,15 +66,15 @@ class RLModule(EvaluationSteps):
 
     One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
     into advantages, and the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`,
-    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences (see
-    :class:`~rlightning.types.RolloutBatch`).
+    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences,
+    ``M`` trajectories (see :class:`~rlightning.types.RolloutBatch`).
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
             of them needs no list.
         prompts_per_step: prompts a rollout, over all ranks.
-        samples_per_prompt: completions of each prompt, which form its group.
+        samples_per_prompt: trajectories of each prompt, which form its group.
         updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
         epochs_per_rollout: passes over each rollout.
         max_tokens_per_microbatch: the most tokens that one forward pass sees.
@@ -90,6 +89,10 @@ class RLModule(EvaluationSteps):
             of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step a rollout both come from its own forward pass.
         reference_model: what ``kl_coef`` measures from; None is ``model``.
+        mask_truncated: leave the tokens of trajectories that a limit has cut out of the loss (DAPO's overlong
+            filtering, arXiv:2503.14476, section 3.4); their rewards count in baselines all the same.
+        count_timeouts: train on trajectories that have run out of time, with the reward that the environment gives
+            them. Otherwise they count as not sampled, like those that were aborted or failed.
         max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
             ranks included, or of a validation set's.
         max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
@@ -104,6 +107,8 @@ class RLModule(EvaluationSteps):
 
     generates = True
     """Whether training samples completions, so that an engine is needed."""
+    batch_type: type[RolloutBatch] = RolloutBatch
+    """The class of the batches; a subclass of it has further fields, which travel with the batch."""
     max_refills = 0
     """How often a step may draw further prompts in place of groups that :meth:`keep_sequences` drops."""
 
@@ -125,6 +130,8 @@ class RLModule(EvaluationSteps):
         rollout_correction: RolloutCorrection | Literal["auto"] | None = "auto",
         reference_model: str | Path | None = None,
         proximal_policy: Literal["recomputed", "approximated"] = "recomputed",
+        mask_truncated: bool = False,
+        count_timeouts: bool = False,
         max_failed_share: float = 0.1,
         max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
@@ -157,11 +164,13 @@ class RLModule(EvaluationSteps):
         self.rollout_correction = rollout_correction
         self.active_correction = rollout_correction if isinstance(rollout_correction, RolloutCorrection) else None
         self.proximal_policy = proximal_policy
+        self.mask_truncated, self.count_timeouts = mask_truncated, count_timeouts
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
         self.validate_first, self.stop_grace = validate_first, stop_grace
         self.without_signal = StepsWithoutSignal(max_steps_without_signal)
         self.validation_failures = {}
+        self._num_not_sampled = 0
         self._update_progress = 0.0
         self._no_update: dict[str, float] = {}
         self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
@@ -327,14 +336,15 @@ class RLModule(EvaluationSteps):
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
     def collect(self, prompts: list[Prompt]) -> RolloutBatch | None:
-        """Sample and reward completions; with ``max_refills``, until enough groups are worth keeping.
+        """Sample and reward trajectories; with ``max_refills``, until enough groups are worth keeping.
 
         Returns:
-            The kept completions, with rewards, on the CPU; None if no rank has any.
+            The kept trajectories, with rewards, on the CPU; None if no rank has any.
 
         Raises:
             ConfigError: ``max_steps_without_signal`` steps in a row have none.
         """
+        self._num_not_sampled = 0
         num_samples = self.prompts_per_step * self.samples_per_prompt
         failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
         with self.rewarder.counting(failures):
@@ -349,20 +359,23 @@ class RLModule(EvaluationSteps):
                 failures.num_samples += share * world_size() * self.samples_per_prompt
                 sampled.append(self.reward(self.rollout(self.take_prompts(share))))
                 kept.append(self._keep(sampled[-1]))
-        counts = [sum(batch.num_sequences for batch in batches) for batches in (sampled, kept)]
-        reduced = all_reduce(torch.tensor([*counts, failures.num_failed]), name="rewards are there")
-        num_sampled, num_kept, num_failed = reduced.tolist()
+        counts = [sum(batch.num_trajectories for batch in batches) for batches in (sampled, kept)]
+        counts += [failures.num_failed, self._num_not_sampled]
+        num_sampled, num_kept, num_failed, num_lost = all_reduce(
+            torch.tensor(counts), name="rewards are there"
+        ).tolist()
         failures.check(num_failed, num_sampled)
         if self.generates:
-            batch = RolloutBatch.concatenate(sampled)
+            batch = self.batch_type.concatenate(sampled)
             compared = self.compared_rewards(batch)
-            self.log_dict(rollout_metrics(batch, self.world_sum, self.all_max, compared=compared))
+            metrics = rollout_metrics(batch, self.world_sum, self.all_max, compared=compared)
+            self.log_dict(metrics | {"trajectory/not_sampled": float(num_lost)})
         step, is_told = self.trainer.global_step + 1, self.trainer.is_global_zero
         self.without_signal.count(step, num_sampled, num_kept, is_told=is_told)
-        return RolloutBatch.concatenate(kept) if num_kept else None
+        return self.batch_type.concatenate(kept) if num_kept else None
 
     def share_out(self, batch: RolloutBatch) -> RolloutBatch:
-        """From this rank's own completions to its share of the update, of about as much work as the others'.
+        """From this rank's own trajectories to its share of the update, of about as much work as the others'.
 
         Returns:
             Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
@@ -376,33 +389,36 @@ class RLModule(EvaluationSteps):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Complete ``prompts``, each ``samples_per_prompt`` times; or as many earlier ones, where some are in flight.
+        """Attempt ``prompts``, each ``samples_per_prompt`` times; or as many earlier ones, where some are in flight.
 
         Returns:
-            A batch without rewards, on the CPU.
+            A batch without rewards, on the CPU, of the trajectories that count as sampled.
         """
         fire(self.trainer, self, "on_rollout_start", prompts)
-        completed, completions = self._engine.exchange(
+        groups = self._engine.exchange(
             prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
         )
-        batch = RolloutBatch.pack(completed, completions)
+        batch = self.batch_type.pack(groups)
         fire(self.trainer, self, "on_rollout_end", batch)
-        return batch
+        counted = self.select_sampled(batch)
+        self._num_not_sampled += batch.num_trajectories - counted.num_trajectories
+        return counted
 
-    def begin_rewards(self, prompt: Prompt, completions: list[Completion]) -> None:
-        """Let the reward functions start on a prompt's completions while others are still generated.
+    def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Let the reward functions start on a prompt's trajectories while others are still generated.
 
         Those that another :meth:`compute_rewards` than this package's asks for wait for it.
         """
-        if self._has_own_rewards:
-            self.rewarder.begin([prompt] * len(completions), completions)
+        if self._has_own_rewards and self.rewarder.functions:
+            self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
 
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Set ``batch.rewards``, NaN where a reward function failed."""
         fire(self.trainer, self, "on_reward_start", batch)
-        rewards = returned_tensor(self.compute_rewards(batch), batch.num_sequences, "compute_rewards", "completions")
+        rewards = self.compute_rewards(batch)
+        rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
         batch.rewards = fail_too_large(rewards)
-        batch.check_extras()
+        batch.check()
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 
@@ -415,13 +431,16 @@ class RLModule(EvaluationSteps):
         if self.kl_coef:
             assert self.reference is not None
             batch.ref_logprobs = evaluate(self.reference.model)
-        judged = batch
+        rewards = batch.rewards
         if self.kl_coef and self.kl_placement == "reward":
-            judged = replace(batch, rewards=self.penalize_rewards(batch))  # callbacks see what was rewarded
-        advantages = self.compute_advantages(judged)
+            batch.rewards = self.penalize_rewards(batch)
+        advantages = self.compute_advantages(batch)
+        batch.rewards = rewards  # callbacks see what was rewarded
         batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
-        batch.extras = judged.extras
-        batch.check_extras()
+        batch.check()
+        if self.mask_truncated:
+            cut = torch.tensor([one.is_truncated for one in batch.trajectories], dtype=torch.bool)
+            batch.is_sampled = batch.is_sampled & ~batch.to_tokens(cut)
         return batch
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -463,7 +482,7 @@ class RLModule(EvaluationSteps):
         return {"optim/skipped": 1.0} | rates
 
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
-        """The rollout's minibatches, each the sequences [M] of it that this rank has: maybe none."""
+        """The rollout's minibatches, each the trajectories of it that this rank has: maybe none."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
         plan, seed = self.plan, deal_seed(self.weight_version)
@@ -475,7 +494,9 @@ class RLModule(EvaluationSteps):
 
         Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
         """
-        counts = torch.tensor([minibatch.completion_mask.sum(), minibatch.num_sequences], dtype=torch.float64)
+        counts = torch.tensor(
+            [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories], dtype=torch.float64
+        )
         totals = LossTotals(*self.all_sum(counts).tolist())
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
         for number, sequences in enumerate(microbatches, start=1):
@@ -494,7 +515,7 @@ class RLModule(EvaluationSteps):
         loss, metrics = returned_loss(self.policy_loss(logprobs, batch), batch.num_tokens)
         if self.active_correction is not None:
             weights, corrected = self.active_correction.weigh(
-                batch.old_logprobs, batch.rollout_logprobs, batch.completion_mask, batch.cu_seqlens
+                batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
             )
             loss, metrics = loss * weights, metrics | corrected
         metrics = metrics | {"loss": loss, "entropy": entropy}
@@ -506,48 +527,52 @@ class RLModule(EvaluationSteps):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         if self.generates:
-            gap = torch.where(batch.completion_mask, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
+            gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
             metrics["rollout_gap_mean"] = gap
             means.add_max("policy/rollout_gap_max", gap)
-        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.completion_mask)
+        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.is_sampled)
         return self.aggregate(loss, batch)
 
     # What an algorithm overrides
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Reward each completion; by default the weighted sum of the reward functions.
+        """Reward each trajectory; by default the weighted sum of the reward functions, and the environment's reward.
 
         Args:
-            batch: on the CPU, with ``prompts`` [N] and ``completions`` [N].
+            batch: on the CPU, with ``trajectories`` [M]; of single-turn ones with ``prompts`` and ``completions`` [M].
 
         Returns:
-            [N] floats; NaN for a completion that is to be left out, as if it had not been sampled.
+            [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled.
         """
-        scores = self.rewarder.score(batch.prompts, batch.completions)
-        batch.reward_components = scores.components
-        return scores.rewards
+        given = torch.tensor([one.reward or 0.0 for one in batch.trajectories], dtype=torch.float64)
+        if not self.rewarder.functions and all(one.reward is not None for one in batch.trajectories):
+            return given
+        scores = self.rewarder.score(batch.trajectories)
+        batch.scores = scores.components
+        return scores.rewards + given
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Which completions to learn from: [N] bool; all by default. Groups dropped here may be refilled."""
-        return torch.ones(batch.num_sequences, dtype=torch.bool)
+        """Which trajectories to learn from: [M] bool; all by default. Groups dropped here may be refilled."""
+        return torch.ones(batch.num_trajectories, dtype=torch.bool)
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards by which the completions of a group differ, or say nothing: [N], NaN where one failed."""
+        """The rewards by which the trajectories of a group differ, or say nothing: [M], NaN where one failed."""
         assert batch.rewards is not None
         return batch.rewards
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards less ``kl_coef`` times each completion's divergence: [N]. Used with ``kl_placement="reward"``."""
+        """The rewards less ``kl_coef`` times each trajectory's divergence: [M]. Used with ``kl_placement="reward"``."""
         assert batch.rewards is not None and batch.ref_logprobs is not None
         logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
-        return subtract_kl(batch.rewards, kl, batch.completion_mask, batch.cu_seqlens, self.kl_coef)
+        trajectory_ids = batch.to_tokens(torch.arange(batch.num_trajectories))
+        return subtract_kl(batch.rewards, kl, batch.is_sampled, trajectory_ids, self.kl_coef)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """How much better than expected each token is.
 
         Args:
-            batch: with ``rewards`` [N], none of them NaN, and ``group_ids`` [N]; ``batch.to_tokens`` takes [N] to [T].
+            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` takes [M] to [T].
 
         Returns:
             [T] float32.
@@ -563,15 +588,15 @@ class RLModule(EvaluationSteps):
 
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
-            which are averaged over completion tokens and logged as ``policy/<name>``.
+            which are averaged over sampled tokens and logged as ``policy/<name>``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define policy_loss(logprobs, batch).")
 
     def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the completion tokens under the actor, at the sampler's temperature.
+        """Log-probabilities and entropies of the sampled tokens under the actor, at the sampler's temperature.
 
         Returns:
-            [T] and [T], float32; 0 on prompts.
+            [T] and [T], float32; 0 where not sampled.
         """
         return packed_logprobs(
             self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
@@ -582,10 +607,11 @@ class RLModule(EvaluationSteps):
         assert batch.totals is not None
         return aggregate(
             losses,
-            batch.completion_mask,
+            batch.is_sampled,
             batch.cu_seqlens,
             self.loss_aggregation,
             batch.totals,
+            trajectory_lengths=batch.to_tokens(batch.completion_lengths),
             constant=self.sampling.max_new_tokens,
         )
 
@@ -595,10 +621,10 @@ class RLModule(EvaluationSteps):
         return taken
 
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:
-        """The completions whose reward did not fail, and of these the ones worth keeping."""
+        """The trajectories whose reward did not fail, and of these the ones worth keeping."""
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
-        kept = returned_tensor(self.keep_sequences(batch), batch.num_sequences, "keep_sequences", "completions")
+        kept = returned_tensor(self.keep_sequences(batch), batch.num_trajectories, "keep_sequences", "trajectories")
         return batch.select(kept.nonzero()[:, 0])
 
     @property

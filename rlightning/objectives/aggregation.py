@@ -8,7 +8,7 @@ from torch import Tensor
 from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
 from rlightning.types import LossTotals
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 
 
 def aggregate(
@@ -18,36 +18,44 @@ def aggregate(
     kind: Aggregation,
     totals: LossTotals,
     *,
+    trajectory_lengths: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
     """Reduce a loss a token to this micro-batch's share of the loss of the whole optimizer step.
 
     The shares of all micro-batches and ranks ADD UP to the loss, however the step's sequences were dealt out, because
     ``totals`` counts all of them. A framework that averages gradients over ranks needs the share times the world size.
+    A trajectory has one sequence, or one for each of its branches.
 
     - token_mean: every token weighs the same, ``sum / tokens`` (DAPO, arXiv:2503.14476, eq. 12).
-    - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences`` (GRPO, arXiv:2402.03300, eq. 3).
-    - constant: ``sum / (sequences * constant)``: as token_mean without the bias of long batches towards small
+    - trajectory_mean: every trajectory weighs the same, however many sequences it has:
+      ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
+    - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences``; a trajectory of two weighs as two.
+    - constant: ``sum / (trajectories * constant)``: as token_mean without the bias of long batches towards small
       steps (Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the limit on completion tokens).
 
     Args:
         values: [T], a loss a token.
-        mask: [T] bool, the completion tokens; a value outside counts for nothing, even if it is not finite.
+        mask: [T] bool, the sampled tokens; a value outside counts for nothing, even if it is not finite.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
         kind: which of the above.
-        totals: completion tokens and sequences of the whole optimizer step.
+        totals: sampled tokens, sequences and trajectories of the whole optimizer step.
+        trajectory_lengths: [T], for "trajectory_mean": sampled tokens of the whole trajectory that each token is of.
         constant: tokens, for the last kind.
 
     Returns:
-        A float32 scalar.
+        A scalar, float32 or as wide as ``values``.
     """
-    values = torch.where(mask, values.float(), 0)
+    values = torch.where(mask, values if values.dtype is torch.float64 else values.float(), 0)
     match kind:
         case "token_mean":
             return values.sum() / max(totals.tokens, 1.0)
         case "sequence_mean":
             lengths = sum_by_sequence(mask.float(), cu_seqlens).clamp(min=1)
             return (values / spread_to_tokens(lengths, cu_seqlens, mask.numel())).sum() / max(totals.sequences, 1.0)
+        case "trajectory_mean":
+            assert trajectory_lengths is not None
+            return (values / trajectory_lengths.float().clamp(min=1)).sum() / max(totals.trajectories, 1.0)
         case "constant":
             assert constant is not None
-            return values.sum() / (max(totals.sequences, 1.0) * constant)
+            return values.sum() / (max(totals.trajectories, 1.0) * constant)

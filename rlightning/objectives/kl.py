@@ -5,8 +5,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlightning.objectives.segments import sum_by_sequence
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -42,17 +40,18 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
             return torch.exp(bounded) * (1 - difference - bounded) + difference - 1
 
 
-def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, cu_seqlens: Tensor, coefficient: float) -> Tensor:
-    """Charge each completion for its divergence: ``R = r - coefficient * sum_t kl_t`` (RLOO, arXiv:2402.14740).
+def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, trajectory_ids: Tensor, coefficient: float) -> Tensor:
+    """Charge each trajectory for its divergence: ``R = r - coefficient * sum_t kl_t`` (RLOO, arXiv:2402.14740).
 
     Args:
-        rewards: [N].
+        rewards: [M].
         kl: [T], an estimate a token.
-        mask: [T] bool, the completion tokens.
-        cu_seqlens: [N+1], the sequences' bounds.
+        mask: [T] bool, the sampled tokens.
+        trajectory_ids: [T] int64, the trajectory that each token is of.
         coefficient: the penalty's weight.
 
     Returns:
-        [N] float64.
+        [M] float64.
     """
-    return rewards.double() - coefficient * sum_by_sequence(torch.where(mask, kl.double(), 0), cu_seqlens)
+    charged = torch.where(mask, kl.double(), 0)
+    return rewards.double() - coefficient * charged.new_zeros(rewards.numel()).index_add(0, trajectory_ids, charged)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from rlightning.atomic_save import written_aside
 from rlightning.disk import needed
 from rlightning.errors import ConfigError
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -119,18 +119,18 @@ class PredictionFile:
         self._lock.truncate(self._num_bytes)
         self._file = self._lock
 
-    def write(self, prompt: Prompt, completions: list[Completion]) -> None:
-        """Add a prompt and its completions; they are the operating system's when this returns.
+    def write(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Add a prompt and its trajectories; they are the operating system's when this returns.
 
         Raises:
             SaveError: the disk does not take them; what was written before is kept.
         """
         assert self._file is not None, "open() comes before write()"
         with needed("The file", self.partial, "What was written before is kept. Make room, and run the command again."):
-            self._file.write(f"{to_json(prediction(prompt, completions))}\n".encode())
+            self._file.write(f"{to_json(prediction(prompt, trajectories))}\n".encode())
             self._file.flush()
         self.num_prompts += 1
-        self.num_completions += len(completions)
+        self.num_completions += len(trajectories)
 
     def finish(self) -> None:
         """Give the file its name, its lines in the prompts' order.
@@ -176,13 +176,13 @@ class PredictionFile:
         return ConfigError(f"'{self.partial}' {rule}. It is not overwritten: move it away, or name another output.")
 
 
-def prediction(prompt: Prompt, completions: list[Completion]) -> dict[str, Any]:
+def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Return the object of one prompt; ``index`` comes first."""
     return {
         "index": prompt.index,
         "prompt": prompt.text,
-        "completions": [completion.text for completion in completions],
-        "finish_reasons": [completion.finish_reason for completion in completions],
+        "completions": [one.final_text for one in trajectories],
+        "finish_reasons": [one.finish_reason for one in trajectories],
         "columns": prompt.columns,
     }
 

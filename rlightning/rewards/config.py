@@ -16,6 +16,8 @@ from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secr
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
+TURNS = "turns"
+"""The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 
@@ -62,7 +64,7 @@ class BoundReward:
         columns: column by parameter, for every parameter that is neither given by the runner nor bound.
         required: those of these parameters that have no default.
         takes_all: whether it has ``**columns``.
-        given: those of ``GIVEN`` that it asks for.
+        given: those of ``GIVEN`` that it asks for, and :data:`TURNS`.
         answer_check: of a checker of answers, whose reference is a column; None of others.
         state: what its calls change, if each worker process has a copy of that.
     """
@@ -128,7 +130,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     _check_settings(reward, name, by_keyword, takes_all)
-    free = [p for p in by_keyword.values() if p.name not in GIVEN and p.name not in reward.arguments]
+    free = [p for p in by_keyword.values() if p.name not in (*GIVEN, TURNS, *reward.arguments)]
     answer_check = find_answer_check(function)
     if answer_check is not None and answer_check.parameter not in by_keyword and not takes_all:
         raise ConfigError(
@@ -158,7 +160,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         columns=columns,
         required=tuple(p.name for p in free if p.default is p.empty),
         takes_all=takes_all,
-        given=GIVEN if takes_all else tuple(g for g in GIVEN if g in by_keyword),
+        given=tuple(g for g in (*GIVEN, TURNS) if g in by_keyword or (takes_all and g != TURNS)),
         answer_check=answer_check if answer_check is not None and answer_check.parameter in columns else None,
         state=None if is_async(function) or data is None else find_state(function),
     )

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
 from rlightning.rewards.calls import Call, Outcome
-from rlightning.rewards.config import GIVEN, Reward, bind_rewards
+from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.pools import Pools
 from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 
 if TYPE_CHECKING:
-    from rlightning.types import Completion, Prompt
+    from rlightning.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,14 @@ CHECK_SECONDS = 1.5
 
 
 class _Begun(NamedTuple):
-    """A sample whose calls have been begun; ``number`` is the calls'."""
+    """A trajectory whose calls have been begun.
 
-    prompt: "Prompt"
-    completion: "Completion"
+    Attributes:
+        turns: the trajectory's, by which it is known again in a batch.
+        number: the calls'.
+    """
+
+    turns: tuple[Any, ...]
     number: int
 
 
@@ -86,7 +90,7 @@ class RewardRunner:
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: Pools | None = None  # when there are calls
-        self._begun: dict[int, _Begun] = {}  # by the completion's id()
+        self._begun: dict[int, _Begun] = {}  # by the turns' id()
         self._num_samples = 0
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
@@ -138,6 +142,7 @@ class RewardRunner:
             for number, prompt in chosen.items():
                 text = function.answer_check.make_completion(prompt.columns.get(column))
                 given = {"prompt": prompt.text, "completion": text, "num_tokens": 0, "is_truncated": False}
+                given[TURNS] = [{"role": "assistant", "content": text}]
                 calls.append(Call(index, number, function.select(given, prompt.columns)))
             try:
                 outcomes = self._run_for(calls, CHECK_SECONDS)
@@ -154,30 +159,28 @@ class RewardRunner:
         finally:
             self._failures = before
 
-    def begin(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> None:
-        """Start to score samples and return at once; the next :meth:`score` waits for those that it is asked for.
+    def begin(self, trajectories: "Sequence[Trajectory]") -> None:
+        """Start to score trajectories and return at once; the next :meth:`score` waits for those it is asked for.
 
         The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
         would take the interpreter from the thread that collects completions.
 
         Args:
-            prompts: some of those that will be scored together.
-            completions: each of the prompt in its place. :meth:`score` must get these very objects.
+            trajectories: some of those that will be scored together; :meth:`score` must get their very ``turns``.
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         calls = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            self._begun[id(completion)] = _Begun(prompt, completion, self._num_samples)
-            calls += self._calls(elsewhere, prompt, completion, self._num_samples)
+        for trajectory in trajectories:
+            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, self._num_samples)
+            calls += self._calls(elsewhere, trajectory, self._num_samples)
             self._num_samples += 1
         self._pools.submit(calls)
 
-    def score(self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]") -> RewardScores:
-        """Call every function on every sample, unless that was begun already.
+    def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
+        """Call every function on every trajectory, unless that was begun already.
 
         Args:
-            prompts: N of them.
-            completions: N of them, each of the prompt in its place.
+            trajectories: M of them.
 
         Raises:
             RewardError: too many samples have failed; at once, without waiting for the others.
@@ -189,19 +192,19 @@ class RewardRunner:
         here = [f for f in everywhere if not (self.functions[f].is_async or self.functions[f].pickled)]
         samples: dict[int, int] = {}  # places in the batch, by the calls' numbers
         calls = []
-        for sample, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            begun = self._begun.get(id(completion))
-            if begun is not None and begun.prompt is prompt and begun.number not in samples:
+        for sample, trajectory in enumerate(trajectories):
+            begun = self._begun.get(id(trajectory.turns))
+            if begun is not None and begun.number not in samples:
                 samples[begun.number] = sample
-                calls += self._calls(here, prompt, completion, begun.number)
+                calls += self._calls(here, trajectory, begun.number)
             else:
                 samples[self._num_samples] = sample
-                calls += self._calls(everywhere, prompt, completion, self._num_samples)
+                calls += self._calls(everywhere, trajectory, self._num_samples)
                 self._num_samples += 1
         self._pools.withdraw({begun.number for begun in self._begun.values()} - samples.keys())
         self._begun.clear()
-        failures = self._failures or FailureCount(len(prompts), self.max_failed_share)
-        tally = Tally(self.functions, len(prompts), failures, self._reported)
+        failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
+        tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
             self._pools.submit(calls)
             self._collect(samples, tally)
@@ -223,9 +226,9 @@ class RewardRunner:
             self._opened = Pools(self.functions, self.sources, self.num_workers)
         return self._opened
 
-    def _calls(self, functions: Sequence[int], prompt: "Prompt", completion: "Completion", number: int) -> list[Call]:
-        given = _given(prompt, completion)
-        return [Call(f, number, self.functions[f].select(given, prompt.columns)) for f in functions]
+    def _calls(self, functions: Sequence[int], trajectory: "Trajectory", number: int) -> list[Call]:
+        given, columns = _given(trajectory), trajectory.prompt.columns
+        return [Call(f, number, self.functions[f].select(given, columns)) for f in functions]
 
     def _run_for(self, calls: Sequence[Call], seconds: float) -> dict[int, Outcome]:
         """The outcomes, by the calls' samples, that come within some seconds after the first."""
@@ -257,13 +260,15 @@ class RewardRunner:
                 tally.add(call._replace(sample=samples[call.sample]), outcome)
 
 
-def _given(prompt: "Prompt", completion: "Completion") -> dict[str, Any]:
+def _given(trajectory: "Trajectory") -> dict[str, Any]:
+    prompt, text = trajectory.prompt.text, trajectory.final_text
     return {
-        "prompt": prompt.text,
-        "completion": completion.text,
-        "full_text": prompt.text + completion.text,
-        "num_tokens": len(completion.token_ids),
-        "is_truncated": completion.is_truncated,
+        "prompt": prompt,
+        "completion": text,
+        "full_text": prompt + text,
+        "num_tokens": trajectory.num_sampled,
+        "is_truncated": trajectory.is_truncated,
+        TURNS: [turn.message for turn in trajectory.turns],
     }
 
 

@@ -342,7 +342,7 @@ def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: fl
     for seed in range(NUM_FORWARDS):
         with perturbed_embeddings(rounding, seed):
             evaluations.append(score(batch, dtype))
-    found = torch.stack(evaluations).double().cpu()[:, batch.completion_mask]
+    found = torch.stack(evaluations).double().cpu()[:, batch.is_sampled]
     return found.view(NUM_FORWARDS * NUM_COPIES, -1).numpy()
 
 

@@ -31,7 +31,7 @@ from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_colocated_sender
-from rlightning.types import Completion
+from rlightning.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class EngineGroup:
         sampling: Sampling,
         on_completed: OnCompleted | None,
         send_weights: Callable[[], None],
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Complete this rank's requests, in their order; an engine that dies is started again, once a step.
 
         Args:
@@ -195,16 +195,16 @@ class EngineGroup:
         work = [(global_rank(), (group.prompt, group.stream)) for group in share.groups]
         told = on_completed if len(self.ranks) == 1 else None
         done = self._complete(work, sum(share.wanted.values()), num_samples, sampling, told, send_weights)
-        completed = [(share.groups[i], done[i]) for i in sorted(done)]
+        completed = [done[i] for i in sorted(done)]
 
-        numbers = exchange({OWNER: [group.number for group, _ in completed]}, name="prompts completed")
+        numbers = exchange({OWNER: [share.groups[i].number for i in sorted(done)]}, name="prompts completed")
         if global_rank() == OWNER:
             self.in_flight.take_numbers(number for some in numbers.values() for number in some)
             self.in_flight.stop()
         self._num_stopped += share.num_spare
         metrics, parcels = {STOPPED: float(self._num_stopped)}, {}
         for rank, number in share.wanted.items():
-            parcels[rank], completed = Consumed.of(completed[:number], metrics), completed[number:]
+            parcels[rank], completed = Consumed(completed[:number], metrics), completed[number:]
         if len(self.ranks) == 1:
             return parcels[global_rank()]
         consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
@@ -218,9 +218,9 @@ class EngineGroup:
         sampling: Sampling,
         on_completed: OnCompleted | None,
         send_weights: Callable[[], None],
-    ) -> dict[int, list[Completion]]:
+    ) -> dict[int, list[Trajectory]]:
         """Of this rank's work the first that is complete, by its place; what is under way then is stopped."""
-        done: dict[int, list[Completion]] = {}
+        done: dict[int, list[Trajectory]] = {}
         while any_rank(len(done) < num_wanted, name="completions are there"):
             send_weights()
             self._death = None
@@ -233,9 +233,10 @@ class EngineGroup:
                     self._death = error
                     continue
                 rank, (prompt, _) = work[asked[answer]]
-                done[asked[answer]] = completions = self.engines[0].read(prompt, outputs)
+                samples = self.engines[0].read(prompt, outputs)
+                done[asked[answer]] = trajectories = [Trajectory.single_turn(prompt, one) for one in samples]
                 if on_completed is not None and rank == global_rank():
-                    on_completed(prompt, completions)
+                    on_completed(prompt, trajectories)
                 if len(done) == num_wanted:
                     break
             self._stop([answer for answer in asked if not answer.done()])
@@ -286,14 +287,14 @@ class EngineGroup:
         received = exchange({self.ranks[0]: list(requests)}, name="prompts")
         return [(rank, request) for rank, some in received.items() for request in some]
 
-    def hand_back(self, completed: Sequence[tuple[int, list[Completion]]]) -> list[list[Completion]]:
-        """The completions of this rank's own requests, in their order.
+    def hand_back(self, completed: Sequence[tuple[int, list[Trajectory]]]) -> list[list[Trajectory]]:
+        """The trajectories of this rank's own requests, in their order.
 
         Args:
             completed: what :meth:`take_in` gave, completed, in its order.
         """
         if len(self.ranks) == 1:
-            return [completions for _, completions in completed]
+            return [trajectories for _, trajectories in completed]
         parcels: dict[int, Any] = {}
         if self.engines:
             parcels = {rank: [found for to, found in completed if to == rank] for rank in self.ranks}

@@ -18,11 +18,11 @@ from rlightning.errors import EngineError
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.vllm_engine import VLLMEngine, model_files, vllm_sampling
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
-Answer = Future[list[Completion]]
+Answer = Future[list[Sample]]
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
+from rlightning.types.trajectory import from_plain, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +40,17 @@ class Consumed(NamedTuple):
     """What a rank gets for the prompts that it handed in.
 
     Attributes:
-        prompts: as many, of any rank and any time.
-        completions: of each.
+        groups: the trajectories of as many prompts, of any rank and any time.
         metrics: of what all ranks have got in this step.
     """
 
-    prompts: list[Prompt]
-    completions: list[list[Completion]]
+    groups: list[list[Trajectory]]
     metrics: dict[str, float]
-
-    @classmethod
-    def of(cls, completed: Sequence[tuple["Group", list[Completion]]], metrics: dict[str, float]) -> "Consumed":
-        """Groups and their completions."""
-        return cls([group.prompt for group, _ in completed], [found for _, found in completed], metrics)
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt and its completions, as far as they are there.
+    """One prompt and its trajectories, as far as they are there.
 
     Attributes:
         prompt: what is completed.
@@ -64,7 +58,7 @@ class Group:
         number: its place in the order of admission.
         begun: no token of it is of older weights than this version; None: it has none, and nobody has been asked yet
             unless it is complete.
-        completions: once all of them have ended.
+        trajectories: once all of them have ended.
         settings: what it is sampled with (:func:`~rlightning.rollout.sampler.sampling_settings`); None while it waits.
     """
 
@@ -72,12 +66,12 @@ class Group:
     stream: int
     number: int
     begun: int | None = None
-    completions: list[Completion] | None = None
+    trajectories: list[Trajectory] | None = None
     settings: dict[str, Any] | None = None
 
     def begin_again(self) -> None:
         """Forget what has been sampled; the same numbers under nearly the same weights would take as long again."""
-        self.begun = self.completions = self.settings = None
+        self.begun = self.trajectories = self.settings = None
         self.stream += NEXT_STREAM
 
 
@@ -106,12 +100,12 @@ class InFlight:
     @property
     def running(self) -> list[Group]:
         """Those that somebody works on."""
-        return [group for group in self._groups if group.begun is not None and group.completions is None]
+        return [group for group in self._groups if group.begun is not None and group.trajectories is None]
 
     @property
     def waiting(self) -> list[Group]:
         """Those that nobody works on yet."""
-        return [group for group in self._groups if group.begun is None and group.completions is None]
+        return [group for group in self._groups if group.begun is None and group.trajectories is None]
 
     @property
     def num_begun(self) -> int:
@@ -129,11 +123,11 @@ class InFlight:
             self._groups.append(Group(prompt, stream, self._num_admitted))
             self._num_admitted += 1
 
-    def finish(self, group: Group, completions: list[Completion]) -> None:
+    def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
         """Note that a group is complete."""
-        group.completions = completions
-        oldest = (int(one.weight_versions.min()) for one in completions if len(one.weight_versions))
-        group.begun = min(oldest, default=None)
+        group.trajectories = trajectories
+        samples = [sample for one in trajectories for sample in one.samples]
+        group.begun = min((min(one.weight_versions) for one in samples if one.weight_versions), default=None)
         self._finished.append(group)
 
     def expire(self, weight_version: int) -> list[Group]:
@@ -158,18 +152,18 @@ class InFlight:
         changed = [group for group in self._groups if group.settings not in (None, settings)]
         if changed:
             log.info(
-                "%d prompts in flight begin again: their completions were sampled with other settings (%s).",
+                "%d prompts in flight begin again: what they have was sampled with other settings (%s).",
                 len(changed),
                 _describe_change(changed[0].settings or {}, settings),
             )
         return self._requeue(changed)
 
     def _requeue(self, groups: Sequence[Group]) -> list[Group]:
-        running = [group for group in groups if group.completions is None]
+        running = [group for group in groups if group.trajectories is None]
         for group in groups:
             group.begin_again()
         # A step that did not end has left what it had chosen.
-        self._finished = [group for group in [*self._chosen, *self._finished] if group.completions is not None]
+        self._finished = [group for group in [*self._chosen, *self._finished] if group.trajectories is not None]
         self._chosen = []
         return running
 
@@ -217,7 +211,7 @@ class InFlight:
         num_due = 0
         for num_steps in range(self.max_staleness):
             pressing = self._begun_by(weight_version - self.max_staleness + num_steps)
-            num_complete = sum(group.completions is not None for group in pressing)
+            num_complete = sum(group.trajectories is not None for group in pressing)
             can_wait = room - (self.max_staleness + 1 - num_steps) * per_step
             num_due = max(num_due, min(len(pressing) - can_wait, num_groups) - num_complete)
         return num_due
@@ -253,7 +247,7 @@ class InFlight:
         self._at_step_start = None
 
     def state_dict(self, *, at_step_start: bool = True) -> dict[str, Any]:
-        """What is in flight: finished completions, prompts to complete.
+        """What is in flight: finished trajectories, prompts to complete.
 
         Args:
             at_step_start: whether of a step that has not ended what was in flight at its start is wanted.
@@ -266,44 +260,30 @@ class InFlight:
         self.clear()
         for packed in state["groups"]:
             self.admit([(Prompt(**packed["prompt"]), packed["stream"])])
-            if packed["completions"] is not None:
-                self._groups[-1].settings = packed.get("settings", {})
-                self.finish(self._groups[-1], [_unpack(one) for one in packed["completions"]])
+            if packed.get("trajectories") is not None:
+                group = self._groups[-1]
+                group.settings = packed["settings"]
+                self.finish(group, [from_plain(one, group.prompt) for one in packed["trajectories"]])
 
 
 def _describe_change(old: dict[str, Any], new: dict[str, Any]) -> str:
     changed = [f"{key}: {old[key]}, now {value}" for key, value in new.items() if key in old and old[key] != value]
-    return "; ".join(changed) or "unknown ones of an earlier release"
+    return "; ".join(changed)
 
 
 def ages(groups: Sequence[Group], weight_version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """How old each sampled token of ``groups`` is at this version: [T] updates."""
-    versions = [one.weight_versions for group in groups for one in group.completions or ()]
-    return weight_version - np.concatenate([np.zeros(0, np.int64), *versions])
+    trajectories = [one for group in groups for one in group.trajectories or ()]
+    versions = [np.asarray(sample.weight_versions) for one in trajectories for sample in one.samples]
+    sampled: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *versions])
+    return weight_version - sampled
 
 
 def _pack(group: Group) -> dict[str, Any]:
-    completions = group.completions
+    trajectories = group.trajectories
     return {
         "prompt": group.prompt._asdict(),
         "stream": group.stream,
         "settings": group.settings,
-        "completions": None if completions is None else [_as_lists(one) for one in completions],
+        "trajectories": None if trajectories is None else [to_plain(one) for one in trajectories],
     }
-
-
-def _as_lists(completion: Completion) -> dict[str, Any]:
-    """Plain types, which every way of saving a checkpoint takes."""
-    arrays = ("token_ids", "logprobs", "weight_versions")
-    return completion._asdict() | {name: getattr(completion, name).tolist() for name in arrays}
-
-
-def _unpack(saved: dict[str, Any]) -> Completion:
-    return Completion(
-        saved["text"],
-        np.asarray(saved["token_ids"], np.int64),
-        np.asarray(saved["logprobs"], np.float32),
-        np.asarray(saved["weight_versions"], np.int32),
-        saved["finish_reason"],
-        saved.get("extras"),
-    )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import check_rules
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample, Trajectory
 from rlightning.types.trajectory import TEMPERATURES
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def temperature_rule(temperature: float) -> dict[str, bool]:
 
 Request = tuple[Prompt, int]
 """A prompt with the number of its random stream."""
-OnCompleted = Callable[[Prompt, list[Completion]], None]
-"""Called with a prompt and all of its completions while others are still generated, once or, for some, not at all."""
+OnCompleted = Callable[[Prompt, list[Trajectory]], None]
+"""Called with a prompt and all of its trajectories while others are still generated, once or, for some, not at all."""
 
 
 TakePrompts = Callable[[int], list[Prompt]]
@@ -107,8 +107,8 @@ class Generator(Protocol):
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
+    ) -> list[list[Trajectory]]:
+        """Make ``num_samples`` trajectories of each prompt, in the prompts' order."""
         raise NotImplementedError
 
     def exchange(
@@ -118,17 +118,17 @@ class Generator(Protocol):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
-    ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Hand in prompts to train on and get as many completed ones: these, or earlier ones where some are in flight.
+    ) -> list[list[Trajectory]]:
+        """Hand in prompts to train on and get the trajectories of as many: these, or earlier ones that were in flight.
 
         Args:
             prompts: of this rank.
-            num_samples: completions of each.
+            num_samples: trajectories of each.
             sampling: how.
             on_completed: called as of :meth:`generate`.
             take_prompts: gives further ones to be in flight.
         """
-        return list(prompts), self.generate(prompts, num_samples, sampling, on_completed)
+        return self.generate(prompts, num_samples, sampling, on_completed)
 
     def describe(self) -> str:
         """Return what samples, in a line; "" to say nothing of it."""
@@ -146,7 +146,7 @@ class Sampler(Protocol):
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         """Sample continuations of one token sequence.
 
         Args:

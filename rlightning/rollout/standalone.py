@@ -33,7 +33,7 @@ from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_standalone_sender
-from rlightning.types import Completion
+from rlightning.types import Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Arrivals(Generic[T]):
     def __len__(self) -> int:
         return len(self._asked)
 
-    def __iter__(self) -> Iterator[tuple[T, list[Completion]]]:
+    def __iter__(self) -> Iterator[tuple[T, list[Sample]]]:
         """Those that have come in since the last time."""
         while True:
             try:
@@ -260,7 +260,7 @@ class StandaloneEngines:
         sampling: Sampling,
         on_completed: OnCompleted | None,
         send_weights: Callable[[], None],
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Complete this rank's requests, in their order, beside whatever is in flight.
 
         Args:
@@ -274,17 +274,17 @@ class StandaloneEngines:
         received = exchange({OWNER: list(requests)}, name="prompts")
         work = [(rank, request) for rank, handed in received.items() for request in handed]
         arrivals: Arrivals[int] = Arrivals(self._changed.set)
-        done: dict[int, list[Completion]] = {}
+        done: dict[int, list[Trajectory]] = {}
         if self._pool is not None:
             for i, (_, (prompt, stream)) in enumerate(work):
                 arrivals.expect(i, self._pool.submit(prompt, stream, num_samples, sampling))
 
         def is_done() -> bool:
-            for i, completions in arrivals:
-                done[i] = completions
+            for i, samples in arrivals:
                 rank, (prompt, _) = work[i]
+                done[i] = [Trajectory.single_turn(prompt, one) for one in samples]
                 if on_completed is not None and rank == OWNER:
-                    on_completed(prompt, completions)
+                    on_completed(prompt, done[i])
             return len(done) == len(work)
 
         self._wait(is_done, send_weights)
@@ -323,8 +323,8 @@ class StandaloneEngines:
         num_wanted = sum(int(number) for _, number in received.values())
         flight = self.in_flight
         if self._pool is not None:
-            for group, completions in self._arrivals:
-                flight.finish(group, completions)
+            for group, samples in self._arrivals:
+                flight.finish(group, [Trajectory.single_turn(group.prompt, one) for one in samples])
             settings = sampling_settings(num_samples, sampling)
             unwanted = flight.requeue_changed(settings) + flight.expire(weight_version)
             self._pool.cancel(self._arrivals.forget(unwanted))
@@ -334,11 +334,11 @@ class StandaloneEngines:
                 self._arrivals.expect(group, self._pool.submit(group.prompt, group.stream, num_samples, sampling))
 
         def is_done() -> bool:
-            for group, completions in self._arrivals:
-                flight.finish(group, completions)
+            for group, samples in self._arrivals:
+                flight.finish(group, [Trajectory.single_turn(group.prompt, one) for one in samples])
             for group in flight.choose(num_wanted, weight_version, per_step=per_step, room=room):
                 if on_completed is not None and world_size() == 1:
-                    on_completed(group.prompt, group.completions or [])
+                    on_completed(group.prompt, group.trajectories or [])
             return flight.num_chosen == num_wanted
 
         before = self._waited_seconds
@@ -363,7 +363,7 @@ class StandaloneEngines:
             }
             for rank, (_, number) in received.items():
                 own, taken = taken[:number], taken[number:]
-                parcels[rank] = Consumed.of([(group, group.completions or []) for group in own], metrics)
+                parcels[rank] = Consumed([group.trajectories or [] for group in own], metrics)
         consumed: Consumed = next(iter(exchange(parcels, name="completions").values()))
         return consumed
 

@@ -26,9 +26,9 @@ from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.token_choice import choose_tokens
-from rlightning.rollout.vllm_engine import make_completions
+from rlightning.rollout.vllm_engine import make_samples
 from rlightning.rollout.weights import WeightSource
-from rlightning.types import Completion, RolloutBatch
+from rlightning.types import RolloutBatch, Sample
 
 MAX_PROMPT_TOKENS = 8192
 """That one forward pass computes, unless a single prompt is longer."""
@@ -41,7 +41,7 @@ class _Request:
     token_ids: list[int]
     sampling: Sampling
     sequences: list["_Sequence"] = field(default_factory=list)
-    done: "Future[list[Completion]]" = field(default_factory=Future)
+    done: "Future[list[Sample]]" = field(default_factory=Future)
 
     @property
     def is_finished(self) -> bool:
@@ -114,7 +114,7 @@ class TransformersSampler:
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         """See :meth:`Sampler.sample`; a session changes nothing here."""
         request = _Request(list(token_ids), sampling)
         request.sequences = [_Sequence(request, draw_uniforms(sampling, number)) for number in range(num_samples)]
@@ -293,7 +293,7 @@ class TransformersSampler:
         (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])
         return next((text_end for text_end in stop if text_end in text), None)
 
-    def _completions(self, request: _Request) -> list[Completion]:
+    def _completions(self, request: _Request) -> list[Sample]:
         outputs = [
             {
                 "token_ids": np.array(sequence.token_ids, np.int64),
@@ -303,7 +303,7 @@ class TransformersSampler:
             }
             for sequence in request.sequences
         ]
-        return make_completions(self.files, request.token_ids, outputs)
+        return make_samples(self.files, request.token_ids, outputs)
 
     def _remove(self, sequence: _Sequence) -> None:
         """Give a sequence's row to the last one."""
@@ -313,6 +313,7 @@ class TransformersSampler:
             self._running[row] = self._running[last]
         self._running.pop()
 
+    @torch.inference_mode()
     def _drop_abandoned(self) -> None:
         """Leave out sequences of requests that were cancelled, or have failed."""
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.request.done.done())

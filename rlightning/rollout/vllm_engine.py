@@ -1,8 +1,9 @@
 """The trainer's end of a vLLM engine in its own process."""
 
 import logging
+from array import array
 from collections.abc import Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +14,10 @@ from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
 from rlightning.rollout.engine_process import EngineProcess
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.sampler import OnCompleted, Sampling
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.served_engine import ServedEngine
 from rlightning.seeds import mix_seed
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
@@ -75,23 +76,10 @@ class VLLMEngine:
             raise EngineDiedError("The engine is not running.")
         return self.process.submit(method, *arguments)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        on_completed: OnCompleted | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order."""
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
+        """Sample each prompt ``num_samples`` times, in the prompts' order."""
         answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
-        positions = {answer: position for position, answer in enumerate(answers)}
-        done: dict[int, list[Completion]] = {}
-        for answer in as_completed(answers):
-            position = positions[answer]
-            done[position] = self.read(prompts[position], answer.result())
-            if on_completed is not None:
-                on_completed(prompts[position], done[position])
-        return [done[position] for position in range(len(prompts))]
+        return [self.read(prompt, answer.result()) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def ask(self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
         """Hand in requests; what comes of each is for :meth:`read`.
@@ -109,9 +97,9 @@ class VLLMEngine:
             for prompt, stream in requests
         ]
 
-    def read(self, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> list[Completion]:
-        """Return a prompt's completions, from what the engine's process has answered."""
-        return make_completions(model_files(self.config), prompt.token_ids, outputs)
+    def read(self, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> list[Sample]:
+        """Return a prompt's samples, from what the engine's process has answered."""
+        return make_samples(model_files(self.config), prompt.token_ids, outputs)
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
@@ -170,8 +158,8 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int, end_token_i
     }
 
 
-def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Completion]:
-    """Return a prompt's completions, from what the engine's process has answered.
+def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Sample]:
+    """Return a prompt's samples, from what the engine's process has answered.
 
     A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
 
@@ -183,10 +171,13 @@ def make_completions(files: ModelFiles, prompt: Sequence[int], outputs: Sequence
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
     texts = decode_completions(files.tokenizer, prompt, written)
-    return [make_completion(text, output) for text, output in zip(texts, outputs, strict=True)]
+    return [make_sample(text, output) for text, output in zip(texts, outputs, strict=True)]
 
 
-def make_completion(text: str, output: dict[str, Any]) -> Completion:
+def make_sample(text: str, output: dict[str, Any]) -> Sample:
     """Return one of them."""
     reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
-    return Completion(text, output["token_ids"], output["logprobs"], output["weight_versions"], reason)
+    token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
+    logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())
+    weight_versions = array("i", np.asarray(output["weight_versions"], np.int32).tobytes())
+    return Sample(token_ids, logprobs, weight_versions, text, reason)

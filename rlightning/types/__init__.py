@@ -1,6 +1,36 @@
-"""What travels through a step: prompts in, completions out, and the packed batch that the update reads."""
+"""What travels through a step: prompts in, trajectories out, and the packed batch that the update reads."""
 
-from rlightning.types.batch import LossTotals, RolloutBatch
-from rlightning.types.trajectory import Completion, Prompt
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Completion", "LossTotals", "Prompt", "RolloutBatch"]
+from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Status, Trajectory, Turn, single_turns
+
+if TYPE_CHECKING:
+    from rlightning.types.axes import axis
+    from rlightning.types.batch import LossTotals, RolloutBatch
+
+__all__ = [
+    "Branch",
+    "LossTotals",
+    "Outcome",
+    "Prompt",
+    "RolloutBatch",
+    "Sample",
+    "Status",
+    "Trajectory",
+    "Turn",
+    "axis",
+    "single_turns",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is asked for: workers of environments have none."""
+    if name in ("LossTotals", "RolloutBatch"):
+        from rlightning.types import batch
+
+        return getattr(batch, name)
+    if name == "axis":
+        from rlightning.types.axes import axis
+
+        return axis
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

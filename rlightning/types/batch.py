@@ -1,10 +1,16 @@
-"""The packed batch that an update reads.
+"""The packed batch that an update reads: the branches of many trajectories, laid end to end.
 
-Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``P`` tokens of a prompt.
+::
+
+    trajectory        0                       1        2
+    sequence      0        1                  2        3        a sequence is a branch of a trajectory
+    token      P P s s   P P o o s s s      P s s    P s        prompt, sampled, observed
+
+Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``M`` trajectories, ``G`` groups.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -12,12 +18,20 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
-from rlightning.types.trajectory import Completion, Prompt
+from rlightning.types import axes
+from rlightning.types.axes import Axis, axis
+from rlightning.types.trajectory import Branch, Prompt, Sample, Trajectory
 
-BY_SEQUENCE = ("group_ids", "rewards")
-"""Tensors of a batch that have an entry a sequence."""
-NAMED = ("reward_components", "extras")
-"""Mappings of a batch from names to tensors that have an entry a sequence."""
+UNITS: dict[Axis, str] = {"T": "tokens", "N": "sequences", "M": "trajectories", "G": "groups"}
+"""What there is an entry for along an axis."""
+TOKEN_FIELDS = (
+    ("token_ids", "token_ids", np.int64),
+    ("is_sampled", "is_sampled", np.bool_),
+    ("rollout_logprobs", "logprobs", np.float32),
+    ("weight_versions", "weight_versions", np.int32),
+    ("turn_ids", "turns", np.int32),
+)
+"""Fields of a batch, the attributes of a branch that they are laid end to end from, and their types."""
 
 
 class LossTotals(NamedTuple):
@@ -25,114 +39,127 @@ class LossTotals(NamedTuple):
 
     tokens: float
     sequences: float
+    trajectories: float
 
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """Prompts with their completions, packed end to end; never padded.
+    """Trajectories, their branches packed end to end; never padded.
 
     Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of
-    that token given those before it in its sequence (0 for a sequence's first token, which nothing precedes).
+    that token given those before it in its sequence (0 for a sequence's first token, which nothing precedes). Where
+    every trajectory has one branch, sequences and trajectories are the same.
+
+    An algorithm adds a field of its own in a subclass, which it names as ``batch_type``::
+
+        @dataclass(slots=True)
+        class WeightedBatch(RolloutBatch):
+            weight: Tensor | None = field(default=None, metadata=axis("M"))
 
     Attributes:
         token_ids: [T] int64.
+        is_sampled: [T] bool, the tokens that the policy sampled; no other is trained.
+        rollout_logprobs: [T] float32, the sampler's; 0 where not sampled.
+        weight_versions: [T] int32, the sampler's; -1 where not sampled.
+        turn_ids: [T] int32, the turn of its trajectory that each token is of; -1 for the prompt.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
-        completion_mask: [T] bool, the tokens that the policy sampled.
-        rollout_logprobs: [T] float32, from the engine; 0 on prompts.
-        weight_versions: [T] int32, from the engine; -1 on prompts.
-        group_ids: [N] int64, equal for completions of one prompt.
-        prompts: N of them, one a sequence.
-        completions: N of them.
-        rewards: [N] float64.
-        reward_components: [N] float32 each, by the reward function's name, unweighted; NaN where it gave none.
-        extras: [N, ...] each, whatever an algorithm of your own needs of each sequence, by name, of any dtype. Set in
-            ``compute_rewards``, ``keep_sequences`` or ``compute_advantages``, or by a generator
-            (:attr:`Completion.extras`), it is there in ``policy_loss`` for the sequences of the micro-batch.
+        trajectory_ids: [N] int64, the trajectory that each sequence is a branch of.
+        completion_lengths: [M] int64, sampled tokens of each trajectory, in all of its branches, of which a micro-batch
+            may have some.
+        group_ids: [M] int64, equal for trajectories of one prompt.
+        reasons: N of them, why each branch began.
+        trajectories: M of them, without their branches, which are the tensors; :meth:`unpack` puts them together.
+        rewards: [M] float64.
+        scores: [M] float64 each, by the reward function's name, unweighted; NaN where it gave none.
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
         totals: set on micro-batches.
 
     A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
-    whoever changes ``completion_mask`` does so before.
+    ``is_sampled`` is to be changed before.
     """
 
-    token_ids: Tensor
+    token_ids: Tensor = field(metadata=axis("T"))
+    is_sampled: Tensor = field(metadata=axis("T"))
+    rollout_logprobs: Tensor = field(metadata=axis("T"))
+    weight_versions: Tensor = field(metadata=axis("T", fill=-1))
+    turn_ids: Tensor = field(metadata=axis("T", fill=-1))
     cu_seqlens: Tensor
-    completion_mask: Tensor
-    rollout_logprobs: Tensor
-    weight_versions: Tensor
-    group_ids: Tensor
-    prompts: list[Prompt]
-    completions: list[Completion]
-    rewards: Tensor | None = None
-    reward_components: dict[str, Tensor] = field(default_factory=dict)
-    extras: dict[str, Tensor] = field(default_factory=dict)
-    advantages: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    trajectory_ids: Tensor = field(metadata=axis("N"))
+    completion_lengths: Tensor = field(metadata=axis("M"))
+    group_ids: Tensor = field(metadata=axis("M"))
+    reasons: list[str] = field(metadata=axis("N"))
+    trajectories: list[Trajectory] = field(metadata=axis("M"))
+    rewards: Tensor | None = field(default=None, metadata=axis("M"))
+    scores: dict[str, Tensor] = field(default_factory=dict, metadata=axis("M"))
+    advantages: Tensor | None = field(default=None, metadata=axis("T"))
+    old_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
+    ref_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
     totals: LossTotals | None = None
     _max_length: int | None = field(default=None, repr=False)
-    _completion_index: Tensor | None = field(default=None, repr=False)
+    _sampled_index: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def pack(cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Self:
-        """Lay every prompt with each of its completions end to end.
+    def pack(cls, groups: Sequence[Sequence[Trajectory]]) -> Self:
+        """Lay the branches of trajectories end to end.
 
         Args:
-            prompts: one a group.
-            completions: for each prompt its completions, in any number.
+            groups: the trajectories of each prompt, in any number.
 
         Returns:
-            A batch on the CPU, without rewards. Its ``extras`` are the completions', float32, NaN where one has none.
+            A batch on the CPU, without rewards. A field of a subclass that has one number a trajectory is set from
+            ``Trajectory.metrics`` where these have its name: float32, NaN for a trajectory without it.
 
         Raises:
-            ConfigError: a prompt has no token, from which a completion's first one could be predicted.
+            ConfigError: a branch begins with a sampled token, which nothing could predict.
+            ValueError: a sampled token of a trajectory is trained in no branch, or in several.
         """
-        for prompt in prompts:
-            if not len(prompt.token_ids):
-                raise ConfigError(
-                    f"Prompt {prompt.index} has no token, and nothing could predict its completion's first one. Begin "
-                    "it with the tokenizer's beginning-of-sequence token, or leave it out."
-                )
-        pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-        groups = [g for g, group in enumerate(completions) for _ in group]
-        prompt_ids = [np.asarray(p.token_ids, np.int64) for p in prompts]
-        lengths = [len(p.token_ids) + len(c.token_ids) for p, c in pairs]
-        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        total = int(cu_seqlens[-1])
-        token_ids = np.zeros(total, np.int64)
-        rollout_logprobs = np.zeros(total, np.float32)
-        weight_versions = np.full(total, -1, np.int32)
-        completion_mask = np.zeros(total, np.bool_)
-        bounds = cu_seqlens.tolist()
-        for start, end, group, (_, completion) in zip(bounds, bounds[1:], groups, pairs, strict=False):
-            middle = start + len(prompt_ids[group])
-            token_ids[start:middle] = prompt_ids[group]
-            token_ids[middle:end] = completion.token_ids
-            rollout_logprobs[middle:end] = completion.logprobs
-            weight_versions[middle:end] = completion.weight_versions
-            completion_mask[middle:end] = True
-        return cls(
-            token_ids=torch.from_numpy(token_ids),
-            cu_seqlens=torch.from_numpy(cu_seqlens),
-            completion_mask=torch.from_numpy(completion_mask),
-            rollout_logprobs=torch.from_numpy(rollout_logprobs),
-            weight_versions=torch.from_numpy(weight_versions),
-            group_ids=torch.tensor(groups, dtype=torch.int64),
-            prompts=[p for p, _ in pairs],
-            completions=[c for _, c in pairs],
-            extras=_pack_extras([c for _, c in pairs]),
+        trajectories = [one for group in groups for one in group]
+        branches = [branch for one in trajectories for branch in one.branches]
+        tokens: dict[str, Any] = {}
+        for name, source, dtype in TOKEN_FIELDS:
+            parts = [np.asarray(getattr(branch, source)) for branch in branches]
+            tokens[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
+        bounds = np.concatenate([[0], np.cumsum([len(branch.token_ids) for branch in branches])])
+        batch = cls(
+            **tokens,
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+            trajectory_ids=torch.tensor([m for m, one in enumerate(trajectories) for _ in one.branches]).long(),
+            completion_lengths=torch.tensor([one.num_sampled for one in trajectories]).long(),
+            group_ids=torch.tensor([g for g, group in enumerate(groups) for _ in group]).long(),
+            reasons=[branch.reason for branch in branches],
+            trajectories=trajectories,
         )
+        _check_sampled(batch)
+        batch.trajectories = [replace(one, branches=()) for one in trajectories]
+        for f, own in axes.axis_fields(cls):
+            if own.name == "M" and any(f.name in one.metrics for one in trajectories):
+                values = [one.metrics.get(f.name, np.nan) for one in trajectories]
+                setattr(batch, f.name, torch.tensor(values, dtype=torch.float32))
+        return batch
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int]]) -> Self:
         """A batch of sequences of which every token but the first is asked about."""
-        prompts = [Prompt(number, "", list(tokens[:1]), {}) for number, tokens in enumerate(sequences)]
-        rests = [np.asarray(tokens[1:], np.int64) for tokens in sequences]
-        zeros = [np.zeros(len(rest), np.float32) for rest in rests]
-        pairs = zip(rests, zeros, strict=True)
-        return cls.pack(prompts, [[Completion("", rest, zero, zero.astype(np.int32), "stop")] for rest, zero in pairs])
+        groups = []
+        for number, tokens in enumerate(sequences):
+            count = len(tokens) - 1
+            sample = Sample(list(tokens[1:]), [0.0] * count, [0] * count, "", "stop")
+            groups.append([Trajectory.single_turn(Prompt(number, "", list(tokens[:1]), {}), sample)])
+        return cls.pack(groups)
+
+    def unpack(self) -> list[Trajectory]:
+        """Return the trajectories with their branches: what :meth:`pack` got, unless branches were selected away."""
+        columns = [(source, getattr(self, name).cpu().numpy()) for name, source, _ in TOKEN_FIELDS]
+        branches: list[list[Branch]] = [[] for _ in self.trajectories]
+        bounds = self.cu_seqlens.tolist()
+        for reason, start, end, m in zip(self.reasons, bounds, bounds[1:], self.trajectory_ids.tolist(), strict=False):
+            branch = Branch(reason)
+            for source, values in columns:
+                getattr(branch, source).frombytes(values[start:end].tobytes())
+            branches[m].append(branch)
+        return [replace(one, branches=tuple(own)) for one, own in zip(self.trajectories, branches, strict=True)]
 
     @property
     def num_tokens(self) -> int:
@@ -145,15 +172,34 @@ class RolloutBatch:
         return self.cu_seqlens.numel() - 1
 
     @property
+    def num_trajectories(self) -> int:
+        """``M``."""
+        return len(self.trajectories)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """M of them, one a trajectory."""
+        return [one.prompt for one in self.trajectories]
+
+    @property
+    def completions(self) -> list[Sample]:
+        """M of them, of a batch of single-turn trajectories.
+
+        Raises:
+            ValueError: a trajectory has no sample, or several.
+        """
+        return [one.completion for one in self.trajectories]
+
+    @property
     def lengths(self) -> Tensor:
-        """[N] int64, tokens of prompt and completion."""
+        """[N] int64, tokens of each sequence."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
     @property
-    def completion_lengths(self) -> Tensor:
-        """[N] int64, completion tokens."""
-        # Exact up to 2^24 tokens a sequence, and without the [T] indices of sum_by_sequence.
-        return torch.segment_reduce(self.completion_mask.float(), "sum", lengths=self.lengths, unsafe=True).long()
+    def sampled_lengths(self) -> Tensor:
+        """[N] int64, sampled tokens of each sequence."""
+        # Exact up to 2^24 tokens a sequence, and without an index a token.
+        return torch.segment_reduce(self.is_sampled.float(), "sum", lengths=self.lengths, unsafe=True).long()
 
     @property
     def max_length(self) -> int:
@@ -161,115 +207,115 @@ class RolloutBatch:
         return self._max_length if self._max_length is not None else max(self.lengths.tolist(), default=0)
 
     @property
-    def completion_index(self) -> Tensor:
-        """[M] int64, the places of the completion tokens."""
-        return self.completion_mask.nonzero()[:, 0] if self._completion_index is None else self._completion_index
+    def sampled_index(self) -> Tensor:
+        """The places of the sampled tokens, int64."""
+        return self.is_sampled.nonzero()[:, 0] if self._sampled_index is None else self._sampled_index
 
     @property
     def position_ids(self) -> Tensor:
         """[T] int64, each token's place in its sequence, counted from 0."""
-        return torch.arange(self.num_tokens, device=self.token_ids.device) - self.to_tokens(self.cu_seqlens[:-1])
+        starts = self.to_tokens(self.cu_seqlens[:-1], axis="N")
+        return torch.arange(self.num_tokens, device=self.token_ids.device) - starts
 
-    @property
-    def sequence_ids(self) -> Tensor:
-        """[T] int64, the sequence that each token belongs to."""
-        sequences = torch.arange(self.num_sequences, device=self.token_ids.device)
-        return sequences.repeat_interleave(self.lengths, output_size=self.num_tokens)
+    def to_tokens(self, values: Tensor, axis: Axis = "M") -> Tensor:
+        """Repeat values, one a trajectory, over the tokens of each: [T].
 
-    def to_tokens(self, values: Tensor) -> Tensor:
-        """Repeat [N] values, one a sequence, over the tokens of each sequence: [T]."""
-        return values.repeat_interleave(self.lengths.to(values.device), output_size=self.num_tokens)
+        Args:
+            values: [M], or of the axis; groups in the order of their ids.
+            axis: of the values.
+        """
+        device = values.device
+        if axis == "G":
+            values, axis = values[torch.unique(self.group_ids, return_inverse=True)[1].to(device)], "M"
+        if axis == "M":
+            values, axis = values[self.trajectory_ids.to(device)], "N"
+        if axis == "N":
+            values = values.repeat_interleave(self.lengths.to(device), output_size=self.num_tokens)
+        return values
 
-    def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """Sum [T] values over each sequence: [N]."""
-        return values.new_zeros(self.num_sequences).index_add_(0, self.sequence_ids, values)
+    def sum_tokens(self, values: Tensor, axis: Axis = "M") -> Tensor:
+        """Sum [T] values over each trajectory: [M]; or over each sequence: [N]."""
+        size = self.num_trajectories if axis == "M" else self.num_sequences
+        owners = self.to_tokens(torch.arange(size, device=values.device), axis)
+        return values.new_zeros(size).index_add_(0, owners, values)
 
     def temperatures(self, default: float) -> float | Tensor:
-        """Return what the sequences were sampled at.
+        """Return what the trajectories were sampled at.
 
         Args:
             default: the run's temperature.
 
         Returns:
-            [N] float32, on the batch's device; ``default`` where no prompt has a temperature of its own.
+            [M] float32, on the batch's device; ``default`` where no prompt has a temperature of its own.
         """
         if all(prompt.temperature is None for prompt in self.prompts):
             return default
         own = [default if prompt.temperature is None else prompt.temperature for prompt in self.prompts]
-        return _move(torch.tensor(own), self.token_ids.device)
+        return axes.move(torch.tensor(own), self.token_ids.device)
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on ``device``; copies from the host to a GPU are not waited for."""
-        target = torch.device(device)
-        here = replace(self, _max_length=self.max_length, _completion_index=self.completion_index)
-        moved: dict[str, Any] = {}
-        for f in fields(here):
-            value = getattr(here, f.name)
-            if isinstance(value, Tensor):
-                moved[f.name] = _move(value, target)
-        return replace(here, **moved, **self._change_named(lambda value: _move(value, target)))
+        here = replace(self, _max_length=self.max_length, _sampled_index=self.sampled_index)
+        return axes.to(here, torch.device(device))
 
-    def select(self, sequences: Sequence[int] | Tensor) -> Self:
-        """The batch of the given sequences, in the given order, packed anew.
+    def select(self, indices: Iterable[int] | Tensor, axis: Axis = "M") -> Self:
+        """The batch of the given trajectories, in the given order, packed anew.
 
         Args:
-            sequences: indices in ``range(N)``.
+            indices: each in ``range(M)``, none twice; or of the axis.
+            axis: "M"; or "N" for sequences, whose trajectories follow in the order of their first ones.
         """
-        index = torch.as_tensor(sequences, dtype=torch.int64, device=self.token_ids.device)
-        starts, ends = self.cu_seqlens[index], self.cu_seqlens[index + 1]
-        # Runs of tokens are copied whole: an index a token would take more memory than what it selects.
-        order, *bounds = torch.stack([index, starts, ends]).tolist()
-        runs = _merge_runs(zip(*bounds, strict=True))
-        chosen: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, Tensor) or f.name in ("cu_seqlens", "_completion_index"):
-                continue
-            if f.name in BY_SEQUENCE:
-                chosen[f.name] = value[index]
-            else:
-                chosen[f.name] = torch.cat([value[:0], *(value[start:end] for start, end in runs)])
-        return replace(
+        given = indices if isinstance(indices, Tensor) else torch.tensor(list(indices), dtype=torch.int64)
+        index = given.to(self.token_ids.device, torch.int64)
+        owners = self.trajectory_ids
+        if axis == "N":
+            sequences = index
+            chosen = owners.new_tensor(list(dict.fromkeys(owners[sequences].tolist())))
+        else:
+            chosen = index
+        places = owners.new_full((self.num_trajectories,), -1)
+        places[chosen] = torch.arange(chosen.numel(), device=owners.device)
+        if axis == "M":
+            order = places[owners].argsort(stable=True)
+            sequences = order[order.numel() - int((places[owners] >= 0).sum()) :]
+        starts, ends = self.cu_seqlens[sequences], self.cu_seqlens[sequences + 1]
+        ids, kept = torch.unique(self.group_ids), torch.unique(self.group_ids[chosen])
+        cut = axes.select(
             self,
-            **chosen,
+            {
+                "T": _merge_runs(zip(*torch.stack([starts, ends]).tolist(), strict=True)),
+                "N": sequences,
+                "M": chosen,
+                "G": torch.searchsorted(ids, kept),
+            },
+        )
+        return replace(
+            cut,
             cu_seqlens=torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0, dtype=torch.int32)]),
+            trajectory_ids=places[owners[sequences]],
             _max_length=None,
-            _completion_index=None,
-            prompts=[self.prompts[i] for i in order],
-            completions=[self.completions[i] for i in order],
-            **self._change_named(lambda value: value[index]),
+            _sampled_index=None,
         )
 
-    def filler(self) -> Self:
+    def padding(self) -> Self:
         """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
-        one = type(self).of_sequences([[0]])
-        ones: dict[str, Any] = {
-            f.name: torch.zeros(1, dtype=value.dtype)
-            for f in fields(self)
-            if f.name in ("rewards", "advantages", "old_logprobs", "ref_logprobs")
-            and (value := getattr(self, f.name)) is not None
-        }
-        named = self._change_named(lambda value: value.new_zeros(1, *value.shape[1:]))
-        return replace(one, **ones, **named, totals=self.totals).to(self.token_ids.device)
+        one = axes.pad(self, replace(type(self).of_sequences([[0]]), totals=self.totals))
+        return one.to(self.token_ids.device)
 
-    def check_extras(self) -> None:
-        """Make tensors of ``extras``, and refuse those that do not have an entry for each sequence.
+    def check(self) -> None:
+        """Make tensors of the fields that were set, and refuse those of another length than their axis.
 
         Raises:
-            ConfigError: names the entry.
+            ConfigError: names the field.
         """
-        for name, value in self.extras.items():
-            tensor = torch.as_tensor(value)
-            if tensor.ndim == 0 or len(tensor) != self.num_sequences:
-                raise ConfigError(
-                    f"batch.extras['{name}'] has the shape {list(tensor.shape)}, and the batch has "
-                    f"{self.num_sequences} completions. Its first dimension must be theirs: an entry for each."
-                )
-            self.extras[name] = tensor
-
-    def _change_named(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The mappings of ``NAMED``, each tensor changed."""
-        return {field: {name: change(value) for name, value in getattr(self, field).items()} for field in NAMED}
+        num_groups = len(set(self.group_ids.tolist()))
+        sizes: dict[Axis, int] = {
+            "T": self.num_tokens,
+            "N": self.num_sequences,
+            "M": self.num_trajectories,
+            "G": num_groups,
+        }
+        axes.check(self, sizes, UNITS)
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
@@ -279,56 +325,56 @@ class RolloutBatch:
         """
         if len(batches) == 1:
             return replace(batches[0])
-        merged: dict[str, Any] = {}
-        for f in fields(cls):
-            values = [getattr(b, f.name) for b in batches]
-            if isinstance(values[0], Tensor) and f.name not in ("cu_seqlens", "_completion_index"):
-                merged[f.name] = torch.cat(values)
-        offset = 0
-        group_ids = []
+        group_ids, trajectory_ids, num_groups, num_trajectories = [], [], 0, 0
         for batch in batches:
-            group_ids.append(batch.group_ids + offset)
-            offset += int(batch.group_ids.max()) + 1 if batch.num_sequences else 0
-        merged["group_ids"] = torch.cat(group_ids)
+            group_ids.append(batch.group_ids + num_groups)
+            trajectory_ids.append(batch.trajectory_ids + num_trajectories)
+            num_groups += int(batch.group_ids.max()) + 1 if batch.num_trajectories else 0
+            num_trajectories += batch.num_trajectories
         lengths = torch.cat([b.lengths for b in batches])
         return replace(
-            batches[0],
-            **merged,
+            axes.concatenate(batches),
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+            trajectory_ids=torch.cat(trajectory_ids),
+            group_ids=torch.cat(group_ids),
             _max_length=None,
-            _completion_index=None,
-            prompts=[p for b in batches for p in b.prompts],
-            completions=[c for b in batches for c in b.completions],
-            **_concatenate_named(batches),
+            _sampled_index=None,
         )
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``, to which a copy from the host is not waited for."""
-    # only from page-locked memory a copy goes on by itself
-    is_upload = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
+def _check_sampled(batch: RolloutBatch) -> None:
+    """Raise unless each sampled token is trained in exactly one branch, and none begins one.
+
+    Args:
+        batch: with the trajectories' branches.
+    """
+    for one in batch.trajectories:
+        if not len(one.prompt.token_ids):
+            raise ConfigError(
+                f"Prompt {one.prompt.index} has no token, and nothing could predict its completion's first one. Begin "
+                "it with the tokenizer's beginning-of-sequence token, or leave it out."
+            )
+        if any(branch.is_sampled[0] for branch in one.branches if branch.is_sampled):
+            raise ValueError(
+                f"Prompt {one.prompt.index}: a branch begins with a sampled token, which nothing could predict."
+            )
+    num_trained = batch.sum_tokens(batch.is_sampled.long())
+    for one, count in zip(batch.trajectories, num_trained.tolist(), strict=True):
+        if count != one.num_sampled or (len(one.turns) > 1 and not _trains_samples(one)):
+            raise ValueError(
+                f"Prompt {one.prompt.index}: {one.num_sampled} tokens were sampled, and the branches train {count}. "
+                "Each sampled token is trained in exactly one branch: a later one has it as history, with append()."
+            )
 
 
-def _pack_extras(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """By name [N] float32, NaN for a completion that has none of that name."""
-    names = dict.fromkeys(name for completion in completions for name in completion.extras or ())
-    return {name: torch.tensor([(c.extras or {}).get(name, np.nan) for c in completions]) for name in names}
-
-
-def _concatenate_named(batches: Sequence[RolloutBatch]) -> dict[str, Any]:
-    """The mappings of ``NAMED``, of all batches."""
-    merged: dict[str, Any] = {}
-    for field_name in NAMED:
-        parts: list[dict[str, Tensor]] = [getattr(batch, field_name) for batch in batches]
-        for part in parts:
-            if differing := sorted(part.keys() ^ parts[0].keys()):
-                raise ConfigError(
-                    f"batch.{field_name}['{differing[0]}'] is set on some of the batches that make a step, and not on "
-                    "others. Set it on each, in refills and on all ranks."
-                )
-        merged[field_name] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return merged
+def _trains_samples(trajectory: Trajectory) -> bool:
+    """Whether the tokens that its branches train are those of its samples, turn by turn."""
+    masks = [np.asarray(branch.is_sampled, np.bool_) for branch in trajectory.branches]
+    pairs = list(zip(trajectory.branches, masks, strict=True))
+    turns = np.concatenate([np.zeros(0, np.int32), *(np.asarray(branch.turns)[mask] for branch, mask in pairs)])
+    trained = np.concatenate([np.zeros(0, np.int64), *(np.asarray(branch.token_ids)[mask] for branch, mask in pairs)])
+    sampled = np.concatenate([np.zeros(0, np.int64), *(np.asarray(one.token_ids) for one in trajectory.samples)])
+    return np.array_equal(trained[turns.argsort(kind="stable")], sampled)
 
 
 def _merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

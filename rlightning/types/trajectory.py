@@ -1,21 +1,27 @@
-"""A prompt and what was sampled after it.
+"""What one attempt at a prompt is made of: samples, turns, branches.
 
-Letters in shapes: ``P`` tokens of a prompt, ``C`` of a completion.
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+Letters in shapes: ``P`` tokens of a prompt, ``C`` of a sample, ``L`` of a branch.
 """
 
-from typing import Any, Literal, NamedTuple
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 TEMPERATURES = (0.01, 2.0)
 """The lowest above 0 and the highest that vLLM samples with as they are."""
+
+FinishReason = Literal["stop", "length"]
+Status = Literal["finished", "truncated", "timeout", "aborted", "failed"]
 
 
 class Prompt(NamedTuple):
     """One row of a prompt set, ready for the engine.
 
-    A tuple like :class:`Completion`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
+    A tuple like :class:`Turn`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
 
     Attributes:
         index: the row's place in its set; stable over epochs and resumes.
@@ -36,27 +42,269 @@ class Prompt(NamedTuple):
     max_new_tokens: int | None = None
 
 
-class Completion(NamedTuple):
-    """What the policy wrote after a prompt.
+class Buffers:
+    """Base of records that hold arrays: Lightning takes tuples, lists and dataclasses apart, and leaves these whole."""
 
-    Attributes:
-        text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
-            run has named is part of it.
+    __slots__: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all attributes are equal."""
+        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any record that can change
+
+    def __repr__(self) -> str:
+        """Return all attributes."""
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
+        return f"{type(self).__name__}({values})"
+
+
+class Sample(Buffers):
+    """What a sampler returns for one request.
+
+    Args:
         token_ids: [C] int64, as sampled (a final end-of-sequence token included).
         logprobs: [C] float32, of each token under the distribution that it was sampled from.
         weight_versions: [C] int32, the version of the weights that sampled each token.
+        text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
+            run has named is part of it.
         finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
-        extras: numbers of a generator's own by name, which :meth:`RolloutBatch.pack` lays beside the sequences.
     """
 
-    text: str
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    weight_versions: NDArray[np.int32]
-    finish_reason: Literal["stop", "length"]
-    extras: dict[str, float] | None = None
+    __slots__ = ("finish_reason", "logprobs", "text", "token_ids", "weight_versions")
+
+    def __init__(
+        self,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        weight_versions: Iterable[int],
+        text: str,
+        finish_reason: FinishReason,
+    ) -> None:
+        self.token_ids: array[int] = _buffer("q", token_ids)
+        self.logprobs: array[float] = _buffer("f", logprobs)
+        self.weight_versions: array[int] = _buffer("i", weight_versions)
+        self.text = text
+        self.finish_reason: FinishReason = finish_reason
 
     @property
     def is_truncated(self) -> bool:
         """Whether the token limit cut it."""
         return self.finish_reason == "length"
+
+
+class Turn(NamedTuple):
+    """One message of a trajectory.
+
+    Attributes:
+        message: as in chat APIs, with ``role`` ("assistant", "tool", "user", ...) and ``content``.
+        sample: that the policy's message came from; None for an observation (tool result, environment, user).
+    """
+
+    message: dict[str, Any]
+    sample: Sample | None = None
+
+
+class Branch(Buffers):
+    """One token sequence of a trajectory. A new one begins where the history was written anew.
+
+    A token that was sampled into an earlier branch and is history here is not ``is_sampled`` here: every sampled token
+    is trained in exactly one branch.
+
+    Args:
+        reason: why it began: "start", or such as "compaction", "dropped_thinking", "sub_agent".
+
+    Attributes:
+        token_ids: [L] int64.
+        is_sampled: [L] int8, 1 for tokens that the policy sampled into this branch.
+        logprobs: [L] float32, the sampler's; 0 where not sampled.
+        weight_versions: [L] int32, the sampler's; -1 where not sampled.
+        turns: [L] int32, the place in ``Trajectory.turns`` of the turn that each token is of; -1 for the prompt.
+    """
+
+    __slots__ = ("is_sampled", "logprobs", "reason", "token_ids", "turns", "weight_versions")
+
+    def __init__(self, reason: str = "start") -> None:
+        self.reason = reason
+        self.token_ids: array[int] = array("q")
+        self.is_sampled: array[int] = array("b")
+        self.logprobs: array[float] = array("f")
+        self.weight_versions: array[int] = array("i")
+        self.turns: array[int] = array("i")
+
+    def append(self, token_ids: Sequence[int], turn: int = -1) -> None:
+        """Add tokens that were not sampled here: of the prompt, an observation, a template, or history.
+
+        Args:
+            token_ids: of them.
+            turn: that they are of; -1: the prompt.
+        """
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.is_sampled.extend(array("b", [0]) * count)
+        self.logprobs.extend(array("f", [0.0]) * count)
+        self.weight_versions.extend(array("i", [-1]) * count)
+        self.turns.extend(array("i", [turn]) * count)
+
+    def append_sample(self, sample: Sample, turn: int) -> None:
+        """Add the tokens that a turn was sampled as; they are trained here.
+
+        Args:
+            sample: of the turn.
+            turn: its place in the trajectory.
+        """
+        count = len(sample.token_ids)
+        self.token_ids.extend(sample.token_ids)
+        self.is_sampled.extend(array("b", [1]) * count)
+        self.logprobs.extend(sample.logprobs)
+        self.weight_versions.extend(sample.weight_versions)
+        self.turns.extend(array("i", [turn]) * count)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One attempt at a prompt.
+
+    Attributes:
+        prompt: what was attempted.
+        branches: its token sequences; one, unless the history was written anew on the way.
+        turns: its messages after the prompt, in their order.
+        status: ``finished``; ``truncated`` by a limit on tokens or turns, and trained all the same; or one that counts
+            as not sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
+        scores: by reward function, unweighted; None where a function gave none.
+        reward: the environment's; None where it gives none.
+        turn_rewards: the environment's, one a turn; None where it gives none.
+        metrics: the environment's numbers.
+        timings: seconds by what was waited for.
+        error: why it did not finish.
+    """
+
+    prompt: Prompt
+    branches: tuple[Branch, ...]
+    turns: tuple[Turn, ...]
+    status: Status = "finished"
+    scores: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    turn_rewards: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def single_turn(cls, prompt: Prompt, sample: Sample) -> Trajectory:
+        """Return the trajectory of a prompt that was completed by one sample."""
+        branch = Branch()
+        branch.append(prompt.token_ids)
+        branch.append_sample(sample, 0)
+        turn = Turn({"role": "assistant", "content": sample.text}, sample)
+        return cls(prompt, (branch,), (turn,), "truncated" if sample.is_truncated else "finished")
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The policy's, in the turns' order."""
+        return [turn.sample for turn in self.turns if turn.sample is not None]
+
+    @property
+    def completion(self) -> Sample:
+        """The sample of a single-turn trajectory.
+
+        Raises:
+            ValueError: there is none, or several.
+        """
+        samples = self.samples
+        if len(samples) != 1:
+            raise ValueError(f"Prompt {self.prompt.index}: {len(samples)} samples, and a completion is one. Use turns.")
+        return samples[0]
+
+    @property
+    def final_text(self) -> str:
+        """The text of the policy's last message; of a single-turn trajectory its completion's."""
+        samples = self.samples
+        return samples[-1].text if samples else ""
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the policy's last message; the status, where it has sent none."""
+        samples = self.samples
+        return samples[-1].finish_reason if samples else self.status
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit on tokens or turns cut it."""
+        return self.status == "truncated"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an environment returns when a trajectory is over.
+
+    Attributes:
+        reward: of the trajectory; None where reward functions alone decide.
+        turn_rewards: one a turn; None where there are none.
+        status: see :class:`Trajectory`.
+        metrics: numbers to log.
+        error: why it did not finish.
+        messages: of the whole attempt, as in chat APIs; None: as the policy was asked and answered.
+    """
+
+    reward: float | None = None
+    turn_rewards: list[float] | None = None
+    status: Status = "finished"
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Trajectory]]:
+    """Return the trajectories of each prompt, one a sample.
+
+    Args:
+        prompts: one a group.
+        samples: for each prompt its samples, in any number.
+    """
+    pairs = zip(prompts, samples, strict=True)
+    return [[Trajectory.single_turn(prompt, sample) for sample in group] for prompt, group in pairs]
+
+
+def to_plain(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory without its prompt in plain types, which every way of saving a checkpoint takes."""
+    names = ("status", "scores", "reward", "turn_rewards", "metrics", "timings", "error")
+    return {
+        "branches": [_plain_buffers(branch) for branch in trajectory.branches],
+        "turns": [(turn.message, turn.sample and _plain_buffers(turn.sample)) for turn in trajectory.turns],
+        **{name: getattr(trajectory, name) for name in names},
+    }
+
+
+def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
+    """Return the trajectory that :func:`to_plain` was given.
+
+    Args:
+        plain: what it returned.
+        prompt: the trajectory's.
+    """
+    branches = []
+    for saved in plain["branches"]:
+        branch = Branch()
+        for name, value in saved.items():
+            setattr(branch, name, array(getattr(branch, name).typecode, value) if name != "reason" else value)
+        branches.append(branch)
+    turns = tuple(Turn(message, sample and Sample(**sample)) for message, sample in plain["turns"])
+    return Trajectory(**{**plain, "prompt": prompt, "branches": tuple(branches), "turns": turns})
+
+
+def _plain_buffers(record: Buffers) -> dict[str, Any]:
+    values = {name: getattr(record, name) for name in record.__slots__}
+    return {name: value.tolist() if isinstance(value, array) else value for name, value in values.items()}
+
+
+def _buffer(typecode: str, values: Iterable[Any]) -> array[Any]:
+    """Return the values as an array; an array of that type is not copied."""
+    if isinstance(values, array) and values.typecode == typecode:
+        return values
+    return array(typecode, values)

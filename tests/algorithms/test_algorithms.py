@@ -25,14 +25,14 @@ from rlightning.algorithms import (
 )
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.types import Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, single_turns
 
 
 def make_batch() -> RolloutBatch:
     """Group 0: rewards 1, 0, 0.5 with 2, 1 and 3 tokens. Group 1: rewards 2 and 2 with 1 and 2 tokens."""
     rewards, groups, lengths = [1.0, 0.0, 0.5, 2.0, 2.0], [0, 0, 0, 1, 1], [2, 1, 3, 1, 2]
     prompts = [Prompt(index=g, text="1", token_ids=[2], columns={}) for g in groups]
-    batch = RolloutBatch.pack(prompts, [[make_completion([1] * n, [-0.5] * n)] for n in lengths])
+    batch = RolloutBatch.pack(single_turns(prompts, [[make_completion([1] * n, [-0.5] * n)] for n in lengths]))
     batch.group_ids = torch.tensor(groups)
     batch.rewards = torch.tensor(rewards)
     return batch
@@ -40,8 +40,8 @@ def make_batch() -> RolloutBatch:
 
 def by_sequence(batch: RolloutBatch, values: Tensor) -> list[list[float]]:
     """Values [T] of the completion tokens, sequence by sequence."""
-    mask = batch.completion_mask
-    return [values[mask & (batch.sequence_ids == i)].tolist() for i in range(batch.num_sequences)]
+    owners = batch.to_tokens(torch.arange(batch.num_trajectories))
+    return [values[batch.is_sampled & (owners == i)].tolist() for i in range(batch.num_trajectories)]
 
 
 def repeat(values: list[float]) -> list[list[float]]:
@@ -130,8 +130,8 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(algorithm: type[RLMo
     logprobs = batch.rollout_logprobs.clone().requires_grad_()
     loss, metrics = module.policy_loss(logprobs, batch)
     assert all(value.shape == loss.shape and not value.requires_grad for value in metrics.values())
-    gradient = torch.autograd.grad(loss[batch.completion_mask].sum(), logprobs)[0]
-    torch.testing.assert_close(gradient, torch.where(batch.completion_mask, -batch.advantages, 0))
+    gradient = torch.autograd.grad(loss[batch.is_sampled].sum(), logprobs)[0]
+    torch.testing.assert_close(gradient, torch.where(batch.is_sampled, -batch.advantages, 0))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -169,7 +169,7 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
 
     def share_clipped(module: RLModule, ratio: float) -> float:
         _, metrics = module.policy_loss(batch.rollout_logprobs + math.log(ratio), batch)
-        return metrics["clip_high"][batch.completion_mask].mean().item()
+        return metrics["clip_high"][batch.is_sampled].mean().item()
 
     for make, inside, outside in (
         (GRPO, 1.19, 1.21),
@@ -188,15 +188,15 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
     ("algorithm", "defaults"),
     [
         (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss"}),
-        (GRPO, {"loss_aggregation": "sequence_mean"}),
+        (GRPO, {"loss_aggregation": "trajectory_mean"}),
         (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "loss_aggregation": "constant"}),
         (DAPO, {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
         (RLOO, {"kl_coef": 0.03, "kl_estimator": "k1", "kl_placement": "reward", "loss_aggregation": "constant"}),
         (REINFORCEPlusPlus, {"clip_low": 0.2, "discount": 1.0, "kl_estimator": "k1", "kl_placement": "reward"}),
         (REINFORCEPlusPlusBaseline, {"kl_estimator": "k2", "kl_placement": "loss", "loss_aggregation": "token_mean"}),
-        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0, "loss_aggregation": "sequence_mean"}),
+        (GSPO, {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0, "loss_aggregation": "trajectory_mean"}),
         (CISPO, {"max_ratio": 5.0, "min_ratio": 0.0, "kl_coef": 0.0, "loss_aggregation": "token_mean"}),
-        (SAPO, {"temperature_positive": 1.0, "temperature_negative": 1.05, "loss_aggregation": "sequence_mean"}),
+        (SAPO, {"temperature_positive": 1.0, "temperature_negative": 1.05, "loss_aggregation": "trajectory_mean"}),
         (SFT, {"generates": False, "completion_column": "completion", "loss_aggregation": "token_mean"}),
     ],
 )

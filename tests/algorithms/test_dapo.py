@@ -36,18 +36,19 @@ def test_overlong_completions_are_punished(model_folder: str) -> None:
     rewards = module.compute_rewards(batch)
     module.close()
     assert rewards.tolist() == pytest.approx([e + p for e, p in zip(evens, penalties, strict=True)])
-    assert batch.reward_components["overlong"].tolist() == pytest.approx(penalties)
+    assert batch.scores["overlong"].tolist() == pytest.approx(penalties)
 
 
 def test_penalty_is_by_the_prompts_own_limit(model_folder: str) -> None:
     batch = batch_of([[8, 9, 10], [3, 4], [18, 20]])
-    batch.prompts = [prompt._replace(max_new_tokens=[10, 4, None][prompt.index]) for prompt in batch.prompts]
+    for one in batch.trajectories:
+        one.prompt = one.prompt._replace(max_new_tokens=[10, 4, None][one.prompt.index])
     # A fifth of 10 tokens is 2, of 20 it is 4; a limit of 4 tokens has no fifth.
     for cache, expected in ((None, [0, -0.5, -1, 0, 0, -0.5, -1]), (8, [-0.75, -0.875, -1, -0.75, -1, -0.75, -1])):
         module = make_module(model_folder, max_new_tokens=20, overlong_cache=cache)
         module.compute_rewards(batch)
         module.close()
-        assert batch.reward_components["overlong"].tolist() == expected
+        assert batch.scores["overlong"].tolist() == expected
 
 
 def test_groups_are_kept_by_their_rewards_before_the_penalty(model_folder: str) -> None:
@@ -68,7 +69,7 @@ def test_no_cache_is_no_penalty(model_folder: str) -> None:
     batch.rewards = module.compute_rewards(batch)
     module.close()
     assert batch.rewards.tolist() == [1.0, 1.0]
-    assert "overlong" not in batch.reward_components
+    assert "overlong" not in batch.scores
     assert not module.keep_sequences(batch).any()
 
 

@@ -26,7 +26,7 @@ class Steps(RLCallback):
         self.expected: list[list[float]] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        self.lengths.append(batch.reward_components["num_characters"].tolist())
+        self.lengths.append(batch.scores["num_characters"].tolist())
         self.expected.append([float(len(completion.text)) for completion in batch.completions])
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -34,7 +34,7 @@ def test_rows_become_a_batch(model_folder: str, tmp_path: Path) -> None:
     batch = module._pack(make_prompts(module, tmp_path, [("1+2=", "3"), ("9+3=", "12")]))
     # Digits are tokens 1 to 10, + is 11, = is 12, and 0 ends a sequence.
     assert batch.token_ids.tolist() == [2, 11, 3, 12, 4, 0, 10, 11, 4, 12, 2, 3, 0]
-    assert batch.completion_mask.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3
+    assert batch.is_sampled.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3
     assert [c.text for c in batch.completions] == ["3", "12"]
 
 
@@ -71,7 +71,7 @@ def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: 
     batch = module._pack(make_prompts(module, tmp_path))
     with torch.no_grad():
         logprobs, _ = module.compute_logprobs(batch)
-    assert again == pytest.approx(-logprobs[batch.completion_mask].mean().item(), rel=1e-4)
+    assert again == pytest.approx(-logprobs[batch.is_sampled].mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_completion_is_split_from_the_whole_text(tmp_path: Path) -> None:
     batch = module._pack(make_prompts(module, tmp_path, [("A:", "T"), ("A: ", "T")]))
     # <s> 0, </s> 1, : 4, T 5, with a space before it A is 6 and T 7
     assert batch.token_ids.tolist() == [0, 6, 4, 5, 1, 0, 6, 4, 7, 1]
-    assert batch.completion_mask.tolist() == [False, False, False, True, True] * 2
+    assert batch.is_sampled.tolist() == [False, False, False, True, True] * 2
 
 
 def test_a_missing_column_names_the_nearest(model_folder: str) -> None:

@@ -125,4 +125,4 @@ def test_dapo_refills_until_enough_groups_say_something(model_folder: str, tmp_p
     assert len(set(batch.group_ids.tolist())) == 4
     assert batch.num_sequences == 4 * 8
     assert batch.advantages is not None
-    assert (batch.advantages[batch.completion_mask] != 0).all()
+    assert (batch.advantages[batch.is_sampled] != 0).all()

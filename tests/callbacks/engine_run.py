@@ -86,7 +86,7 @@ class Witness(RLCallback):
 
 def versions(batch: RolloutBatch) -> list[int]:
     """Of the weights that sampled its tokens."""
-    return sorted(set(batch.weight_versions[batch.completion_mask].tolist()))
+    return sorted(set(batch.weight_versions[batch.is_sampled].tolist()))
 
 
 def consumed(batches: list[RolloutBatch]) -> list[int]:

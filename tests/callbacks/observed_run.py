@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,17 +11,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rlightning.hooks import fire
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 
-def make_completion(text: str, finish_reason: Any = "stop") -> Completion:
+def make_completion(text: str, finish_reason: Any = "stop") -> Sample:
     """A completion with a token a character."""
     num = len(text)
-    return Completion(
+    return Sample(
+        token_ids=[ord(character) for character in text],
+        logprobs=[-0.5] * num,
+        weight_versions=[0] * num,
         text=text,
-        token_ids=np.array([ord(character) for character in text], np.int64),
-        logprobs=np.full(num, -0.5, np.float32),
-        weight_versions=np.zeros(num, np.int32),
         finish_reason=finish_reason,
     )
 
@@ -39,13 +38,13 @@ def make_batch() -> RolloutBatch:
         [make_completion("4"), make_completion("55", "length")],
         [make_completion("9"), make_completion("99")],
     ]
-    return RolloutBatch.pack(prompts, completions)
+    return RolloutBatch.pack(single_turns(prompts, completions))
 
 
 def add_rewards(batch: RolloutBatch) -> None:
     """Set the four rewards and what they are made of."""
     batch.rewards = torch.tensor([1.0, 0.0, 0.5, 0.5])
-    batch.reward_components = {
+    batch.scores = {
         "exact": torch.tensor([1.0, 0.0, 1.0, 0.0]),
         "format": torch.tensor([1.0, 0.0, 0.0, float("nan")]),
     }
@@ -109,8 +108,9 @@ class ObservedModule(LightningModule):
         }
         self.log_dict({"step": step, **metrics}, batch_size=len(prompts))
 
-    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Completion]]]:
-        return [(prompt, [make_completion("4"), make_completion("55", "length")]) for prompt in prompts]
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
+        samples = [[make_completion("4"), make_completion("55", "length")] for _ in prompts]
+        return list(zip(prompts, single_turns(prompts, samples), strict=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

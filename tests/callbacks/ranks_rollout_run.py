@@ -33,7 +33,7 @@ class Witness(RLCallback):
                 os.kill(find_core(engine.process.pid), signal.SIGKILL)
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        versions = set(batch.weight_versions[batch.completion_mask].tolist())
+        versions = set(batch.weight_versions[batch.is_sampled].tolist())
         self.steps.append({"sampled": [p.index for p in batch.prompts], "versions": sorted(versions)})
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import rich
@@ -31,10 +30,11 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 from rlightning.callbacks import CompletionsTable
-from rlightning.callbacks.completions_table import completion_rows, shorten, spread_by_reward
+from rlightning.callbacks.completions_table import shorten
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.report.trajectories import spread_by_reward, summary_rows
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
 def files(folder: Path) -> list[str]:
@@ -48,22 +48,23 @@ def read(path: Path) -> dict[str, list[Any]]:
 
 def test_a_completion_without_tokens_has_no_advantage() -> None:
     prompts = [Prompt(0, "?", [1, 2], {}), Prompt(1, "!", [3], {})]
-    nothing = Completion("", np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "length")
-    batch = RolloutBatch.pack(prompts, [[nothing], [nothing]])
+    nothing = Sample([], [], [], "", "length")
+    batch = RolloutBatch.pack(single_turns(prompts, [[nothing], [nothing]]))
     batch.advantages = torch.tensor([5.0, 5.0, 7.0])
-    assert [row["advantage"] for row in completion_rows(batch, 1)] == [0.0, 0.0]
+    assert [row["advantage"] for row in summary_rows(batch, 1)] == [0.0, 0.0]
 
 
 def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
     make_trainer(tmp_path, CompletionsTable(2), max_steps=5).fit(ObservedModule(), loader(5))
     assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
     table = read(tmp_path / "completions" / "step_000002.parquet")
-    assert list(table) == [
+    assert list(table)[:12] == [
         "step",
         "group",
         "prompt_index",
         "prompt",
         "completion",
+        "status",
         "reward",
         "reward/exact",
         "reward/format",
@@ -127,7 +128,7 @@ def test_wandb_gets_cells_without_control_characters(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb_logger, "log_table", lambda key, **kwargs: logged.extend(kwargs["data"]))
     written = "right\rwrong\x1b[2J \u202ex"
     completions = [[make_completion(written), make_completion("55")], [make_completion("9"), make_completion("99")]]
-    batch = RolloutBatch.pack([make_prompt(0, "2+2="), make_prompt(7, "3*3=")], completions)
+    batch = RolloutBatch.pack(single_turns([make_prompt(0, "2+2="), make_prompt(7, "3*3=")], completions))
     add_rewards(batch)
     table = CompletionsTable(1, num_logged=10, path=str(tmp_path / "completions"))
     loop = SimpleNamespace(callbacks=[table], loggers=[wandb_logger])
@@ -166,7 +167,7 @@ def test_a_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_markup_in_a_completion_is_text() -> None:
     batch = make_batch()
     add_rewards(batch)
-    row = completion_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
+    row = summary_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
     assert shorten(row["completion"], 20) == "[/bold] | <b> x"
     assert spread_by_reward([row], 5) == [row]
 
@@ -188,7 +189,7 @@ def test_a_step_without_an_update_is_shown_too(tmp_path: Path) -> None:
     add_rewards(batch)
     fire(loop, PlainModule(), "on_reward_end", batch)
     fire(loop, PlainModule(), "on_train_batch_end", None, None, 0)
-    assert "advantage" not in read(tmp_path / "completions" / "step_000001.parquet")
+    assert read(tmp_path / "completions" / "step_000001.parquet")["advantage"] == [None] * 4
 
 
 def test_a_refill_replaces_what_was_kept(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_run_survives_one_death_a_step(
         assert all(sample["token_ids"].tobytes() in kept for group in asked.finished for sample in group)
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
-        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert batch.weight_versions[batch.is_sampled].unique().tolist() == [step]
         assert np.isfinite(batch.rollout_logprobs.numpy()).all()
         assert metrics["policy/rollout_gap_max"] < 1e-4  # sampled from the current weights, before and after
     assert len(witness.validations) == 1
@@ -178,7 +178,7 @@ def test_of_two_engines_on_a_device_one_may_die(
     assert len(assassin.sessions) == 3
     for step, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert batch.num_sequences == 8
-        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert batch.weight_versions[batch.is_sampled].unique().tolist() == [step]
         assert metrics["policy/rollout_gap_max"] < 1e-4
     assert {path.name for path in tmp_path.glob("engine*.log")} == {"engine.0.log", "engine.1.log"}
     assert [in_session(session) for session in assassin.sessions] == [[]] * 3

@@ -16,7 +16,7 @@ from tiny import heed_ctrl_c, make_algorithm
 
 from rlightning.algorithms import GRPO
 from rlightning.hooks import fire
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
 PLAIN_LOOP = Path(__file__).parents[2] / "examples" / "plain_loop.py"
@@ -89,7 +89,7 @@ def generate_in_a_plain_loop(folder: Path) -> None:
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(texts)]
     share = prompts[dist.get_rank() :: 2]
 
-    def interrupt(prompt: Prompt, completions: list[Completion]) -> None:
+    def interrupt(prompt: Prompt, trajectories: list[Trajectory]) -> None:
         raise KeyboardInterrupt
 
     fire(loop, policy, "setup", "fit")
@@ -101,7 +101,7 @@ def generate_in_a_plain_loop(folder: Path) -> None:
         again = rollout.generate(share, 2, rollout.sampling)
     finally:
         fire(loop, policy, "teardown", "fit")
-    found = [[[one.token_ids.tolist() for one in group] for group in groups] for groups in (first, again)]
+    found = [[[one.completion.token_ids.tolist() for one in group] for group in groups] for groups in (first, again)]
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

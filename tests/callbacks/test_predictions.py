@@ -19,7 +19,7 @@ from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
 from rlightning.rollout import OnCompleted, Sampling
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Trajectory
 
 
 def predict(folder: Path, callback: JSONLPredictions, module: ObservedModule | None = None) -> None:
@@ -65,7 +65,7 @@ class Dictated(ActorGenerator):
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         done = {}
         for prompt in reversed(prompts):  # the last ones first: engines have an order of their own
             if len(self.asked) == self.dies_after and self.how is not None:
@@ -75,6 +75,10 @@ class Dictated(ActorGenerator):
             if on_completed is not None and prompt.index % 4 != 3:  # not for all
                 on_completed(prompt, done[prompt.index])
         return [done[prompt.index] for prompt in prompts]
+
+
+def attempt() -> Trajectory:
+    return Trajectory.single_turn(make_prompt(), make_completion("4"))
 
 
 def out_of_luck() -> None:
@@ -199,7 +203,7 @@ def test_every_rank_writes_its_share(tmp_path: Path) -> None:
         trainer = rank_of_two(tmp_path, rank)
         callback = JSONLPredictions()
         callback.on_predict_start(trainer, None)
-        callback.on_predict_batch_end(trainer, None, [(make_prompt(rank), [make_completion("4")])], None, 0)
+        callback.on_predict_batch_end(trainer, None, [(make_prompt(rank), [attempt()])], None, 0)
         callback.on_predict_end(trainer, None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["predictions.rank0.jsonl", "predictions.rank1.jsonl"]
 
@@ -208,7 +212,7 @@ def test_a_rank_leaves_out_what_any_rank_has_done(tmp_path: Path) -> None:
     callback = JSONLPredictions()
     callback.setup(rank_of_two(tmp_path, 1), None, "predict")
     callback.on_predict_start(rank_of_two(tmp_path, 1), None)
-    callback.on_predict_prompt_end(rank_of_two(tmp_path, 1), None, make_prompt(5), [make_completion("4")])
+    callback.on_predict_prompt_end(rank_of_two(tmp_path, 1), None, make_prompt(5), [attempt()])
     callback.on_exception(rank_of_two(tmp_path, 1), None, KeyboardInterrupt())
     other = JSONLPredictions()
     other.setup(rank_of_two(tmp_path, 0), None, "predict")
@@ -223,7 +227,7 @@ def test_a_kill_between_two_ranks_ends_loses_nothing(tmp_path: Path) -> None:
         trainer, callback = rank_of_two(tmp_path, rank), JSONLPredictions()
         callback.setup(trainer, None, "predict")
         callback.on_predict_start(trainer, None)
-        callback.on_predict_prompt_end(trainer, None, make_prompt(rank), [make_completion("4")])
+        callback.on_predict_prompt_end(trainer, None, make_prompt(rank), [attempt()])
         if rank == 0:
             callback.on_predict_end(trainer, None)
         else:
@@ -235,7 +239,7 @@ def test_a_kill_between_two_ranks_ends_loses_nothing(tmp_path: Path) -> None:
     for rank, callback in enumerate(again):
         callback.on_predict_start(rank_of_two(tmp_path, rank), None)
         if rank == 0:
-            callback.on_predict_prompt_end(rank_of_two(tmp_path, rank), None, make_prompt(2), [make_completion("4")])
+            callback.on_predict_prompt_end(rank_of_two(tmp_path, rank), None, make_prompt(2), [attempt()])
         callback.on_predict_end(rank_of_two(tmp_path, rank), None)
     lines = {path.name: [json.loads(line)["index"] for line in path.open()] for path in tmp_path.iterdir()}
     assert lines == {"predictions.rank0.jsonl": [0, 2], "predictions.rank1.jsonl": [1]}

@@ -101,7 +101,7 @@ class Origins(RLCallback):
         self.actors.append(copy.deepcopy(module.loaded_actor))
         for version in versions(batch):
             logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
-            own = batch.completion_mask & (batch.weight_versions == version)
+            own = batch.is_sampled & (batch.weight_versions == version)
             self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
         (engine,) = module.generator._engines.engines
         self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
@@ -156,7 +156,7 @@ class Refill(RLCallback):
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         first = module.generator.last
         batches = [batch, module.rollout(module.take_prompts(PER_STEP // 2))]
-        versions = [batch.weight_versions[batch.completion_mask] for batch in batches]
+        versions = [batch.weight_versions[batch.is_sampled] for batch in batches]
         self.steps.append((first, module.generator.last, module.weight_version - torch.cat(versions)))
 
 
@@ -328,7 +328,7 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     trainer.fit(make_module(model_folder), make_data(tmp_path))
     saved = torch.load(last, weights_only=False)["callbacks"][rollout.state_key]["in_flight"]["groups"]
     # Of the eight that the first step left complete the second has taken four; of its own the engine may be through.
-    complete = [len(group["completions"] or []) == 2 for group in saved]
+    complete = [len(group["trajectories"] or []) == 2 for group in saved]
     assert len(saved) == 2 * PER_STEP and all(complete[:PER_STEP])
 
     caplog.set_level("INFO", logger="rlightning")
@@ -344,7 +344,7 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert sorted(consumed(first.batches) + trained + in_flight) == sorted(drawn(trainer, 5 * PER_STEP))
     assert [line for line in caplog.messages if "begin again" in line] == [
-        f"{sum(complete)} prompts in flight begin again: their completions were sampled with other settings "
+        f"{sum(complete)} prompts in flight begin again: what they have was sampled with other settings "
         "(model.samples_per_prompt: 2, now 3; rollout.temperature: 1.0, now 0.5; rollout.max_new_tokens: 8, now 5)."
     ]
 

@@ -33,7 +33,7 @@ from rlightning.rollout.engine_link import EngineLink
 from rlightning.rollout.requests import with_run_seed
 from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 
@@ -55,7 +55,7 @@ class Run(NamedTuple):
     rollout: VLLMRollout
     witness: Witness
     sessions: list[int]
-    begun: list[tuple[Prompt, Completion]]
+    begun: list[Trajectory]
 
 
 def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
@@ -76,12 +76,12 @@ def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
 def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Run:
     """Five steps, validation before the first and after each second one, on a greedy set and one for pass@k."""
     folder = tmp_path_factory.mktemp("run")
-    begun: list[tuple[Prompt, Completion]] = []
+    begun: list[Trajectory] = []
     begin = RewardRunner.begin
 
-    def noted_begin(runner: RewardRunner, prompts: list[Prompt], completions: list[Completion]) -> None:
-        begin(runner, prompts, completions)
-        begun.extend(zip(prompts, completions, strict=True))
+    def noted_begin(runner: RewardRunner, trajectories: list[Trajectory]) -> None:
+        begin(runner, trajectories)
+        begun.extend(trajectories)
 
     with pytest.MonkeyPatch.context() as patch:
         sessions = note_sessions(patch)
@@ -117,7 +117,7 @@ def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
     assert len(run.witness.batches) == len(run.witness.steps) == 5
     for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
         assert batch.num_sequences == 8
-        assert batch.weight_versions[batch.completion_mask].unique().tolist() == [step]
+        assert batch.weight_versions[batch.is_sampled].unique().tolist() == [step]
         assert metrics["policy/rollout_gap_max"] < 1e-4
 
 
@@ -125,8 +125,7 @@ def test_rewards_are_begun_as_completions_come(run: Run) -> None:
     # Five steps of 4 x 2 completions, and three validations of 4 and of 3 x 4.
     assert len(run.begun) == 5 * 8 + 3 * (4 + 12)
     for batch in run.witness.batches:
-        pairs = {(id(prompt), id(completion)) for prompt, completion in run.begun}
-        assert pairs >= {(id(p), id(c)) for p, c in zip(batch.prompts, batch.completions, strict=True)}
+        assert {id(one.turns) for one in run.begun} >= {id(one.turns) for one in batch.trajectories}
 
 
 def test_validation_goes_through_the_engine(run: Run) -> None:
@@ -159,9 +158,9 @@ def test_the_same_objects_serve_again(run: Run, monkeypatch: pytest.MonkeyPatch)
     predictions: Any = run.trainer.predict(run.module, run.data)
     pairs = [pair for batch in predictions for pair in batch]
     assert [prompt.index for prompt, _ in pairs] == list(range(16))
-    for _, completions in pairs:
-        assert len(completions) == 2
-        assert all((one.weight_versions == version + 1).all() for one in completions)
+    for _, trajectories in pairs:
+        assert len(trajectories) == 2
+        assert {held for one in trajectories for held in one.completion.weight_versions} == {version + 1}
     assert [in_session(session) for session in sessions] == [[]] * 3
 
 
@@ -209,7 +208,7 @@ def change_weights(policy: Any, size: float = 0.05) -> None:
 
 def sample(loop: PlainLoop) -> list[list[str]]:
     groups = loop.rollout.generate(loop.prompts, 8, loop.rollout.sampling)
-    return [[completion.text for completion in group] for group in groups]
+    return [[one.final_text for one in group] for group in groups]
 
 
 def sample_anew(loop: PlainLoop) -> list[list[str]]:
@@ -281,8 +280,8 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     arguments = {"start": start, "note": str(called)}
     runner = RewardRunner([RewardFunction("clock_reward.seconds_since", arguments=arguments, timeout=500)])
 
-    def on_completed(prompt: Prompt, completions: list[Completion]) -> None:
-        runner.begin([prompt] * len(completions), completions)
+    def on_completed(prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        runner.begin(trajectories)
         while not called.exists():  # that takes a process's start
             time.sleep(0.01)
         arrived.append(time.monotonic() - start)
@@ -290,8 +289,8 @@ def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_
     prompts = [loop.prompts[0]._replace(index=index) for index in range(64)]
     with contextlib.closing(runner):
         groups = loop.rollout.generate(prompts, 4, loop.rollout.sampling, on_completed)  # eight sequences at once
-        batch = RolloutBatch.pack(prompts, groups)
-        rewards = runner.score(batch.prompts, batch.completions).rewards
+        batch = RolloutBatch.pack(groups)
+        rewards = runner.score(batch.trajectories).rewards
     assert len(arrived) == 64
     assert rewards.min() < arrived[0]
 
@@ -328,7 +327,7 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
         with pytest.raises(EngineError):  # nor does it the next time
             sample(loop)
     canary = RolloutBatch.of_sequences(canary_tokens(loop.policy.tokenizer, 255).tolist())
-    mean = loop.policy.score(canary, torch.float32)[canary.completion_mask].mean()
+    mean = loop.policy.score(canary, torch.float32)[canary.is_sampled].mean()
     assert f"of version {before + 1}" in str(caught.value)
     said = re.search(r"is (-\d+\.\d{4}) under the actor and -", str(caught.value))
     assert said is not None and float(said[1]) == pytest.approx(float(mean), abs=2e-4)

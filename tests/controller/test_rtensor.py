@@ -125,15 +125,15 @@ def test_nested_structures_keep_types_and_non_tensor_values() -> None:
 def test_a_rollout_batch() -> None:
     batch = make_batch()
     batch.advantages = torch.arange(22.0)
-    batch.reward_components = {"exact": torch.tensor([1.0, 0.0, 1.0, 0.0])}
+    batch.scores = {"exact": torch.tensor([1.0, 0.0, 1.0, 0.0])}
     stored = remotize(batch)
-    assert type(stored) is type(batch) and stored.prompts is batch.prompts and stored.ref_logprobs is None
+    assert type(stored) is type(batch) and stored.trajectories == batch.trajectories and stored.ref_logprobs is None
     assert isinstance(stored.token_ids, RTensor) and stored.token_ids.shape == (22,)
     assert isinstance(batch.token_ids, Tensor)
     back = localize(stored)
     assert back.num_sequences == 4 and torch.equal(back.advantages, batch.advantages)
-    assert torch.equal(back.completion_mask, batch.completion_mask)
-    assert torch.equal(back.reward_components["exact"], batch.reward_components["exact"])
+    assert torch.equal(back.is_sampled, batch.is_sampled)
+    assert torch.equal(back.scores["exact"], batch.scores["exact"])
 
 
 def test_what_has_no_tensor_is_stored_nowhere() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlightning.models import load_policy
 from rlightning.models.logprobs import packed_logprobs
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
 def make_batch(sequences: list[Tensor], prompt_length: int = 1) -> RolloutBatch:
@@ -17,8 +17,10 @@ def make_batch(sequences: list[Tensor], prompt_length: int = 1) -> RolloutBatch:
     prompts = [Prompt(i, "", s[:prompt_length].tolist(), {}) for i, s in enumerate(sequences)]
     rests = [s[prompt_length:].numpy() for s in sequences]
     zeros = [np.zeros(len(rest), np.float32) for rest in rests]
-    completions = [[Completion("", r, z, z.astype(np.int32), "stop")] for r, z in zip(rests, zeros, strict=True)]
-    return RolloutBatch.pack(prompts, completions)
+    completions = [
+        [Sample(r.tolist(), z, z.astype(np.int32).tolist(), "", "stop")] for r, z in zip(rests, zeros, strict=True)
+    ]
+    return RolloutBatch.pack(single_turns(prompts, completions))
 
 
 @pytest.mark.parametrize(
@@ -52,5 +54,5 @@ def test_longer_prompts_change_no_logprob(tmp_path: Path) -> None:
     whole, _ = packed_logprobs(policy, make_batch(sequences, 1))
     batch = make_batch(sequences, 3)
     part, _ = packed_logprobs(policy, batch)
-    torch.testing.assert_close(part, torch.where(batch.completion_mask, whole, 0))
-    assert (part[~batch.completion_mask] == 0).all()
+    torch.testing.assert_close(part, torch.where(batch.is_sampled, whole, 0))
+    assert (part[~batch.is_sampled] == 0).all()

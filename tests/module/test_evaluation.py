@@ -28,7 +28,7 @@ def test_metrics_by_hand() -> None:
 def test_the_first_function_decides_what_passes() -> None:
     batch = make_batch([[[0]], [[0]], [[0]]])
     batch.rewards = torch.tensor([3.0, 0.2, 0.0])
-    batch.reward_components = {"exact": torch.tensor([0.5, 1.0, math.nan]), "format": torch.tensor([1.0, 1.0, 1.0])}
+    batch.scores = {"exact": torch.tensor([0.5, 1.0, math.nan]), "format": torch.tensor([1.0, 1.0, 1.0])}
     assert batch_metrics(batch, 1)["pass@1"] == pytest.approx(1 / 3)
 
 

@@ -55,7 +55,7 @@ def test_rollout_metrics_by_hand() -> None:
     # Three groups: rewards 1 and 0 and one failed; 2 and 2; both failed
     batch = make_batch([[[0], [3, 0], [3, 3]], [[4], [5, 6, 7, 0]], [[0], [0]]])
     batch.rewards = torch.tensor([1.0, 0.0, NAN, 2.0, 2.0, NAN, NAN])
-    batch.reward_components = {"exact": torch.tensor([1.0, 0.0, NAN, 1.0, 1.0, NAN, NAN])}
+    batch.scores = {"exact": torch.tensor([1.0, 0.0, NAN, 1.0, 1.0, NAN, NAN])}
     assert rollout_metrics(batch, alone, alone) == pytest.approx(
         {
             "reward/mean": 5 / 4,

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import threading
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from rlightning.module import RLModule, policy_module
 from rlightning.module import rl_module as module_file
 from rlightning.objectives.kl import estimate_kl
 from rlightning.rewards import RewardFunction
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory
 
 Weights = dict[str, Tensor]
 SMALL: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 4, "lr": 1e-3}
@@ -58,7 +59,7 @@ def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"])
 def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folder: str, tmp_path: Path) -> None:
     arguments = SMALL | {"loss_aggregation": aggregation, "updates_per_rollout": 2, "entropy_coef": 0.01}
     start: Weights = {}
@@ -166,9 +167,10 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
 class HalfAsSure(ActorGenerator):
     """Samples like the actor, and says that each token was twice as likely: its importance weight is a half."""
 
-    def generate(self, *args: Any) -> list[list[Completion]]:
-        groups = super().generate(*args)
-        return [[c._replace(logprobs=c.logprobs + math.log(2)) for c in group] for group in groups]
+    def _complete(self, *args: Any) -> Sample:
+        sample = super()._complete(*args)
+        sample.logprobs = array("f", [logprob + math.log(2) for logprob in sample.logprobs])
+        return sample
 
 
 class OneBehind(HalfAsSure):
@@ -250,7 +252,7 @@ class StepBehind(ActorGenerator):
         self.trained: Any = module
         self.before: Any = None
 
-    def generate(self, *args: Any) -> list[list[Completion]]:
+    def generate(self, *args: Any) -> list[list[Trajectory]]:
         actor = copy.deepcopy(self.trained.loaded_actor)
         now: Any = SimpleNamespace(loaded_actor=actor, weight_version=self.trained.weight_version)
         self.module, self.before = self.before or now, now
@@ -265,7 +267,7 @@ def test_stale_proximal_policy_is_approximated_without_forward_pass(model_folder
         def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
             assert batch.old_logprobs is not None
             now, old, sampler = logprobs.detach(), batch.old_logprobs, batch.rollout_logprobs
-            ages, sampled = self.weight_version - batch.weight_versions, batch.completion_mask
+            ages, sampled = self.weight_version - batch.weight_versions, batch.is_sampled
             seen.append((now[sampled], old[sampled], sampler[sampled], ages[sampled]))
             return super().policy_loss(logprobs, batch)
 
@@ -296,7 +298,7 @@ class DropSamples(ActorGenerator):
 
     dropped: Sequence[int] = ()
 
-    def generate(self, *args: Any) -> list[list[Completion]]:
+    def generate(self, *args: Any) -> list[list[Trajectory]]:
         groups = super().generate(*args)
         return [[c for i, c in enumerate(group) if i not in self.dropped] for group in groups]
 
@@ -306,7 +308,7 @@ class FailSamples(GRPO):
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
         rewards = super().compute_rewards(batch)
-        if batch.num_sequences == 16:
+        if batch.num_trajectories == 16:
             rewards[1::4] = rewards[3::4] = math.nan
         return rewards
 
@@ -524,14 +526,14 @@ def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> 
         actor, reference = (
             packed_logprobs(load_policy(folder), batch, temperature=0.7)[0] for folder in (model_folder, other)
         )
-    divergence = batch.sum_by_sequence(torch.where(batch.completion_mask, actor - reference, 0))
+    divergence = batch.sum_tokens(torch.where(batch.is_sampled, actor - reference, 0))
     assert batch.rewards is not None
     # advantages go by the penalised rewards; what was rewarded stays for everybody else to see
     torch.testing.assert_close(judged[0], batch.rewards - 0.5 * divergence, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(batch.rewards, module.rewarder.score(batch.prompts, batch.completions).rewards)
+    torch.testing.assert_close(batch.rewards, module.rewarder.score(batch.trajectories).rewards)
     assert estimate_kl(actor, reference, "k1").shape == (batch.num_tokens,)
     assert module.trainer.callback_metrics["policy/kl"] == pytest.approx(
-        (divergence.sum() / batch.completion_mask.sum()).item(), abs=1e-4
+        (divergence.sum() / batch.is_sampled.sum()).item(), abs=1e-4
     )
 
 
@@ -609,6 +611,6 @@ def test_validate_and_predict(model_folder: str, tmp_path: Path) -> None:
     assert "test/sums/reward" in metrics
     assert module.reference is None  # only training measures from it
     predicted: Any = make_trainer(tmp_path, 1).predict(module, data)
-    pairs: list[tuple[Prompt, list[Completion]]] = [pair for batch in predicted for pair in batch]
+    pairs: list[tuple[Prompt, list[Trajectory]]] = [pair for batch in predicted for pair in batch]
     assert len(pairs) == 16 and all(len(completions) == 4 for _, completions in pairs)
     assert pairs[5][0].text == "1+1="

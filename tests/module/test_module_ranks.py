@@ -1,6 +1,7 @@
 """Two ranks, in two real processes, take the steps that one takes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from rank_processes import finish, start_calls
-from tiny import copy_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
-from rlightning.types import Prompt, RolloutBatch
+from rlightning.rollout import Sampling
+from rlightning.types import Branch, Prompt, RolloutBatch, Trajectory, Turn
 
 pytestmark = pytest.mark.processes
 
@@ -47,6 +49,27 @@ class TwoOptimizers(GRPO):
         return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
 
 
+class Branching(ActorGenerator):
+    """Makes trajectories of two branches: a completion, then another one after a history that was written anew."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
+    ) -> list[list[Trajectory]]:
+        return [[self._attempt(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+
+    def _attempt(self, prompt: Prompt, number: int, sampling: Sampling) -> Trajectory:
+        if number == 0:
+            return Trajectory.single_turn(prompt, self._complete(prompt, number, sampling))
+        shorter = prompt._replace(index=prompt.index + 100, token_ids=prompt.token_ids[number - 1 :])
+        samples = [self._complete(start, number, sampling) for start in (prompt, shorter)]
+        branches = (Branch(), Branch("compaction"))
+        for place, (branch, start, sample) in enumerate(zip(branches, (prompt, shorter), samples, strict=True)):
+            branch.append(start.token_ids)
+            branch.append_sample(sample, place)
+        turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in samples)
+        return Trajectory(prompt, branches, turns)
+
+
 class WriteResult(Callback):
     """Writes what a rank has come to: its process ends with the fit."""
 
@@ -63,12 +86,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
-    """Three steps of one of the classes above, or GRPO."""
+    """Three steps of one of the classes above, or GRPO; of trajectories of two branches in the run with a KL term."""
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
     module = make_algorithm(globals()[algorithm], model, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.
-    trainer = make_trainer(folder, 3, WriteResult(), precision="64-true", **ranks)
+    sampler = UseGenerator(Branching if "kl_coef" in arguments else ActorGenerator)
+    trainer = make_trainer(folder, 3, WriteResult(), sampler, precision="64-true", **ranks)
     trainer.fit(module, make_data(folder))
 
 

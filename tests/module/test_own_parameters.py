@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,35 @@ from torch.distributed.tensor import DTensor
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP, FSDP
-from rlightning.types import RolloutBatch
+from rlightning.types import RolloutBatch, axis
 
 LR = 0.01
 STEPS = 3
 
 
+@dataclass(slots=True)
+class IndexedBatch(RolloutBatch):
+    index: Tensor | None = field(default=None, metadata=axis("M"))
+
+
 class ValueHead(GRPO):
     """Its loss is a token's value: the gradient of each of five numbers is 1, and the actor has none."""
+
+    batch_type = IndexedBatch
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         self.value = nn.Linear(4, 1)
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        batch.extras["index"] = torch.tensor([prompt.index for prompt in batch.prompts])
+        assert isinstance(batch, IndexedBatch)
+        batch.index = torch.tensor([prompt.index for prompt in batch.prompts])
         return super().compute_rewards(batch)
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        if batch.completion_mask.any():
-            assert batch.extras["index"].tolist() == [prompt.index for prompt in batch.prompts]
+        if batch.is_sampled.any():
+            assert isinstance(batch, IndexedBatch) and batch.index is not None
+            assert batch.index.tolist() == [prompt.index for prompt in batch.prompts]
         return logprobs * 0 + self.value(logprobs.new_ones(4)), {}
 
 

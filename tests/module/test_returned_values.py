@@ -63,7 +63,7 @@ def test_lists_and_arrays_train(model_folder: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "line"),
     [
-        (Short, r"^compute_rewards returned a tensor of the shape \[1\], and there are 8 completions"),
+        (Short, r"^compute_rewards returned a tensor of the shape \[1\], and there are 8 trajectories"),
         (Worded, r"^compute_rewards returned \['good'.*, a list\. It has to return a tensor of 8 numbers"),
         (Nothing, r"^compute_rewards returned None, a NoneType\. It has to return a tensor of 8 numbers"),
         (BySequence, r"^compute_advantages returned a tensor of the shape \[8\], and there are \d+ tokens"),

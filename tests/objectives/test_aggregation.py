@@ -10,12 +10,13 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
     return torch.autograd.grad(loss.sum(), of)[0]
 
 
-KINDS: list[Aggregation] = ["token_mean", "sequence_mean", "constant"]
+KINDS: list[Aggregation] = ["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 
 # Two sequences: a prompt token and completion losses 1, 2, 3; a prompt token and a completion loss of 8.
 VALUES = torch.tensor([50.0, 1.0, 2.0, 3.0, 60.0, 8.0])
 MASK = torch.tensor([False, True, True, True, False, True])
 CU_SEQLENS = torch.tensor([0, 4, 6], dtype=torch.int32)
+LENGTHS = torch.tensor([3, 3, 3, 3, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -23,18 +24,19 @@ CU_SEQLENS = torch.tensor([0, 4, 6], dtype=torch.int32)
     [
         ("token_mean", (1 + 2 + 3 + 8) / 4),
         ("sequence_mean", ((1 + 2 + 3) / 3 + 8) / 2),
+        ("trajectory_mean", ((1 + 2 + 3) / 3 + 8) / 2),
         ("constant", (1 + 2 + 3 + 8) / (2 * 10)),
     ],
 )
 def test_by_hand(kind: Aggregation, expected: float) -> None:
-    result = aggregate(VALUES, MASK, CU_SEQLENS, kind, LossTotals(4, 2), constant=10.0)
+    result = aggregate(VALUES, MASK, CU_SEQLENS, kind, LossTotals(4, 2, 2), trajectory_lengths=LENGTHS, constant=10.0)
     torch.testing.assert_close(result, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_masked_counts_for_nothing(kind: Aggregation) -> None:
     values = torch.where(MASK, VALUES, torch.nan).requires_grad_()
-    loss = aggregate(values, MASK, CU_SEQLENS, kind, LossTotals(4, 2), constant=10.0)
+    loss = aggregate(values, MASK, CU_SEQLENS, kind, LossTotals(4, 2, 2), trajectory_lengths=LENGTHS, constant=10.0)
     grad = gradient(loss, values)
     assert torch.isfinite(loss)
     assert torch.equal(grad[~MASK], torch.zeros(2))
@@ -44,7 +46,9 @@ def test_what_is_masked_counts_for_nothing(kind: Aggregation) -> None:
 def test_bfloat16_is_reduced_in_float32(kind: Aggregation) -> None:
     values = torch.ones(4096, dtype=torch.bfloat16)
     mask = torch.ones(4096, dtype=torch.bool)
-    loss = aggregate(values, mask, torch.tensor([0, 4000, 4096]), kind, LossTotals(4096, 2), constant=2048.0)
+    lengths = torch.tensor([4000, 96]).repeat_interleave(torch.tensor([4000, 96]))
+    totals, bounds = LossTotals(4096, 2, 2), torch.tensor([0, 4000, 4096])
+    loss = aggregate(values, mask, bounds, kind, totals, trajectory_lengths=lengths, constant=2048.0)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, torch.tensor(1.0))
 
@@ -52,13 +56,30 @@ def test_bfloat16_is_reduced_in_float32(kind: Aggregation) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_without_completion_adds_nothing(kind: Aggregation) -> None:
     mask = torch.tensor([False, False, False, False, False, True])
-    loss = aggregate(VALUES, mask, CU_SEQLENS, kind, LossTotals(1, 2), constant=8.0)
-    expected: dict[Aggregation, float] = {"token_mean": 8.0, "sequence_mean": 8.0 / 2, "constant": 8.0 / (2 * 8)}
-    torch.testing.assert_close(loss, torch.tensor(expected[kind]))
+    lengths, totals = torch.tensor([0, 0, 0, 0, 1, 1]), LossTotals(1, 2, 2)
+    loss = aggregate(VALUES, mask, CU_SEQLENS, kind, totals, trajectory_lengths=lengths, constant=8.0)
+    expected: dict[Aggregation, float] = {"token_mean": 8.0, "constant": 8.0 / (2 * 8)}
+    torch.testing.assert_close(loss, torch.tensor(expected.get(kind, 8.0 / 2)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sequences_at_all_is_zero(kind: Aggregation) -> None:
     nothing: Tensor = torch.zeros(0)
-    loss = aggregate(nothing, nothing.bool(), torch.tensor([0]), kind, LossTotals(0, 0), constant=8.0)
+    totals, bounds = LossTotals(0, 0, 0), torch.tensor([0])
+    loss = aggregate(nothing, nothing.bool(), bounds, kind, totals, trajectory_lengths=nothing, constant=8.0)
     assert loss.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", (1 + 2 + 3 + 8) / 4),
+        ("sequence_mean", ((1 + 2 + 3) / 3 + 8) / 2),
+        ("trajectory_mean", (1 + 2 + 3 + 8) / 4),
+        ("constant", (1 + 2 + 3 + 8) / 10),
+    ],
+)
+def test_a_trajectory_of_two_branches_weighs_as_one(kind: Aggregation, expected: float) -> None:
+    totals, lengths = LossTotals(4, 2, 1), torch.full((6,), 4)
+    result = aggregate(VALUES, MASK, CU_SEQLENS, kind, totals, trajectory_lengths=lengths, constant=10.0)
+    torch.testing.assert_close(result, torch.tensor(expected))

@@ -74,6 +74,6 @@ def test_k3_pulls_back_beyond_20_nats(dtype: torch.dtype) -> None:
 def test_subtract_kl_by_hand() -> None:
     kl = torch.tensor([9.0, 0.5, 0.25, 9.0, 2.0])
     mask = torch.tensor([False, True, True, False, True])
-    result = subtract_kl(torch.tensor([1.0, 0.0]), kl, mask, torch.tensor([0, 3, 5]), 0.1)
+    result = subtract_kl(torch.tensor([1.0, 0.0]), kl, mask, torch.tensor([0, 0, 0, 1, 1]), 0.1)
     # 1 - 0.1 * (0.5 + 0.25) and 0 - 0.1 * 2.
     torch.testing.assert_close(result, torch.tensor([0.925, -0.2], dtype=torch.float64))

@@ -1,10 +1,15 @@
-"""The same data gives the same gradient however it is cut into micro-batches."""
+"""The same data gives the same gradient however it is cut into micro-batches, ordered, and split over ranks."""
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trajectories import random_groups
 from torch import Tensor
 
 from rlightning.objectives import (
@@ -19,7 +24,10 @@ from rlightning.objectives import (
     soft_gate_loss,
     token_log_ratio,
 )
-from rlightning.types import LossTotals
+from rlightning.types import LossTotals, RolloutBatch, axis
+
+KINDS: list[Aggregation] = ["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+RANDOM = st.integers(0, 2**32).map(random.Random)
 
 # (logprobs, old_logprobs, advantages, mask, cu_seqlens) -> loss a token
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -47,21 +55,23 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregation, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 30, (12,), generator=random)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 30, (12,), generator=generator)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     total = int(cu_seqlens[-1])
     positions = torch.arange(total) - cu_seqlens[:-1].repeat_interleave(lengths)
-    prompts = (torch.rand(12, generator=random) * (lengths - 1)).long() + 1
+    prompts = (torch.rand(12, generator=generator) * (lengths - 1)).long() + 1
     mask = positions >= prompts.repeat_interleave(lengths)
-    old = -torch.rand(total, generator=random) * 3
-    new = (old + 0.3 * torch.randn(total, generator=random)).requires_grad_()
-    advantages = torch.randn(total, generator=random)
-    totals = LossTotals(float(mask.sum()), 12)
+    old = -torch.rand(total, generator=generator) * 3
+    new = (old + 0.3 * torch.randn(total, generator=generator)).requires_grad_()
+    advantages = torch.randn(total, generator=generator)
+    totals = LossTotals(float(mask.sum()), 12, 12)
+    sampled = torch.zeros(12).index_add(0, torch.arange(12).repeat_interleave(lengths), mask.float())
+    own_lengths = sampled.repeat_interleave(lengths)
 
     def share(start: int, end: int) -> Tensor:
         """Of sequences start to end, as a micro-batch of their own."""
@@ -69,12 +79,58 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
         cut = slice(int(bounds[0]), int(bounds[-1]))
         bounds = bounds - bounds[0]
         loss = LOSSES[name](new[cut], old[cut], advantages[cut], mask[cut], bounds)
-        return aggregate(loss, mask[cut], bounds, kind, totals, constant=25.0)
+        own = own_lengths[cut]
+        return aggregate(loss, mask[cut], bounds, kind, totals, trajectory_lengths=own, constant=25.0)
 
     whole = share(0, 12)
     gradient = torch.autograd.grad(whole, new)[0]
-    cuts = [0, *sorted((torch.randperm(11, generator=random)[: seed + 1] + 1).tolist()), 12]
+    cuts = [0, *sorted((torch.randperm(11, generator=generator)[: seed + 1] + 1).tolist()), 12]
     parts = torch.stack([share(start, end) for start, end in pairwise(cuts)]).sum()
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(torch.autograd.grad(parts, new)[0], gradient, rtol=1e-5, atol=1e-8)
     assert gradient[~mask].abs().sum() == 0
+
+
+@dataclass(slots=True)
+class PlacedBatch(RolloutBatch):
+    """Knows each token's place in the whole batch."""
+
+    place: Tensor | None = field(default=None, metadata=axis("T"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANDOM, st.sampled_from(KINDS))
+def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random.Random, kind: Aggregation) -> None:
+    batch = PlacedBatch.pack(random_groups(draw))
+    batch.place = torch.arange(batch.num_tokens)
+    batch.advantages = batch.to_tokens(torch.tensor([draw.gauss(0, 1) for _ in batch.trajectories]).double())
+    logprobs = torch.tensor([-draw.random() for _ in range(batch.num_tokens)]).double().requires_grad_()
+
+    def count(parts: list[PlacedBatch]) -> LossTotals:
+        counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
+        return LossTotals(*(sum(column) for column in zip(*counts, strict=True)))
+
+    def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
+        assert part.place is not None and part.advantages is not None
+        losses = -part.advantages * logprobs[part.place].exp()
+        lengths = part.to_tokens(part.completion_lengths)
+        bounds = part.cu_seqlens
+        return aggregate(losses, part.is_sampled, bounds, kind, totals, trajectory_lengths=lengths, constant=7.0)
+
+    whole = share(batch, count([batch]))
+    # Whole trajectories go to ranks, in any order; each rank cuts its own by sequences, branches of one apart.
+    order = draw.sample(range(batch.num_trajectories), batch.num_trajectories)
+    cuts = sorted(draw.randint(0, len(order)) for _ in range(2))
+    ranks = [batch.select(order[start:end]) for start, end in pairwise([0, *cuts, len(order)])]
+    totals = count(ranks)
+    assert totals == count([batch])
+    shares = []
+    for rank in ranks:
+        sequences = draw.sample(range(rank.num_sequences), rank.num_sequences)
+        bounds = [0, *sorted(draw.randint(0, len(sequences)) for _ in range(3)), len(sequences)]
+        shares += [share(rank.select(sequences[start:end], axis="N"), totals) for start, end in pairwise(bounds)]
+    cut = torch.stack(shares).sum()
+    torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-14)
+    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss in (cut, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+    assert gradients[0][~batch.is_sampled].abs().sum() == 0

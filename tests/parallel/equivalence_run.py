@@ -17,7 +17,7 @@ from rlightning.hooks import fire
 from rlightning.module import RLModule
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout import Generator, OnCompleted, Sampling
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 ACCUMULATED, WHOLE = 23, 4096
 """Tokens of a micro-batch: some micro-batches an optimizer step, and one."""
@@ -38,14 +38,14 @@ class RandomGenerator(Generator):
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
-    ) -> list[list[Completion]]:
+    ) -> list[list[Trajectory]]:
         """Random tokens, of random lengths."""
         completions = [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
         fire(self.module.trainer, self.module, "on_engine_wake")  # as an engine on the same device does
         fire(self.module.trainer, self.module, "on_engine_sleep")
-        return completions
+        return single_turns(prompts, completions)
 
-    def _complete(self, prompt: Prompt, sample: int) -> Completion:
+    def _complete(self, prompt: Prompt, sample: int) -> Sample:
         version = self.module.weight_version
         draw = random.Random(f"{version} {prompt.index} {sample}")
         tokens = [draw.randrange(1, 5) for _ in range(draw.randint(1, MAX_NEW_TOKENS - 1))] + [0]
@@ -62,7 +62,7 @@ class RecordUpdates(Callback):
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         self.num_sequences.append(batch.num_sequences)
-        self.num_tokens.append(int(batch.completion_mask.sum()))
+        self.num_tokens.append(int(batch.is_sampled.sum()))
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})

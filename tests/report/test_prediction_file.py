@@ -12,7 +12,7 @@ from tiny import make_completion
 
 from rlightning.errors import ConfigError
 from rlightning.report.prediction_file import PredictionFile, to_json
-from rlightning.types import Prompt
+from rlightning.types import Prompt, Trajectory
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -44,7 +44,8 @@ def write(path: Path, *indices: int, **settings: Any) -> PredictionFile:
     file.read()
     file.open()
     for index in indices:
-        file.write(Prompt(index, f"{index}=", [1], {}), [make_completion([1, 0])])
+        prompt = Prompt(index, f"{index}=", [1], {})
+        file.write(prompt, [Trajectory.single_turn(prompt, make_completion([1, 0]))])
     file.close()
     return file
 

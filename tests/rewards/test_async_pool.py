@@ -12,7 +12,7 @@ from test_runner import (  # noqa: F401 (a fixture)
     MakeRunner,
     is_running,
     make_runner,
-    make_samples,
+    make_trajectories,
     score,
     values,
     wait_for,
@@ -102,14 +102,14 @@ def test_close_and_withdrawal_cancel_calls_and_let_them_clean_up(
     tmp_path: Path,
 ) -> None:
     runner = make_runner(RewardFunction(judges.hold_unless, timeout=3600.0))
-    prompts, completions = make_samples(["wait", "go"], folder=[str(tmp_path)] * 2)
-    runner.begin(prompts, completions)
+    trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)
+    runner.begin(trajectories)
     wait_for(lambda: (tmp_path / "begun").exists())
-    assert runner.score(prompts[1:], completions[1:]).failed == 0
+    assert runner.score(trajectories[1:]).failed == 0
     wait_for(lambda: (tmp_path / "cleaned up").exists())
     (tmp_path / "begun").unlink()
     (tmp_path / "cleaned up").unlink()
-    runner.begin(prompts, completions)
+    runner.begin(trajectories)
     wait_for(lambda: (tmp_path / "begun").exists())
     runner.close()
     assert (tmp_path / "cleaned up").exists(), "closing waits for it"

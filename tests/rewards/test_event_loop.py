@@ -9,7 +9,7 @@ import pytest
 import sample_rewards
 import tiny
 from judges import unsendable
-from test_runner import MakeRunner, make_runner, make_samples, score, values, wait_for  # noqa: F401 (a fixture)
+from test_runner import MakeRunner, make_runner, make_trajectories, score, values, wait_for  # noqa: F401 (a fixture)
 
 from rlightning.algorithms import GRPO
 from rlightning.data import ValidationSet
@@ -100,7 +100,7 @@ def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> N
 
 def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
     runner = make_runner(RewardFunction(unsendable(judges.hold_on), timeout=3600.0))
-    runner.begin(*make_samples([""], folder=[str(tmp_path)]))
+    runner.begin(make_trajectories([""], folder=[str(tmp_path)]))
     wait_for(lambda: (tmp_path / "begun").exists())
     runner.close()
     assert (tmp_path / "cleaned up").exists(), "closing waits for it"
@@ -108,10 +108,10 @@ def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp
 
 def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
     runner = make_runner(RewardFunction(unsendable(judges.hold_unless), timeout=3600.0))
-    prompts, completions = make_samples(["wait", "go"], folder=[str(tmp_path)] * 2)
-    runner.begin(prompts, completions)
+    trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)
+    runner.begin(trajectories)
     wait_for(lambda: (tmp_path / "begun").exists())
-    assert runner.score(prompts[1:], completions[1:]).failed == 0
+    assert runner.score(trajectories[1:]).failed == 0
     wait_for(lambda: (tmp_path / "cleaned up").exists())
 
 

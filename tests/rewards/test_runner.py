@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import sample_rewards
 import torch
@@ -25,7 +24,7 @@ import torch
 from rlightning import intervals
 from rlightning.errors import ConfigError, RewardError
 from rlightning.rewards import RewardFunction, RewardRunner, RewardScores, pool
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample, Trajectory
 
 MakeRunner = Callable[..., RewardRunner]
 
@@ -44,19 +43,16 @@ def make_runner() -> Iterator[MakeRunner]:
         runner.close()
 
 
-def make_samples(completions: list[str], **columns: list[Any]) -> tuple[list[Prompt], list[Completion]]:
+def make_trajectories(completions: list[str], **columns: list[Any]) -> list[Trajectory]:
     rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
-    prompts = [Prompt(i, f"prompt {i}", [1], row) for i, row in enumerate(rows)]
-    empty = np.empty(0)
-    written = [
-        Completion(text, np.arange(len(text)), empty.astype(np.float32), empty.astype(np.int32), "stop")
-        for text in completions
+    return [
+        Trajectory.single_turn(Prompt(i, f"prompt {i}", [1], row), Sample(range(len(text)), [], [], text, "stop"))
+        for i, (row, text) in enumerate(zip(rows, completions, strict=True))
     ]
-    return prompts, written
 
 
 def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> RewardScores:
-    return runner.score(*make_samples(completions, **columns))
+    return runner.score(make_trajectories(completions, **columns))
 
 
 def values(tensor: torch.Tensor) -> list[float | None]:
@@ -123,7 +119,7 @@ def test_full_text_is_prompt_and_completion(make_runner: MakeRunner) -> None:
 def test_unstarted_runner_can_be_pickled(make_runner: MakeRunner) -> None:
     runner = pickle.loads(pickle.dumps(make_runner(sample_rewards.length)))
     try:
-        assert runner.score(*make_samples(["abc"])).rewards.tolist() == [3.0]
+        assert runner.score(make_trajectories(["abc"])).rewards.tolist() == [3.0]
     finally:
         runner.close()
 
@@ -379,11 +375,11 @@ def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path
         return 1.0
 
     runner = make_runner("sample_rewards.note", sample_rewards.note_async, closure)
-    prompts, completions = make_samples(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
-    runner.begin(prompts[2:], completions[2:])
+    trajectories = make_trajectories(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
+    runner.begin(trajectories[2:])
     wait_for(lambda: noted(tmp_path) == ["async-ccc", "async-dddd", "ccc", "dddd"])
     assert called_here == []  # it would take the interpreter from whoever collects completions
-    scores = runner.score(prompts, completions)
+    scores = runner.score(trajectories)
     assert values(scores.components["note"]) == [1.0, 2.0, 3.0, 4.0]
     assert values(scores.components["note_async"]) == [7.0, 8.0, 9.0, 10.0]
     assert sorted(called_here) == ["a", "bb", "ccc", "dddd"]
@@ -395,11 +391,11 @@ def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
     runner = make_runner(
         RewardFunction("sample_rewards.misbehave", timeout=3.0), RewardFunction("sample_rewards.length", weight=0.5)
     )
-    prompts, completions = make_samples(["fine", "raise", "exit", "true", "nan", "sleep", "crash", "none"])
+    trajectories = make_trajectories(["fine", "raise", "exit", "true", "nan", "sleep", "crash", "none"])
     for order in ([0, 1, 2], [5, 6, 7], [3, 4]):  # in an order of their own, as they end
-        runner.begin([prompts[i] for i in order], [completions[i] for i in order])
-    begun = runner.score(prompts, completions)
-    plain = runner.score(prompts, completions)
+        runner.begin([trajectories[i] for i in order])
+    begun = runner.score(trajectories)
+    plain = runner.score(trajectories)
     assert values(begun.rewards) == values(plain.rewards) == [3.0, None, None, 3.0, None, None, None, 2.0]
     assert values(begun.components["length"]) == values(plain.components["length"])
     assert begun.failed == 5
@@ -408,43 +404,43 @@ def test_scores_are_those_without_a_beginning(make_runner: MakeRunner) -> None:
 @pytest.mark.processes
 def test_what_is_not_asked_for_is_forgotten(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=60.0), num_workers=1, max_failed_share=0.0)
-    unwanted = make_samples(["raise", "ok"] + ["sleep"] * 50)
-    runner.begin(*unwanted)
+    unwanted = make_trajectories(["raise", "ok"] + ["sleep"] * 50)
+    runner.begin(unwanted)
     runner.close()  # as an end of the run would, whatever hangs
-    runner.begin(*make_samples(["raise"] * 3))
-    prompts, completions = make_samples(["one", "two"])
-    runner.begin(prompts, completions)
-    alike = [completion._replace() for completion in completions]  # equal, and yet others
-    assert runner.score(prompts, alike).failed == 0
-    assert runner.score(prompts, completions[:1] * 2).failed == 0
+    runner.begin(make_trajectories(["raise"] * 3))
+    trajectories = make_trajectories(["one", "two"])
+    runner.begin(trajectories)
+    alike = make_trajectories(["one", "two"])  # equal, and yet others
+    assert runner.score(alike).failed == 0
+    assert runner.score(trajectories[:1] * 2).failed == 0
 
 
 @pytest.mark.processes
 def test_failures_of_started_calls_raise_when_scored(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction("sample_rewards.misbehave", timeout=3600.0), max_failed_share=0.25)
-    prompts, completions = make_samples(["raise", "raise", *["sleep"] * 6])
-    runner.begin(prompts[:3], completions[:3])  # one of the two workers stays awake
+    trajectories = make_trajectories(["raise", "raise", *["sleep"] * 6])
+    runner.begin(trajectories[:3])  # one of the two workers stays awake
     with pytest.raises(RewardError, match=r"^at least 3 of 8 samples have no reward"):
-        runner.score(prompts[:1] * 3 + prompts[3:], completions[:1] * 3 + completions[3:])  # waits for none that sleeps
+        runner.score(trajectories[:1] * 3 + trajectories[3:])  # waits for none that sleeps
     assert score(runner, ["ok"]).failed == 0
 
 
 @pytest.mark.processes
 def test_worker_start_failure_raises_when_scored(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner("sample_rewards.length")
-    prompts, completions = make_samples(["a"])
+    trajectories = make_trajectories(["a"])
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
-        runner.begin(prompts, completions)
+        runner.begin(trajectories)
         with pytest.raises(RewardError, match="A reward worker died with exit code 1"):
-            runner.score(prompts, completions)
-    assert runner.score(prompts, completions).failed == 0
+            runner.score(trajectories)
+    assert runner.score(trajectories).failed == 0
 
 
 @pytest.mark.processes
 def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=60.0))
-    runner.begin(*make_samples([""], folder=[str(tmp_path)]))
+    runner.begin(make_trajectories([""], folder=[str(tmp_path)]))
     wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     runner.close()
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]

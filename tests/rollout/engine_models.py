@@ -21,7 +21,7 @@ from rlightning.rollout.weights import WeightSource, plan_chunks
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
 
@@ -140,10 +140,10 @@ class Actor:
             weight.add_(0.5 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
 
     @torch.no_grad()
-    def logprobs(self, prompt: Prompt, completion: Completion, temperature: float) -> Tensor:
+    def logprobs(self, prompt: Prompt, completion: Sample, temperature: float) -> Tensor:
         """[C], of the completion's tokens."""
-        batch = RolloutBatch.pack([prompt], [[completion]])
-        return packed_logprobs(self.model, batch, temperature=temperature)[0][batch.completion_mask]
+        batch = RolloutBatch.pack(single_turns([prompt], [[completion]]))
+        return packed_logprobs(self.model, batch, temperature=temperature)[0][batch.is_sampled]
 
     @torch.no_grad()
     def greedy(self, prompt: Prompt, num_tokens: int) -> list[int]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_models import engine_config, make_prompt
 
@@ -14,7 +13,7 @@ from rlightning.rollout.async_metrics import WINDOW_STEPS
 from rlightning.rollout.engine_pool import Answer
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.standalone import StandaloneEngines
-from rlightning.types import Completion
+from rlightning.types import Sample
 
 
 class PromptPool:
@@ -27,7 +26,7 @@ class PromptPool:
     def submit(self, prompt: Any, *_: Any) -> Answer:
         answer = Answer()
         if self.answers(prompt.text):
-            one = Completion("1", np.ones(1, np.int64), np.zeros(1, np.float32), np.full(1, self.version), "stop")
+            one = Sample([1], [0.0], [self.version], "1", "stop")
             answer.set_result([one])
         return answer
 

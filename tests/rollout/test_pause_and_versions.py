@@ -28,7 +28,7 @@ from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
-from rlightning.types import Completion, Prompt
+from rlightning.types import Prompt, Sample
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
 LONG_PROMPT = make_prompt("12+3=15 " * 25)
@@ -53,7 +53,9 @@ class Policy:
     def logprobs(self, prompt: Prompt, sample: dict[str, Any], version: int) -> NDArray[np.float32]:
         """[C], as if all were of one version."""
         self.actor.model.load_state_dict(self.weights[version], strict=False)
-        completion = Completion("", sample["token_ids"], sample["logprobs"], sample["weight_versions"], "length")
+        completion = Sample(
+            sample["token_ids"].tolist(), sample["logprobs"], sample["weight_versions"].tolist(), "", "length"
+        )
         return self.actor.logprobs(prompt, completion, temperature=1.0).numpy()
 
     @torch.no_grad()

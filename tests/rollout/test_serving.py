@@ -329,7 +329,7 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
     assert [event for event in witness.events if "sync" in event] == [f"sync {version}" for version in range(5)]
     for step, batch in enumerate(witness.batches):
         assert batch.num_sequences == 8
-        versions = batch.weight_versions[batch.completion_mask].unique().tolist()
+        versions = batch.weight_versions[batch.is_sampled].unique().tolist()
         assert versions and set(versions) <= {step - 1, step}
     assert folder is None or list(folder.iterdir()) == []
 

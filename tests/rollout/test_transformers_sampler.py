@@ -18,7 +18,7 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import Completion, Prompt, RolloutBatch
+from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 PROMPTS = [[1 + i % 10, 11, *range(1, 1 + i % 5), 12] for i in range(12)]
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
@@ -64,21 +64,21 @@ def loaded(folder: str, files: ModelFiles, actor: Any) -> Iterator[TransformersS
 
 def sample(
     sampler: Sampler, prompts: Sequence[list[int]], sampling: Sampling = SAMPLING, num_samples: int = 4
-) -> list[list[Completion]]:
+) -> list[list[Sample]]:
     """All at once, each prompt with a seed of its own, by its tokens."""
 
-    async def sample_all() -> list[list[Completion]]:
+    async def sample_all() -> list[list[Sample]]:
         seeded = [(prompt, replace(sampling, seed=1000 * PROMPTS.index(prompt))) for prompt in prompts]
         return await asyncio.gather(*(sampler.sample(*one, num_samples=num_samples) for one in seeded))
 
     return asyncio.run(sample_all())
 
 
-def pack(prompts: Sequence[list[int]], groups: list[list[Completion]]) -> RolloutBatch:
-    return RolloutBatch.pack([Prompt(i, "", prompt, {}) for i, prompt in enumerate(prompts)], groups)
+def pack(prompts: Sequence[list[int]], groups: list[list[Sample]]) -> RolloutBatch:
+    return RolloutBatch.pack(single_turns([Prompt(i, "", prompt, {}) for i, prompt in enumerate(prompts)], groups))
 
 
-def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
+def tokens(groups: list[list[Sample]]) -> list[list[list[int]]]:
     return [[one.token_ids.tolist() for one in group] for group in groups]
 
 
@@ -86,14 +86,14 @@ def gap(actor: Any, batch: RolloutBatch, temperature: float) -> float:
     """The largest difference of a sampled token's log-probability from the trainer's."""
     with torch.no_grad():
         logprobs, _ = packed_logprobs(actor, batch, temperature=temperature)
-    return float((logprobs - batch.rollout_logprobs)[batch.completion_mask].abs().max())
+    return float((logprobs - batch.rollout_logprobs)[batch.is_sampled].abs().max())
 
 
 def test_logprobs_are_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
     groups = sample(loaded, PROMPTS)
     batch = pack(PROMPTS, groups)
     assert gap(actor, batch, 0.8) < 1e-5
-    assert set(batch.weight_versions[batch.completion_mask].tolist()) == {3}
+    assert set(batch.weight_versions[batch.is_sampled].tolist()) == {3}
     lengths = {len(one.token_ids) for group in groups for one in group}
     assert len(lengths) > 3 and max(lengths) == 24
     for one in (one for group in groups for one in group):
@@ -204,7 +204,7 @@ def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: 
     sampler.update_weights(Source(actor), 3)
     sampling = Sampling(max_new_tokens=200, seed=4)
 
-    async def run() -> tuple[list[Completion], int, bool]:
+    async def run() -> tuple[list[Sample], int, bool]:
         kept = asyncio.ensure_future(sampler.sample(PROMPTS[0], sampling))
         dropped = asyncio.ensure_future(sampler.sample(PROMPTS[1], sampling, num_samples=8))
         turns = 0
@@ -227,7 +227,7 @@ def test_weights_that_come_meanwhile_sample_what_follows(folder: str, files: Mod
     sampler = make_sampler(folder, replace(files, end_token_ids=()))
     sampler.update_weights(Source(actor), 3)
 
-    async def run() -> list[Completion]:
+    async def run() -> list[Sample]:
         first = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=1)))
         long = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=250), num_samples=2))
         await first  # so the other one has begun

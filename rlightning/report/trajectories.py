@@ -1,0 +1,266 @@
+"""The Parquet files of trajectories: one schema, its writer and its reader. docs/trajectories.md has the columns."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlightning.atomic_save import written_aside
+from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types.batch import TOKEN_FIELDS
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class Record(NamedTuple):
+    """A trajectory as it was recorded.
+
+    Attributes:
+        step: the rollout step, counted from 1.
+        group: equal for the trajectories of one prompt, within the step and the file.
+        reward: that it was trained with, the sum of what gave it one.
+        advantage: of its first sampled token; None before advantages are there.
+        trajectory: all of it.
+    """
+
+    step: int
+    group: int
+    reward: float
+    advantage: float | None
+    trajectory: Trajectory
+
+
+def summary_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
+    """Return what people look at of each trajectory; the first columns of the schema.
+
+    Args:
+        batch: with rewards, maybe with advantages.
+        step: the rollout step, counted from 1.
+    """
+    num = batch.num_trajectories
+    columns: dict[str, list[Any]] = {
+        "group": batch.group_ids.tolist(),
+        "reward": _floats(batch.rewards, num),
+        "advantage": [None] * num if batch.advantages is None else _first_advantages(batch),
+        "length": batch.completion_lengths.tolist(),
+    }
+    scores = {f"reward/{name}": _floats(values, num) for name, values in batch.scores.items()}
+    return [
+        {
+            "step": step,
+            "group": columns["group"][m],
+            "prompt_index": one.prompt.index,
+            "prompt": one.prompt.text,
+            "completion": one.final_text,
+            "status": one.status,
+            "reward": columns["reward"][m],
+            **{name: values[m] for name, values in scores.items()},
+            "advantage": columns["advantage"][m],
+            "length": columns["length"][m],
+            "finish_reason": one.finish_reason,
+        }
+        for m, one in enumerate(batch.trajectories)
+    ]
+
+
+def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
+    """Return a table of the schema, a row a trajectory, in the batch's order.
+
+    Args:
+        batch: as of :func:`summary_rows`, none of its branches selected away.
+        step: the rollout step, counted from 1.
+    """
+    import pyarrow  # half a second that only a written table should cost
+
+    rows = summary_rows(batch, step)
+    for row, one in zip(rows, batch.trajectories, strict=True):
+        row |= {
+            "prompt_token_ids": one.prompt.token_ids,
+            "prompt_columns": json.dumps(one.prompt.columns, default=str),
+            "temperature": one.prompt.temperature,
+            "max_new_tokens": one.prompt.max_new_tokens,
+            "turns": [
+                {
+                    "message": json.dumps(turn.message, default=str),
+                    "text": turn.sample and turn.sample.text,
+                    "finish_reason": turn.sample and turn.sample.finish_reason,
+                }
+                for turn in one.turns
+            ],
+            "scores": list(one.scores.items()),
+            "environment_reward": one.reward,
+            "turn_rewards": one.turn_rewards,
+            "metrics": list(one.metrics.items()),
+            "timings": list(one.timings.items()),
+            "error": one.error,
+        }
+    columns = schema(list(batch.scores))
+    table = pyarrow.Table.from_pylist(rows, schema=columns.remove(len(columns) - 1))
+    return table.append_column(columns.field("branches"), _branches(batch, columns.field("branches").type))
+
+
+def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
+    """Return the column of branches, made of the packed tensors as they are."""
+    import pyarrow as pa
+
+    bounds = pa.array(batch.cu_seqlens.cpu().numpy())
+    columns: dict[str, pyarrow.Array] = {"reason": pa.array(batch.reasons, pa.string())}
+    for name, source, _ in TOKEN_FIELDS:
+        values = getattr(batch, name).cpu().numpy()
+        tokens = pa.array(values.view(np.int8) if values.dtype == np.bool_ else values)
+        columns[source] = pa.ListArray.from_arrays(bounds, tokens.cast(kind.value_type.field(source).type.value_type))
+    counts = batch.trajectory_ids.cpu().bincount(minlength=batch.num_trajectories)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().numpy()
+    branches = pa.StructArray.from_arrays(list(columns.values()), fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(pa.array(offsets), branches)
+
+
+def schema(functions: Sequence[str]) -> "pyarrow.Schema":
+    """Return the columns and their types.
+
+    Args:
+        functions: names of the reward functions, each of which has a column.
+    """
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    numbers = pa.map_(pa.string(), pa.float64())
+    branch = {"reason": pa.string(), "token_ids": tokens, "is_sampled": pa.list_(pa.int8())}
+    branch |= {"logprobs": pa.list_(pa.float32()), "weight_versions": tokens, "turns": tokens}
+    turn = {"message": pa.string(), "text": pa.string(), "finish_reason": pa.string()}
+    return pa.schema(
+        {
+            "step": pa.int64(),
+            "group": pa.int64(),
+            "prompt_index": pa.int64(),
+            "prompt": pa.string(),
+            "completion": pa.string(),
+            "status": pa.string(),
+            "reward": pa.float64(),
+            **{f"reward/{name}": pa.float64() for name in functions},
+            "advantage": pa.float64(),
+            "length": pa.int64(),
+            "finish_reason": pa.string(),
+            "prompt_token_ids": tokens,
+            "prompt_columns": pa.string(),
+            "temperature": pa.float64(),
+            "max_new_tokens": pa.int64(),
+            "turns": pa.list_(pa.struct(turn)),
+            "scores": numbers,
+            "environment_reward": pa.float64(),
+            "turn_rewards": pa.list_(pa.float64()),
+            "metrics": numbers,
+            "timings": numbers,
+            "error": pa.string(),
+            "branches": pa.list_(pa.struct(branch)),
+        }
+    )
+
+
+def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.Table":
+    """Return the table of two micro-batches of one step, their groups numbered through."""
+    import pyarrow
+    import pyarrow.compute
+
+    first = pyarrow.compute.max(earlier["group"]).as_py()
+    place = table.schema.get_field_index("group")
+    groups = table["group"] if first is None else pyarrow.compute.add(table["group"], first + 1)
+    return pyarrow.concat_tables([earlier, table.set_column(place, "group", groups)], promote_options="default")
+
+
+def write_trajectories(table: "pyarrow.Table", path: Path) -> None:
+    """Write a table so that a reader sees all of it or no file."""
+    import pyarrow.parquet
+
+    with written_aside(path) as aside:
+        pyarrow.parquet.write_table(table, aside)
+
+
+def read_trajectories(path: Path) -> list[Record]:
+    """Return the trajectories of a file, or of all files of a folder, in the order of the files' names."""
+    import pyarrow.parquet
+
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+    return [Record(row["step"], row["group"], row["reward"], row["advantage"], _trajectory(row)) for row in rows]
+
+
+def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
+    """``num`` rows from the highest reward to the lowest, evenly spread: two of them are the best and the worst."""
+    ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
+    if num >= len(ranked):
+        return ranked
+    last = max(num - 1, 1)
+    return [ranked[i * (len(ranked) - 1) // last] for i in range(num)]
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    """Return what :func:`trajectory_table` made the row of."""
+    prompt = Prompt(
+        index=row["prompt_index"],
+        text=row["prompt"],
+        token_ids=row["prompt_token_ids"],
+        columns=json.loads(row["prompt_columns"]),
+        temperature=row["temperature"],
+        max_new_tokens=row["max_new_tokens"],
+    )
+    branches = []
+    for saved in row["branches"]:
+        branch = Branch(saved["reason"])
+        for _, name, _ in TOKEN_FIELDS:
+            getattr(branch, name).extend(saved[name])
+        branches.append(branch)
+    turns = [
+        Turn(json.loads(saved["message"]), None if saved["text"] is None else _sample(branches, place, saved))
+        for place, saved in enumerate(row["turns"])
+    ]
+    return Trajectory(
+        prompt=prompt,
+        branches=tuple(branches),
+        turns=tuple(turns),
+        status=row["status"],
+        scores=dict(row["scores"]),
+        reward=row["environment_reward"],
+        turn_rewards=row["turn_rewards"],
+        metrics=dict(row["metrics"]),
+        timings=dict(row["timings"]),
+        error=row["error"],
+    )
+
+
+def _sample(branches: Sequence[Branch], turn: int, saved: dict[str, Any]) -> Sample:
+    """Return a turn's sample: its tokens are those that the branches train."""
+    places = [
+        (branch, place)
+        for branch in branches
+        for place, owner in enumerate(branch.turns)
+        if owner == turn and branch.is_sampled[place]
+    ]
+    return Sample(
+        token_ids=[branch.token_ids[place] for branch, place in places],
+        logprobs=[branch.logprobs[place] for branch, place in places],
+        weight_versions=[branch.weight_versions[place] for branch, place in places],
+        text=saved["text"],
+        finish_reason=saved["finish_reason"],
+    )
+
+
+def _first_advantages(batch: RolloutBatch) -> list[float]:
+    """Return the advantage of each trajectory's first sampled token; 0 where it has none."""
+    assert batch.advantages is not None
+    index, num = batch.sampled_index, batch.num_trajectories
+    owners = batch.to_tokens(torch.arange(num, device=index.device))[index]
+    first = index.new_full((num,), batch.num_tokens).scatter_reduce(0, owners, index, "amin")
+    padded = torch.cat([batch.advantages.float(), batch.advantages.new_zeros(1)])
+    advantages: list[float] = padded[first].tolist()
+    return advantages
+
+
+def _floats(values: Tensor | None, num: int) -> list[float]:
+    return [math.nan] * num if values is None else values.float().tolist()

@@ -1,0 +1,176 @@
+"""Axes of a batch's fields, from which a batch is cut, joined, moved, padded and taken apart for transport.
+
+A field says which axis its first dimension is, and that is all there is to say::
+
+    values: Tensor | None = field(default=None, metadata=axis("T"))
+
+``T`` tokens, ``N`` sequences (branches), ``M`` trajectories, ``G`` groups, in the order of their ids. A field holds a
+tensor, a dictionary of tensors, a list, or None. Fields without an axis stay as they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+
+Axis = Literal["T", "N", "M", "G"]
+Batch = TypeVar("Batch", bound=Any)
+"""A dataclass whose fields have axes."""
+Runs = Sequence[tuple[int, int]]
+"""Where runs of tokens begin and end: an index a token would take more memory than what it selects."""
+KEY = "axis"
+
+
+class AxisOf(NamedTuple):
+    """What a field's metadata says.
+
+    Attributes:
+        name: of the axis of its first dimension.
+        fill: its value in a padding batch.
+    """
+
+    name: Axis
+    fill: float | bool
+
+
+def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
+    """Return the metadata of a field whose first dimension is this axis.
+
+    Args:
+        name: of the axis.
+        fill: its value in a batch that counts for nothing.
+    """
+    return {KEY: AxisOf(name, fill)}
+
+
+def axis_fields(batch: Any) -> list[tuple["Field[Any]", AxisOf]]:
+    """Return the fields of a batch, or of its class, that have an axis."""
+    return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
+
+
+def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
+    """Return a batch of some of the entries of each axis.
+
+    Args:
+        batch: a dataclass with axes.
+        entries: by axis, which ones in which order: indices, or runs.
+    """
+
+    def take(value: Any, chosen: Tensor | Runs) -> Any:
+        if isinstance(value, list):
+            return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
+        if isinstance(chosen, Tensor):
+            return value[chosen]
+        return torch.cat([value[:0], *(value[start:end] for start, end in chosen)])
+
+    taken = {}
+    for f, own in axis_fields(batch):
+        value = getattr(batch, f.name)
+        if own.name in entries:
+            taken[f.name] = map_tensors(lambda part, name=own.name: take(part, entries[name]), value)  # type: ignore[misc]
+    return replace(batch, **taken)
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Join batches along all axes; fields without an axis are the first one's.
+
+    Raises:
+        ConfigError: a field, or an entry of one, is there in some of them and not in others.
+    """
+    joined: dict[str, Any] = {}
+    for f, _ in axis_fields(batches[0]):
+        values = [getattr(batch, f.name) for batch in batches]
+        if isinstance(values[0], list):
+            joined[f.name] = [one for value in values for one in value]
+        elif isinstance(values[0], dict):
+            for value in values:
+                for name in sorted(value.keys() ^ values[0].keys()):
+                    raise _missing(f"{f.name}['{name}']")
+            joined[f.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
+        else:
+            there = [value for value in values if value is not None]
+            if there and len(there) < len(values):
+                raise _missing(f.name)
+            joined[f.name] = torch.cat(there) if there else None
+    return replace(batches[0], **joined)
+
+
+def to(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with all of its tensors on a device; copies from the host to a GPU are not waited for."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | dict)}
+    return replace(batch, **{name: map_tensors(lambda one: move(one, device), v) for name, v in tensors.items()})
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on ``device``, to which a copy from the host is not waited for."""
+    # only from page-locked memory a copy goes on by itself
+    is_upload = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
+
+
+def pad(batch: Batch, one: Batch) -> Batch:
+    """Give a batch with one entry on each axis the fields that another has and it does not have, filled.
+
+    Args:
+        batch: which fields there are, of which shape and dtype.
+        one: gets them.
+    """
+    filled = {}
+    for f, own in axis_fields(batch):
+        mine, value = getattr(one, f.name), getattr(batch, f.name)
+        if mine is None or (isinstance(mine, dict) and not mine):
+            filled[f.name] = map_tensors(lambda part, fill=own.fill: part.new_full((1, *part.shape[1:]), fill), value)  # type: ignore[misc]
+    return replace(one, **filled)
+
+
+def check(batch: Any, sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
+    """Make tensors of what a field was set to, and refuse another length than the axis'.
+
+    Args:
+        batch: changed in place.
+        sizes: by axis.
+        unit: what an axis has an entry for, for the error.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    for f, own in axis_fields(batch):
+        value = getattr(batch, f.name)
+        if value is None or (isinstance(value, list) and f.default is not None):  # the latter is one of objects
+            continue
+        for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
+            tensor, place = torch.as_tensor(part), f"batch.{f.name}" + (f"['{name}']" if name else "")
+            if tensor.ndim == 0 or len(tensor) != sizes[own.name]:
+                raise ConfigError(
+                    f"{place} has the shape {list(tensor.shape)}, and the batch has {sizes[own.name]} "
+                    f"{unit[own.name]}. Its first dimension must be theirs: an entry for each."
+                )
+            if name is None:
+                setattr(batch, f.name, tensor)
+            else:
+                value[name] = tensor
+
+
+def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
+    """Return the batch without its lists, and the lists: tensors and objects are sent in different ways."""
+    lists = {f.name: value for f, _ in axis_fields(batch) if isinstance(value := getattr(batch, f.name), list)}
+    return replace(batch, **{name: [] for name in lists}), lists
+
+
+def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return what ``change`` makes of a field's tensors, or of its list; None stays None."""
+    if isinstance(value, dict):
+        return {name: change(part) for name, part in value.items()}
+    return None if value is None else change(value)
+
+
+def _missing(place: str) -> ConfigError:
+    return ConfigError(
+        f"batch.{place} is set on some of the batches that make a step, and not on others. Set it on each, in refills "
+        "and on all ranks."
+    )

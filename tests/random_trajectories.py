@@ -1,0 +1,57 @@
+"""Random trajectories of several turns and branches, with tokens below 13."""
+
+import random
+from typing import cast, get_args
+
+from rlightning.types import Branch, Prompt, Sample, Status, Trajectory, Turn
+
+REASONS = ("compaction", "dropped_thinking", "sub_agent")
+
+
+def random_sample(draw: random.Random) -> Sample:
+    """Up to five tokens, at times none."""
+    count = draw.randrange(6)
+    tokens = [draw.randrange(13) for _ in range(count)]
+    logprobs = [-draw.random() for _ in tokens]
+    versions = sorted(draw.randrange(4) for _ in tokens)
+    return Sample(tokens, logprobs, versions, f"text {tokens}", draw.choice(("stop", "length")))
+
+
+def random_trajectory(draw: random.Random, index: int = 0, *, max_turns: int = 5) -> Trajectory:
+    """Turns of the policy and observations; a branch begins anew before some of them, with some of what was before."""
+    prompt = Prompt(
+        index, f"prompt {index}", [draw.randrange(13) for _ in range(draw.randint(1, 4))], {"answer": index}
+    )
+    branches, turns = [Branch()], []
+    branches[0].append(prompt.token_ids)
+    for place in range(draw.randint(1, max_turns)):
+        if draw.random() < 0.3:
+            history, branch = branches[-1].token_ids, Branch(draw.choice(REASONS))
+            branch.append(prompt.token_ids)
+            branch.append(history[len(prompt.token_ids) + draw.randrange(4) :], draw.randrange(place + 1))
+            branches.append(branch)
+        if draw.random() < 0.7:
+            sample = random_sample(draw)
+            turns.append(Turn({"role": "assistant", "content": sample.text}, sample))
+            branches[-1].append_sample(sample, place)
+        else:
+            turns.append(Turn({"role": "tool", "content": "observed", "tool_call_id": str(place)}))
+            branches[-1].append([draw.randrange(13) for _ in range(draw.randrange(4))], place)
+    return Trajectory(
+        prompt,
+        tuple(branches),
+        tuple(turns),
+        status=cast(Status, draw.choice(get_args(Status))),
+        scores={"exact": draw.random(), "format": draw.choice((None, 1.0))},
+        reward=draw.choice((None, draw.random())),
+        turn_rewards=draw.choice((None, [draw.random() for _ in turns])),
+        metrics={"calls": float(draw.randrange(3))} if draw.random() < 0.5 else {},
+        timings={"policy": draw.random()},
+        error=draw.choice((None, "lost the connection")),
+    )
+
+
+def random_groups(draw: random.Random, num_groups: int | None = None) -> list[list[Trajectory]]:
+    """Up to four groups of up to four trajectories, some of them of none."""
+    number = draw.randint(0, 4) if num_groups is None else num_groups
+    return [[random_trajectory(draw, index) for _ in range(draw.randrange(5))] for index in range(number)]
