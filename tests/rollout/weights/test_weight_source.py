@@ -74,14 +74,17 @@ def test_closing_releases_the_memory() -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if "rlightning-weights" in line]
 
+    def opened() -> list[Path]:
+        return [fd for fd in Path("/proc/self/fd").iterdir() if "rlightning-weights" in os.path.realpath(fd)]
+
     gc.collect()  # other tests' files
-    before = mapped(), len(os.listdir("/proc/self/fd"))
+    before = mapped(), opened()
     sender = SharedMemorySender(plan_of(a=1000), CPU)
-    assert len(mapped()) > len(before[0])
+    assert len(mapped()) > len(before[0]) and len(opened()) > len(before[1])
     sender.close()
     sender.close()
     gc.collect()
-    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+    assert (mapped(), opened()) == before
 
 
 def plan_of(**lengths: int) -> ChunkPlan:
