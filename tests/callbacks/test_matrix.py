@@ -38,11 +38,13 @@ MAKE: dict[str, Callable[[], Any]] = {
     "RunReport": callbacks.RunReport,
     "SaveHF": lambda: callbacks.SaveHF(every_n_steps=2),
     "Throughput": callbacks.Throughput,
+    "TransformersRollout": lambda: callbacks.TransformersRollout(max_new_tokens=4),
     "VLLMRollout": lambda: callbacks.VLLMRollout(max_new_tokens=4),
 }
-OWN_LOOP = [name for name in MAKE if name not in ("RLProgressBar", "VLLMRollout")]
-"""RLProgressBar is Lightning's; VLLMRollout has its engine in test_matrix_engine.py."""
-WITHOUT_ENGINE = [name for name in MAKE if name != "VLLMRollout"]
+WITHOUT_SAMPLER = [name for name in MAKE if name not in ("TransformersRollout", "VLLMRollout")]
+"""Samplers are run in test_transformers_rollout.py and test_matrix_engine.py."""
+OWN_LOOP = [name for name in WITHOUT_SAMPLER if name != "RLProgressBar"]
+"""RLProgressBar is Lightning's."""
 SECONDS = {"time/step": 9, "time/generate": 3, "time/sync": 2, "time/reward": 1, "time/update": 1}
 """Of a step of :class:`Loop` whose hooks come one a second; the sync within the rollout is not counted twice."""
 
@@ -224,6 +226,7 @@ def test_one_file_spelled_in_two_ways_is_refused(
     ("name", "message"),
     [
         ("RLProgressBar", "RLProgressBar needs Lightning's Trainer, which Loop is not"),
+        ("TransformersRollout", "TransformersRollout needs .*score of the module, which Policy does not have"),
         ("VLLMRollout", "VLLMRollout needs model_path, .*score of the module, which Policy does not have"),
     ],
 )
@@ -260,7 +263,7 @@ def test_steps_that_are_cut_short_and_begun_again(name: str, tmp_path: Path, clo
             check(name, callback, loop, folder, clock)
 
 
-@pytest.mark.parametrize("name", [name for name in WITHOUT_ENGINE if name != "JSONLPredictions"])
+@pytest.mark.parametrize("name", [name for name in WITHOUT_SAMPLER if name != "JSONLPredictions"])
 @pytest.mark.parametrize(
     "error", [RuntimeError("out of luck"), KeyboardInterrupt()], ids=lambda error: type(error).__name__
 )
