@@ -121,7 +121,7 @@ class RolloutCallback(RLCallback, Generator):
 
         Args:
             requests: this rank's prompts, each with the number of its random stream.
-            num_samples: completions of each.
+            num_samples: trajectories of each.
             sampling: how.
             on_completed: see :meth:`generate`.
         """
@@ -204,7 +204,7 @@ class RolloutCallback(RLCallback, Generator):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
     ) -> list[list[Trajectory]]:
-        """Sample ``num_samples`` completions of each prompt, in the prompts' order, from the actor's current weights.
+        """Make ``num_samples`` trajectories of each prompt, in the prompts' order, from the actor's current weights.
 
         The sampler is sent the weights first, if need be.
 
@@ -212,7 +212,7 @@ class RolloutCallback(RLCallback, Generator):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: called with each prompt as soon as its last completion is there, unless the engine belongs to
+            on_completed: called with each prompt as soon as its last trajectory has ended, unless the engine belongs to
                 another rank.
 
         Raises:

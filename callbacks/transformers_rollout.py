@@ -1,13 +1,15 @@
 """Rollouts by the model itself, in the trainer's process: no engine to install or to start."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
-from rlightning.environments.collector import Collector, GroupRequest
+from rlightning.environments import Environment
+from rlightning.environments.collector import Collector
+from rlightning.environments.policy import GroupRequest
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.models import load_config
@@ -33,6 +35,10 @@ class TransformersRollout(RolloutCallback):
     ``trainer`` and ``module``.
 
     Args:
+        environment: makes trajectories of prompts (docs/environments.md); several by name, of which each row's column
+            ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
+        trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
+            None: any time.
         dtype: what the copy computes in; "auto" is bfloat16 on CUDA and float32 elsewhere.
         max_sequences: completions that a rank decodes at once; more are faster, and take memory for their keys and
             values.
@@ -42,12 +48,20 @@ class TransformersRollout(RolloutCallback):
     def __init__(
         self,
         *,
+        environment: Environment | Mapping[str, Environment] | None = None,
+        trajectory_timeout: float | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         max_sequences: int = 256,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
+        is_timeout = trajectory_timeout is None or trajectory_timeout > 0
+        rules = {
+            f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1,
+            f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout,
+        }
+        check_rules(rules)
+        self.environment, self.trajectory_timeout = environment, trajectory_timeout
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: TransformersSampler | None = None
         self._collector: Collector | None = None
@@ -88,7 +102,14 @@ class TransformersRollout(RolloutCallback):
         )
         sampler.sleep()
         self.verification.begin_run(module, sampler.max_length, sampler.dtype, device)
-        self._sampler, self._collector = sampler, Collector(sampler)
+        self._sampler = sampler
+        self._collector = Collector(
+            sampler,
+            module.tokenizer,
+            self.environment,
+            max_length=sampler.max_length,
+            timeout=self.trajectory_timeout,
+        )
 
     def close(self) -> None:
         """End the threads and free the model. May be called twice."""
@@ -116,20 +137,18 @@ class TransformersRollout(RolloutCallback):
     def complete(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
-        """Take the actor's weights, if they have changed, and sample."""
+        """Take the actor's weights, if they have changed, and attempt the prompts."""
         assert self._collector is not None
         if any_rank(self.sampler.weight_version != self._module.weight_version, name="weights are there"):
             self._sync_weights()
         groups = [
-            GroupRequest(prompt.token_ids, group_sampling(sampling, prompt, stream), num_samples)
-            for prompt, stream in requests
+            GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples) for prompt, stream in requests
         ]
         done: dict[int, list[Trajectory]] = {}
-        for place, samples in self._collector.collect(groups):
-            prompt = requests[place][0]
-            done[place] = [Trajectory.single_turn(prompt, sample) for sample in samples]
+        for place, trajectories in self._collector.collect(groups):
+            done[place] = trajectories
             if on_completed is not None:
-                on_completed(prompt, done[place])
+                on_completed(requests[place][0], trajectories)
         return [done[place] for place in range(len(requests))]
 
     def _sync_weights(self) -> None:

@@ -70,5 +70,5 @@ def keys_of(command: str) -> dict[str, Any]:
     """Return the sections of a command, and the Trainer's keys, which are below ``trainer``."""
     given = [name for name in parameters_of_source(TRAINER, command) if name not in SET_BY_SECTIONS]
     own = ["output"] if command == "predict" else []
-    names = ["config", "print_config", "seed_everything", *PACKAGES, *given, *own]
+    names = ["config", "environment", "print_config", "seed_everything", *PACKAGES, *given, *own]
     return {**dict.fromkeys(names), "trainer": dict.fromkeys(parameters_of_source(TRAINER))}

@@ -36,6 +36,7 @@ from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
+from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import without_secrets
@@ -177,6 +178,12 @@ class RLCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
         parser.add_lightning_class_args(find_callback("RolloutCallback"), "rollout", subclass_mode=True, required=False)
+        parser.add_argument(
+            "--environment",
+            type=Environment | Mapping[str, Environment] | None,
+            default=None,
+            help="What turns prompts into trajectories; several by name. Null completes each prompt once.",
+        )
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
@@ -268,6 +275,7 @@ class RLCLI(LightningCLI):
                     "Keep one of them."
                 )
             rollout = None
+        set_environment(rollout or next(iter(own), None), self._get(self.config_init, "environment"))
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
             listed = [*listed, predictions(self._get(self.config_init, "output"))]
@@ -290,6 +298,21 @@ class RLCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Generate for the whole prompt file without keeping the completions: they are written as they come."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+
+def set_environment(rollout: Any, environment: Any) -> None:
+    """Give the rollout callback the environment that has a section of its own.
+
+    Raises:
+        ConfigError: it takes none.
+    """
+    if environment is None:
+        return
+    kind = find_callback("TransformersRollout")
+    if not isinstance(rollout, kind):
+        name = "rollout: null" if rollout is None else type(rollout).__name__
+        raise ConfigError(f"environment: {name} takes none. Use rollout.class_path={kind.__name__}.")
+    rollout.environment = environment
 
 
 def make_run_folder() -> str:

@@ -229,11 +229,13 @@ class RLModule(EvaluationSteps):
         """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
         ignore_warnings()
         stage = self.trainer.state.fn
-        # An override of the user's may need no reward function; those of this package do.
-        if self.generates and stage != "predict" and self._has_own_rewards and not self.rewarder.functions:
+        # An override of the user's may need no reward function, and an environment may reward.
+        is_rewarded = any(getattr(one, "environment", None) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
+        if needs_function and not self.rewarder.functions:
             raise ConfigError(
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
-                "rlightning.rewards.exact_match, or override compute_rewards."
+                "rlightning.rewards.exact_match, override compute_rewards, or use an environment that rewards."
             )
         check_data_source(self.trainer, self)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -543,7 +545,7 @@ class RLModule(EvaluationSteps):
             [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled.
         """
         given = torch.tensor([one.reward or 0.0 for one in batch.trajectories], dtype=torch.float64)
-        if not self.rewarder.functions and all(one.reward is not None for one in batch.trajectories):
+        if not self.rewarder.functions:
             return given
         scores = self.rewarder.score(batch.trajectories)
         batch.scores = scores.components

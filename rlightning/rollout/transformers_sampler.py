@@ -278,10 +278,10 @@ class TransformersSampler:
         sequence.is_finished = sequence.end is not None or len(sequence.token_ids) == sampling.max_new_tokens
         request = sequence.request
         if request.is_finished:
-            completions = self._completions(request)
+            samples = self._samples(request)
             with self._queue_lock:
                 if not request.done.done():
-                    request.done.set_result(completions)
+                    request.done.set_result(samples)
 
     def _find_stop(self, sequence: _Sequence) -> str | None:
         """Return the stop string that the last token has completed, if there is one."""
@@ -292,7 +292,7 @@ class TransformersSampler:
         (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])
         return next((text_end for text_end in stop if text_end in text), None)
 
-    def _completions(self, request: _Request) -> list[Sample]:
+    def _samples(self, request: _Request) -> list[Sample]:
         outputs = [
             {
                 "token_ids": np.array(sequence.token_ids, np.int64),

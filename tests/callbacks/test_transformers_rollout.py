@@ -59,8 +59,7 @@ def test_run_learns_and_resumes_bit_equal(folder: str, tmp_path: Path) -> None:
     predictions: Any = trainer.predict(module, data)
     pairs = [pair for batch in predictions for pair in batch]
     assert [prompt.index for prompt, _ in pairs] == list(range(16))
-    attempts = [one for _, trajectories in pairs for one in trajectories]
-    assert {version for one in attempts for version in one.completion.weight_versions} == {12}
+    assert {version for _, group in pairs for one in group for version in one.completion.weight_versions} == {12}
 
     again = Witness()
     resumed = make_module(folder, lr=1e-2, samples_per_prompt=8)
@@ -86,7 +85,7 @@ def sample_on_ranks(folder: Path, model: str, num_ranks: int) -> list[list[Any]]
 
 def completions_of(batch: RolloutBatch) -> list[list[Any]]:
     rows = zip(batch.prompts, batch.completions, strict=True)
-    return [[prompt.index, one.token_ids.tolist(), one.logprobs.tolist()] for prompt, one in rows]
+    return [[prompt.index, list(one.token_ids), list(one.logprobs)] for prompt, one in rows]
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""GRPO with real engines, under FSDP's ranks or a controller's workers; as ``controller_run.py``."""
+"""GRPO, with engines or without, under FSDP's ranks or a controller's workers; as ``controller_run.py``."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from rlightning.callbacks import (
     EmptyCacheAfterUpdate,
     OffloadDuringRollout,
     RemotizeOnHeadOnly,
+    TransformersRollout,
 )
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
@@ -138,13 +139,14 @@ def train(
     module: Any = None,
     dies: bool = False,
 ) -> None:
-    """Train for some steps, with a validation before the first."""
+    """Train for some steps, with a validation before the first; with engines if ``rollout`` is given."""
     folder.mkdir(exist_ok=True)
     restarting = [DieOnce(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1)] if dies else []
     waiting = [AwaitCompletions()] if (rollout or {}).get("max_staleness") else []
     data = make_data(folder.parent, validation={"sums": str(folder.parent / "sums.jsonl")})
     record = Record()
-    engine = make_rollout(seed=3, **rollout or {})
+    usual: dict[str, Any] = {"seed": 3, "max_new_tokens": 8, "verify_every": 1}
+    engine = TransformersRollout(**usual) if rollout is None else make_rollout(**usual | rollout)
     trainer = make_trainer(
         folder,
         max_steps,

@@ -1,4 +1,4 @@
-"""GRPO with real engines under a controller: samples, metrics and hooks are those of ranks on the same seed."""
+"""GRPO under a controller: samples, metrics and hooks are those of ranks on the same seed; and its engines."""
 
 import contextlib
 import json
@@ -29,11 +29,12 @@ def seen(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks and two workers, each with an engine."""
+    """Two ranks and two workers, which sample by themselves; then one worker with an engine."""
     folder = tmp_path_factory.mktemp("rollout")
     save_model(folder / "model")
     ranks = start_calls(train_each, 2, folder, {"ranks": {}})
-    finish([*ranks, start_controller(train_each, folder, {"workers": {}})])
+    with_engine = {"num_ranks": 1, "rollout": {}}
+    finish([*ranks, start_controller(train_each, folder, {"workers": {}, "engine": with_engine})])
     return folder
 
 
@@ -50,7 +51,6 @@ def test_shares_of_the_update_keep_the_groups_numbers(two: Path) -> None:
 
 
 def test_the_curve_is_that_of_ranks(two: Path) -> None:
-    """Log-probabilities of an engine vary in their last bits with what it batches; nothing else does."""
     expected, got = seen(two, "ranks"), seen(two, "workers")
     assert got["validations"] == expected["validations"] != []
     for one, other in zip(expected["steps"], got["steps"], strict=True):
@@ -90,6 +90,16 @@ def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> Non
     assert rows[0] == rows[1] and len(rows[0]) == 16
 
 
+def test_worker_samples_from_its_engine(two: Path) -> None:
+    found = seen(two, "engine")
+    assert [len(sampled) for sampled in found["sampled"]] == [8, 8]
+    # The same prompts, weights and seed, by another sampler.
+    prompts = [[index for index, _ in step] for step in seen(two, "workers")["sampled"]]
+    assert [[index for index, _ in step] for step in found["sampled"]] == prompts
+    assert (two / "engine" / "engine.log").is_file()
+    assert all(step["policy/rollout_gap_max"] < 1e-3 for step in found["steps"])
+
+
 @pytest.mark.slow
 def test_data_and_tensor_parallel_workers_match_ranks(tmp_path: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
@@ -115,8 +125,9 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
     """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
     elsewhere = {"placement": "standalone", "num_engines": 2}
     ahead = {"rollout": elsewhere | {"max_staleness": 1}, "max_steps": 3}
-    finish([start_controller(train_each, two, {"standalone": {"rollout": elsewhere}, "ahead": ahead})])
-    expected, got = seen(two, "workers"), seen(two, "standalone")
+    runs = {"colocated": {"rollout": {}}, "standalone": {"rollout": elsewhere}, "ahead": ahead}
+    finish([start_controller(train_each, two, runs)])
+    expected, got = seen(two, "colocated"), seen(two, "standalone")
     assert got["sampled"] == expected["sampled"]
     assert got["validations"] == expected["validations"]
     steps = seen(two, "ahead")["steps"]
@@ -133,7 +144,7 @@ def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
 def test_a_restart_goes_on_with_engines(tmp_path: Path) -> None:
     """A worker that is killed takes its engine with it; an actor's goes on. What the step had sampled comes again."""
     save_model(tmp_path / "model")
-    one = {"num_ranks": 1, "dies": True}
+    one: dict[str, Any] = {"num_ranks": 1, "dies": True, "rollout": {}}
     runs = {"colocated": one, "standalone": one | {"rollout": {"placement": "standalone"}}}
     finish([start_controller(train_each, tmp_path, runs)])
     for name in runs:

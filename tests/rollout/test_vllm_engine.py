@@ -85,12 +85,13 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
 
 
 def test_prompts_own_temperature_and_limit_are_the_engines(engine: VLLMEngine, actor: Actor) -> None:
-    own = [PROMPTS[0]._replace(temperature=0.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
+    own = [PROMPTS[0]._replace(temperature=2.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
     groups = engine.generate(own, 16, Sampling(max_new_tokens=16))
-    assert len({completion.text for completion in groups[0]}) == 1
-    assert all(len(completion.token_ids) <= 3 for completion in groups[0])
-    for completion in groups[1]:
-        assert_sampled_from(actor, own[1], completion, 0.5)
+    for prompt, group, longest in zip(own, groups, (3, 16), strict=True):
+        assert all(len(completion.token_ids) <= longest for completion in group)
+        for completion in group:
+            assert_sampled_from(actor, prompt, completion, prompt.temperature or 1.0)
+    assert max(len(completion.token_ids) for completion in groups[1]) > 3
 
 
 def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:

@@ -1,0 +1,83 @@
+"""What an environment is: code that turns a prompt into trajectories by calling the policy.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+Message = dict[str, str]
+"""As in chat APIs: ``{"role": "user", "content": "..."}``."""
+
+
+class LimitReachedError(Exception):
+    """The trajectory has no room for a further turn. One that ends with this error is truncated, and trained."""
+
+
+class Policy(Protocol):
+    """The policy, in one trajectory; every token that it samples is recorded as it was sampled."""
+
+    async def chat(self, *observations: Message) -> Sample:
+        """Sample the policy's next turn.
+
+        Args:
+            observations: messages that follow the policy's last turn; none before its first turn, which answers the
+                prompt.
+
+        Raises:
+            LimitReachedError: the sequence is as long as it may be.
+        """
+
+    async def sample(self, token_ids: Sequence[int]) -> Sample:
+        """Sample the policy's next turn after a token sequence; one that rewrites the history begins a new branch.
+
+        Args:
+            token_ids: all that the policy reads.
+
+        Raises:
+            LimitReachedError: the sequence is as long as it may be.
+        """
+
+
+class PolicyGroup(Protocol):
+    """The policy, in the trajectories of one prompt."""
+
+    async def sample_all(self) -> list[Outcome]:
+        """Sample each trajectory's first turn, by one request; the outcome of each, which ends with it."""
+
+    async def run_each(self, run: Callable[[Policy], Awaitable[Outcome]]) -> list[Outcome]:
+        """Call ``run`` for each trajectory, all at once; what fails or takes too long is that trajectory's alone."""
+
+
+class Environment:
+    """Makes trajectories; a subclass defines :meth:`run`.
+
+    An exception in it is a failure of the trajectory, which then counts as not sampled: it reaches no loss, baseline or
+    mean. What the policy did wrong is no exception, but a reward.
+    """
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory.
+
+        Args:
+            prompt: what is attempted.
+            policy: of this trajectory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, policy).")
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        """Make the trajectories of one prompt; by default each by :meth:`run`.
+
+        Args:
+            prompt: what is attempted.
+            group: has the policy for each.
+
+        Returns:
+            The outcome of each trajectory.
+        """
+        return await group.run_each(partial(self.run, prompt))

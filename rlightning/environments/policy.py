@@ -1,0 +1,210 @@
+"""The policy over a sampler, in the trajectories of a prompt: it records exactly what was sampled.
+
+A trajectory's token sequence only grows: what the policy sampled stays as it was sampled, and observations are
+tokenized alone, in the form that the chat template gives them. A caller that rewrites the history begins a new branch,
+in which nothing of before is trained again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlightning.environments.environment import LimitReachedError, Message, Policy
+from rlightning.errors import EngineError
+from rlightning.rollout import Sampler, Sampling
+from rlightning.seeds import mix_seed
+from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+
+_ANSWER = "ANSWER OF THE POLICY"
+"""Stands for its last turn where a chat template is asked what follows that."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One prompt to attempt.
+
+    Attributes:
+        prompt: the one.
+        sampling: how; its seed is the group's own.
+        num_trajectories: attempts.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    num_trajectories: int
+
+
+class RecordedPolicy:
+    """A :class:`~rlightning.environments.environment.Policy` that records one trajectory.
+
+    Args:
+        sampler: samples.
+        tokenizer: the policy's.
+        request: the group's.
+        number: of the trajectory in its group.
+        max_length: tokens of the longest sequence.
+    """
+
+    def __init__(self, sampler: Sampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int) -> None:
+        self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
+        self._number, self._max_length = number, max_length
+        self._branches: list[Branch] = []
+        self._turns: list[Turn] = []
+        self._has_reached_limit = False
+
+    async def chat(self, *observations: Message) -> Sample:
+        """See :meth:`Policy.chat`."""
+        if not self._branches:
+            history: list[int] = self._request.prompt.token_ids
+            if observations:
+                raise ValueError("Observations follow a turn of the policy: its first one answers the prompt.")
+        else:
+            last = next(turn.sample for turn in reversed(self._turns) if turn.sample is not None)
+            added = render_observations(self._tokenizer, observations, last)
+            self._turns += [Turn(dict(message)) for message in observations]
+            history = [*self._branches[-1].token_ids, *added]
+        return await self.sample(history)
+
+    async def sample(self, token_ids: Sequence[int]) -> Sample:
+        """See :meth:`Policy.sample`."""
+        sampling = self._request.sampling
+        room = self._max_length - len(token_ids)
+        if room < 1:
+            self._has_reached_limit = True
+            raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self._max_length}.")
+        sample = await self._request_sample(
+            token_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        )
+        self.record(token_ids, sample)
+        return sample
+
+    async def _request_sample(self, token_ids: Sequence[int], sampling: Sampling) -> Sample:
+        num_sampled = sum(turn.sample is not None for turn in self._turns)
+        if sampling.seed is not None:
+            # The first turn draws what it would if the group were sampled by one request.
+            seed = sampling.seed + self._number
+            sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
+        prompt = self._request.prompt
+        (sample,) = await self._sampler.sample(
+            token_ids, sampling, num_samples=1, session=f"{prompt.index}/{sampling.seed}/{self._number}"
+        )
+        return sample
+
+    def record(self, token_ids: Sequence[int], sample: Sample) -> None:
+        """Add a turn that was sampled after ``token_ids``."""
+        known = self._branches[-1].token_ids if self._branches else []
+        is_continued = bool(self._branches) and list(token_ids[: len(known)]) == list(known)
+        if not is_continued:
+            self._branches.append(Branch("history rewritten" if self._branches else "start"))
+            known = []
+        branch = self._branches[-1]
+        if len(token_ids) > len(known):
+            branch.append(list(token_ids[len(known) :]), len(self._turns) - 1 if is_continued else -1)
+        branch.append_sample(sample, len(self._turns))
+        self._turns.append(Turn({"role": "assistant", "content": sample.text}, sample))
+
+    def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
+        """Return the trajectory; one that a limit on tokens has cut is truncated.
+
+        Args:
+            outcome: what the environment has returned.
+            seconds: that it took.
+        """
+        samples = [turn.sample for turn in self._turns if turn.sample is not None]
+        is_cut = self._has_reached_limit or bool(samples and samples[-1].is_truncated)
+        return Trajectory(
+            self._request.prompt,
+            tuple(self._branches),
+            tuple(self._turns),
+            "truncated" if outcome.status == "finished" and is_cut else outcome.status,
+            reward=outcome.reward,
+            turn_rewards=outcome.turn_rewards,
+            metrics=outcome.metrics,
+            timings={"trajectory": seconds},
+            error=outcome.error,
+        )
+
+
+class RecordedGroup:
+    """A :class:`~rlightning.environments.environment.PolicyGroup` that records the trajectories of a prompt.
+
+    Args:
+        sampler: as of :class:`RecordedPolicy`.
+        tokenizer: as of it.
+        request: as of it.
+        max_length: as of it.
+        timeout: seconds that a trajectory may take; None: any time.
+    """
+
+    def __init__(
+        self, sampler: Sampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+    ) -> None:
+        self._sampler, self._request, self._timeout = sampler, request, timeout
+        numbers = range(request.num_trajectories)
+        self._policies = [RecordedPolicy(sampler, tokenizer, request, number, max_length) for number in numbers]
+
+    async def sample_all(self) -> list[Outcome]:
+        """See :meth:`PolicyGroup.sample_all`."""
+        token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
+        samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
+        for policy, sample in zip(self._policies, samples, strict=True):
+            policy.record(token_ids, sample)
+        return [Outcome() for _ in samples]
+
+    async def run_each(self, run: Callable[[Policy], Awaitable[Outcome]]) -> list[Outcome]:
+        """See :meth:`PolicyGroup.run_each`."""
+        return await asyncio.gather(*(self._run(run, policy) for policy in self._policies))
+
+    async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await run(policy)
+        except LimitReachedError:
+            return Outcome(status="truncated")
+        except EngineError:
+            raise  # the sampler's, which no trajectory can go on without
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
+            return failed_outcome(self._request.prompt, error)
+
+    def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
+        """Return the trajectories.
+
+        Args:
+            outcomes: of each.
+            seconds: that the group took.
+        """
+        pairs = zip(self._policies, outcomes, strict=True)
+        return [policy.finish(outcome, seconds) for policy, outcome in pairs]
+
+
+def failed_outcome(prompt: Prompt, error: Exception) -> Outcome:
+    """Return the outcome of a trajectory whose environment has raised, which counts as not sampled; log the error."""
+    text = f"{type(error).__name__}: {error}"
+    log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, text)
+    log.debug("Of prompt %d", prompt.index, exc_info=error)
+    return Outcome(status="failed", error=text)
+
+
+def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:
+    """Return the tokens from the end of the policy's last turn to the beginning of its next one.
+
+    Args:
+        tokenizer: the policy's. Without a chat template the messages' contents follow as they are.
+        observations: messages.
+        last: the policy's last turn. If it ended with the token that ends a turn of the chat, that is not repeated.
+    """
+    if tokenizer.chat_template is None:
+        text = "".join(message["content"] for message in observations)
+    else:
+        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observations]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = rendered.rpartition(_ANSWER)[2]
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    is_ended = bool(token_ids) and last.token_ids[-1] == token_ids[0]
+    return token_ids[is_ended:]

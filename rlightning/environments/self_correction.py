@@ -1,0 +1,29 @@
+"""Two turns: an answer, a verdict, and another answer if the first was wrong."""
+
+from __future__ import annotations
+
+from rlightning.environments.environment import Environment, Policy
+from rlightning.types.trajectory import Outcome, Prompt
+
+
+class SelfCorrection(Environment):
+    """Tells the policy that its answer is wrong, and lets it answer once more; a right one ends the trajectory.
+
+    The environment gives no reward: reward functions see the last answer.
+
+    Args:
+        answer_column: of the prompt set; an answer is right if it is this text, but for spaces around it.
+        verdict: what the policy is told of a wrong answer.
+    """
+
+    def __init__(self, answer_column: str = "answer", verdict: str = "That is wrong. Answer again.") -> None:
+        self.answer_column, self.verdict = answer_column, verdict
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory; its metrics say whether the first and the last answer were right."""
+        right = str(prompt.columns[self.answer_column]).strip()
+        first = last = await policy.chat()
+        if first.text.strip() != right:
+            last = await policy.chat({"role": "user", "content": self.verdict})
+        verdicts = {"first_right": first.text.strip() == right, "last_right": last.text.strip() == right}
+        return Outcome(metrics={name: float(value) for name, value in verdicts.items()})

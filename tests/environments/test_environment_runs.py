@@ -1,0 +1,104 @@
+"""Runs with environments of several turns: through the real Trainer and the command line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_project import fit_here
+from engine_run import Witness, make_module, make_trainer, save_model
+from tiny import make_data, write_sums
+
+from rlightning.callbacks import TransformersRollout
+from rlightning.data import PromptDataModule
+from rlightning.environments import Environment, Policy, SelfCorrection
+from rlightning.errors import ConfigError
+from rlightning.types import Outcome, Prompt
+
+
+class FailsSometimes(Environment):
+    """Rewards ones; a prompt that begins with 3 is never attempted."""
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        if prompt.text.startswith("3"):
+            raise ConnectionError("no sandbox")
+        sample = await policy.chat()
+        return Outcome(reward=sample.text.count("1") / 8)
+
+
+def make_rollout(environment: Any, **arguments: Any) -> TransformersRollout:
+    return TransformersRollout(environment=environment, **{"max_new_tokens": 8, "seed": 0, **arguments})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.long
+def test_two_turns_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    verdict = "+"
+    rollout = make_rollout(SelfCorrection(verdict=verdict))
+    make_trainer(tmp_path, 2, rollout, witness).fit(make_module(folder), make_data(tmp_path))
+    for batch, metrics in zip(witness.batches, witness.steps, strict=True):
+        assert metrics["policy/rollout_gap_max"] < 1e-5
+        for one in batch.trajectories:
+            first = one.samples[0]
+            assert len(one.samples) == (1 if first.text.strip() == one.prompt.columns["answer"] else 2)
+            assert [turn.message["content"] for turn in one.turns[1:2]] == [verdict] * (len(one.samples) - 1)
+        assert len(batch.completion_lengths) == 8
+
+
+@pytest.mark.long
+def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> None:
+    witness, trained = Witness(), []
+
+    class Watched(Witness):
+        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+            trained.append([prompt.index for prompt in batch.prompts])
+
+    module = make_module(folder, rewards=[], samples_per_prompt=4)
+    make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness, Watched()).fit(module, make_data(tmp_path))
+    sampled = [prompt.index for batch in witness.batches for prompt in batch.prompts]
+    assert sorted(set(sampled)) == list(range(16))
+    assert max(index for indices in trained for index in indices) < 12  # those of the fourth row begin with 3
+    assert witness.steps[-1]["trajectory/not_sampled"] == 16
+
+
+@pytest.mark.long
+def test_rows_name_their_environment(folder: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": "1", "environment": ("one", "two")[i % 2]} for i in range(8)]
+    environments = {"one": FailsSometimes(), "two": SelfCorrection(verdict="+")}
+    witness = Witness()
+    module = make_module(folder)
+    data = PromptDataModule(rows, max_prompt_tokens=16, shuffle=False)
+    make_trainer(tmp_path, 1, make_rollout(environments), witness).fit(module, data)
+    (batch,) = witness.batches
+    for one in batch.trajectories:
+        assert ("first_right" in one.metrics) == (one.prompt.index % 2 == 1)
+    del environments["two"]
+    with pytest.raises(ConfigError, match=r"^Prompt 1 has environment='two', which is none of the run's: one\. Name"):
+        make_trainer(tmp_path / "2", 1, make_rollout(environments)).fit(make_module(folder), data)
+
+
+CONFIG = """\
+model: {class_path: GRPO, init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}}
+environment: {class_path: SelfCorrection, init_args: {verdict: "+"}}
+rollout: {class_path: TransformersRollout, init_args: {max_new_tokens: 4}}
+data: {train: sums.jsonl, max_prompt_tokens: 16}
+trainer: {accelerator: cpu, max_steps: 1, default_root_dir: run}
+"""
+
+
+@pytest.mark.processes
+def test_environment_stands_beside_rollout(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sums(project)
+    (project / "run.yaml").write_text(CONFIG)
+    code, errors = fit_here(capsys, "--config", "run.yaml")
+    assert code == 0, errors
+    elsewhere = ("--config", "run.yaml", "--trainer.default_root_dir", "elsewhere")
+    code, errors = fit_here(capsys, *elsewhere, "--rollout", "VLLMRollout")
+    refusal = "error: environment: VLLMRollout takes none. Use rollout.class_path=TransformersRollout"
+    assert code == 2 and refusal in errors
+    code, errors = fit_here(capsys, *elsewhere, "--environment.verdikt", "no")
+    assert code == 2 and "environment.verdikt: there is no such key. Did you mean 'verdict'?" in errors
