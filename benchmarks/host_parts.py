@@ -18,8 +18,8 @@ from rlightning.module.metrics import rollout_metrics
 from rlightning.objectives import group_advantages
 from rlightning.report.trajectories import summary_rows, trajectory_table, write_trajectories
 from rlightning.rewards import RewardRunner
+from rlightning.rollout.engine import make_samples
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.vllm_engine import make_samples
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 SAMPLES_PER_PROMPT = 8

@@ -12,7 +12,7 @@ import torch
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
-from rlightning.errors import EngineError, EngineStartError
+from rlightning.errors import EngineDiedError, EngineError, EngineStartError
 from rlightning.hooks import fire
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
@@ -20,15 +20,14 @@ from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, gather_objects, world_size
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
+from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_group import EngineGroup, check_group_size
-from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.in_flight import OWNER, InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.sampler import Request
 from rlightning.rollout.standalone import StandaloneEngines
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -231,7 +230,7 @@ class VLLMRollout(RolloutCallback):
         return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
 
     @property
-    def engine(self) -> VLLMEngine | None:
+    def engine(self) -> Engine | None:
         """This rank's first engine, while there is one."""
         engines = [] if self._engines is None else self._engines.engines
         return engines[0] if engines else None

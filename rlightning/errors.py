@@ -5,7 +5,7 @@ import errno
 import sys
 from collections.abc import Iterable, Mapping, Set
 
-from rlightning.foreign_text import cut_line
+from rlightning.foreign_text import cut, cut_line
 
 MAX_CHOICES = 8
 """That an error lists."""
@@ -51,6 +51,23 @@ class EngineError(RunError, RuntimeError):
 
 class EngineStartError(EngineError, ConfigError):
     """The rollout engine cannot start as it is configured; the message is a line with the engine's reason."""
+
+
+class EngineDiedError(EngineError):
+    """The engine is gone or answers no more; whatever it had finished before has been kept."""
+
+
+class RequestRefusedError(EngineError):
+    """The engine could not do what it was asked for; the details are the reason.
+
+    Args:
+        reason: the engine's traceback.
+    """
+
+    def __init__(self, reason: str) -> None:
+        reason = cut(reason)
+        last = reason.strip().splitlines()[-1] if reason.strip() else ""
+        super().__init__(f"The engine refused a request: {cut_line(last)}", reason)
 
 
 class RewardError(RunError, RuntimeError):

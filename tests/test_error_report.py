@@ -15,16 +15,17 @@ from rlightning.error_report import FILE, SHOW_TRACE, exit_code, set_run_folder,
 from rlightning.errors import (
     ConfigError,
     DeviceMemoryError,
+    EngineDiedError,
     EngineError,
     EngineStartError,
     HostError,
+    RequestRefusedError,
     RewardError,
     RunError,
     find_run_error,
 )
 from rlightning.parallel.barrier import BarrierError
 from rlightning.parallel.cpu_group import StoreError
-from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError
 
 KINDS: list[type[RunError]] = [
     *(BarrierError, ConfigError, DeviceMemoryError, EngineDiedError, EngineError, EngineStartError),

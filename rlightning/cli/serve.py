@@ -1,7 +1,7 @@
 """``rlightning serve``: an engine for trainers on other hosts; what of it can be said at once."""
 
-from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError
+from rlightning.run_key import check_key
 
 DEFAULTS = {"--host": "127.0.0.1", "--port": "8100"}
 HELP = f"""\
@@ -15,11 +15,11 @@ same configuration, and serves one trainer after the other. The trainer names it
 Keys are those of `rlightning fit --help`. Ctrl-C ends it.
 
   --host HOST          where it listens; {DEFAULTS["--host"]} unless given. On any other than a loopback address both
-                       sides need the same secret in the environment variable RLIGHTNING_ENGINE_TOKEN
+                       sides need the same secret in the environment variable RLIGHTNING_RUN_KEY
   --port PORT          {DEFAULTS["--port"]} unless given; 0 is any that is free
 
 example:
-  RLIGHTNING_ENGINE_TOKEN=... rlightning serve --config run.yaml --host 0.0.0.0
+  RLIGHTNING_RUN_KEY=... rlightning serve --config run.yaml --host 0.0.0.0
 """
 
 
@@ -59,5 +59,5 @@ def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     port = own["--port"]
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--port {port} must be a number from 0 to 65535. Use {DEFAULTS['--port']}.")
-    check_token(own["--host"], "--host")
+    check_key(own["--host"], "--host")
     return own, rest

@@ -11,11 +11,10 @@ import torch
 from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
-from rlightning.engine_token import TOKEN, read_token
 from rlightning.models import describe_length_limit
-from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_service import EngineService, listen
-from rlightning.rollout.engine_wire import SCHEME
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.service import SCHEME, EngineService, listen
+from rlightning.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
 
 
@@ -50,7 +49,7 @@ class ServeCLI(RLCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing."""
 
-    def configure_engine(self, name: str) -> VLLMConfig:
+    def configure_engine(self, name: str) -> EngineConfig:
         """The engine that the configuration describes; ``name`` is that of its log."""
         trainer, module, options = self._get(self.config_init, "trainer"), self.module, self.rollout.options
         options.check()
@@ -61,7 +60,7 @@ class ServeCLI(RLCLI):
             )
         has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
-        config: VLLMConfig = options.configure_served(
+        config: EngineConfig = options.configure_served(
             module, torch.device("cuda" if has_cuda else "cpu"), self.rollout.sampling, self.max_prompt_tokens, log_file
         )
         return config
@@ -86,6 +85,6 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
         sys.stdout.write(f"The engine of {config.engine_args['model']} listens at {url}; its log: {config.log_file}\n")
         sys.stdout.flush()
 
-    token = read_token()
-    os.environ.pop(TOKEN, None)  # vLLM has no use for it
-    EngineService(config, listener, token).run(announce)
+    key = read_key()
+    os.environ.pop(RUN_KEY_VARIABLE, None)  # vLLM has no use for it
+    EngineService(config, listener, key).run(announce)

@@ -269,7 +269,7 @@ class RayController(ControllerStrategy):
             seed=run_seed(),
             fast_dev_run=module.trainer.fast_dev_run,
             max_store_bytes=self.max_store_bytes,
-            engine_token=None if self._engines is None else self._engines.token,
+            run_key=None if self._engines is None else self._engines.run_key,
         )
 
     def _settled_data(self, trainer: Any) -> Any:

@@ -32,7 +32,6 @@ from rlightning.controller.hook_relay import HookRelay
 from rlightning.controller.rtensor import remotize
 from rlightning.controller.tensor_store import set_store
 from rlightning.controller.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
-from rlightning.engine_token import TOKEN
 from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut
 from rlightning.parallel.device import share_host_threads
@@ -40,6 +39,7 @@ from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_
 from rlightning.parallel.failure import active_watch, describe
 from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.stacks import record_own
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 """Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
@@ -161,8 +161,8 @@ class Worker:
         from rlightning.controller.object_store import RayStore
 
         set_store(RayStore(max_bytes=config.max_store_bytes))
-        if config.engine_token is not None:
-            os.environ[TOKEN] = config.engine_token
+        if config.run_key is not None:
+            os.environ[RUN_KEY_VARIABLE] = config.run_key
         self.module = config.module
         relay = HookRelay(self.inbox, config.wanted_hooks)
         feed = OrderFeed(

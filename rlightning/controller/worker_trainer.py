@@ -117,7 +117,7 @@ class WorkerConfig:
         seed: of ``seed_everything``, or None.
         fast_dev_run: of the Trainer, whose limits are in ``settings`` already; schedules and callbacks ask for it.
         max_store_bytes: of what a worker stores.
-        engine_token: what the run's engines ask for, or None.
+        run_key: what the run's engines ask for, or None.
     """
 
     module: LightningModule
@@ -133,7 +133,7 @@ class WorkerConfig:
     seed: int | None = None
     fast_dev_run: bool | int = False
     max_store_bytes: int | None = None
-    engine_token: str | None = None
+    run_key: str | None = None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 ::
 
     trainer process                        engine process              engine core (vLLM's child, one a device)
-    VLLMEngine  -- prompts, sampling ---->  AsyncLLM  ---------------->  model, KV cache
+    Engine  -- prompts, sampling ---->  AsyncLLM  ---------------->  model, KV cache
                 <-- tokens, logprobs ----                              <-- WeightReceiver
     WeightSender ============ chunks of weights, by a transport ==============^
 """

@@ -20,14 +20,14 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, EngineDiedError, EngineError
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import any_rank, exchange, gather_objects, global_rank, world_size
-from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight
 from rlightning.rollout.placement import lent_devices
 from rlightning.rollout.sampler import OnCompleted, Request, Sampling
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_colocated_sender
@@ -62,17 +62,17 @@ class EngineGroup:
         engines: none on a rank that only lends its device.
     """
 
-    def __init__(self, configs: Sequence[VLLMConfig], in_flight: InFlight, *, num_ranks: int = 1) -> None:
+    def __init__(self, configs: Sequence[EngineConfig], in_flight: InFlight, *, num_ranks: int = 1) -> None:
         first = global_rank() // num_ranks * num_ranks
         self.ranks = range(first, first + num_ranks)
         self.in_flight = in_flight
         devices = lent_devices(configs[0].device, self.ranks)
         configs = [replace(config, visible_devices=devices) for config in configs]
         self.config = configs[0]
-        self.engines = [VLLMEngine(config) for config in configs] if global_rank() == first else []
+        self.engines = [Engine(config) for config in configs] if global_rank() == first else []
         self._updater: WeightUpdater | None = None
         self._death: EngineDiedError | None = None
-        self._restarted: list[VLLMEngine] = []
+        self._restarted: list[Engine] = []
         self._num_stopped = 0  # in this step
 
     @property
@@ -81,7 +81,7 @@ class EngineGroup:
         return self.config.can_sleep
 
     @property
-    def fresh(self) -> list[VLLMEngine]:
+    def fresh(self) -> list[Engine]:
         """Those that a sync has to do with."""
         return self.engines
 
@@ -246,9 +246,8 @@ class EngineGroup:
 
     def _stop(self, answers: list[Future[Any]]) -> None:
         """End what is under way; the engines have nothing to do then."""
-        for engine in self.engines:
-            if answers and engine.process is not None:
-                engine.process.cancel(answers)
+        for answer in answers:
+            answer.cancel()
         wait(answers)
 
     def _ask(
@@ -306,7 +305,7 @@ class EngineGroup:
         Raises:
             EngineDiedError: if one of this rank died meanwhile; its memory is free, then, too.
         """
-        deaths = _at_once(VLLMEngine.sleep, self.engines)
+        deaths = _at_once(Engine.sleep, self.engines)
         self._meet("engine sleeps")
         for death in filter(None, deaths):
             raise death
@@ -359,10 +358,10 @@ def check_group_size(size: int) -> None:
         raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
 
 
-def _at_once(step: Callable[[VLLMEngine], None], engines: Sequence[VLLMEngine]) -> list[EngineDiedError | None]:
+def _at_once(step: Callable[[Engine], None], engines: Sequence[Engine]) -> list[EngineDiedError | None]:
     """Do something with all engines; deaths are returned, so that this rank can go on with the others for now."""
 
-    def attempt(engine: VLLMEngine) -> EngineDiedError | None:
+    def attempt(engine: Engine) -> EngineDiedError | None:
         try:
             step(engine)
         except EngineDiedError as error:

@@ -13,20 +13,20 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.engine_token import check_token
 from rlightning.errors import ConfigError, check_rules
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
-from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
-from rlightning.rollout.engine_wire import parse_url
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import free_devices
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
+from rlightning.rpc.authentication import parse_url
+from rlightning.run_key import check_key
 from rlightning.seeds import mix_seed
 from rlightning.types.batch_plan import BatchPlan
 
@@ -80,7 +80,10 @@ class EngineOptions:
         }
         check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
         for url in self.engines:
-            parse_url(url)
+            try:
+                parse_url(url)
+            except ValueError as error:
+                raise ConfigError(f"rollout.engines: {error}") from None
 
     @property
     def memory_share(self) -> float:
@@ -97,7 +100,7 @@ class EngineOptions:
         """How many prompts are in flight beyond those of a step."""
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
-    def describe(self, config: VLLMConfig, num_engines: int) -> str:
+    def describe(self, config: EngineConfig, num_engines: int) -> str:
         """What runs where, in a line.
 
         Args:
@@ -130,11 +133,11 @@ class EngineOptions:
             )
         check_given(self.arguments)
         for url in self.engines:
-            check_token(parse_url(url)[0], "rollout.engines")
+            check_key(parse_url(url)[0], "rollout.engines")
 
     def configure(
         self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, folder: Path
-    ) -> list[VLLMConfig]:
+    ) -> list[EngineConfig]:
         """The engines that this rank has to do with: its own, or all that are standalone.
 
         Args:
@@ -175,7 +178,7 @@ class EngineOptions:
 
     def configure_served(
         self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, log_file: Path
-    ) -> VLLMConfig:
+    ) -> EngineConfig:
         """One engine for a trainer on another host, on all devices that this process sees.
 
         Args:
@@ -203,7 +206,7 @@ class EngineOptions:
         number: int,
         num_engines: int,
         sharing: int = 1,
-    ) -> VLLMConfig:
+    ) -> EngineConfig:
         """One of them, the ``number``-th, on a device that ``sharing`` of them share."""
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
@@ -239,7 +242,7 @@ class EngineOptions:
         if arguments.get("kv_cache_memory_bytes") is None:
             known = model_config or load_config(module.model_path)
             arguments |= kv_cache_setting(arguments, known, device, is_alone=sharing == 1)
-        return VLLMConfig(
+        return EngineConfig(
             engine_args=arguments,
             device=device,
             dtype=getattr(torch, dtype),

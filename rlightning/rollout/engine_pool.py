@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlightning import intervals
-from rlightning.errors import EngineError
-from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
+from rlightning.errors import EngineDiedError, EngineError
+from rlightning.rollout.engine import Engine, model_files, vllm_sampling
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import EngineConnection
+from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import Sampling
-from rlightning.rollout.vllm_engine import VLLMEngine, model_files, vllm_sampling
 from rlightning.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -47,9 +49,9 @@ class Request:
 class Member:
     """An engine of the pool, and what it is at work on."""
 
-    def __init__(self, number: int, config: VLLMConfig) -> None:
+    def __init__(self, number: int, config: EngineConfig) -> None:
         self.number = number
-        self.engine = VLLMEngine(config)
+        self.engine = Engine(config)
         self.work: dict[Future[Any], Request] = {}
         self.num_coming = 0  # completions of requests that are just being sent
         self.has_died = self.is_gone = False
@@ -90,7 +92,7 @@ class EnginePool:
         on_change: called, in any thread, when an engine has come up or died.
     """
 
-    def __init__(self, configs: Sequence[VLLMConfig], on_change: Callable[[], None]) -> None:
+    def __init__(self, configs: Sequence[EngineConfig], on_change: Callable[[], None]) -> None:
         self.members = [Member(number, config) for number, config in enumerate(configs)]
         self._on_change = on_change
         self._backlog: deque[Request] = deque()
@@ -120,7 +122,7 @@ class EnginePool:
             The completions, or the error that ended all engines.
         """
         ends = model_files(self.members[0].engine.config).end_token_ids
-        arguments = (prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
+        arguments = (prompt.token_ids, vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, ends))
         request = Request(prompt, arguments, num_samples, conversation)
         self._dispatch(request)
         return request.answer
@@ -134,16 +136,15 @@ class EnginePool:
                 asked = [inner for inner, request in member.work.items() if request.answer in unwanted]
                 for inner in asked:
                     del member.work[inner]
-                if asked and member.engine.process is not None:
-                    member.engine.process.cancel(asked)
+                    inner.cancel()
                 member.mark_idle()
 
-    def stale_links(self, weight_version: int) -> dict[Member, EngineLink]:
+    def stale_links(self, weight_version: int) -> dict[Member, EngineConnection]:
         """Engines that are up and hold other weights, each with its process of now."""
         links = {member: member.engine.process for member in self._living() if member.is_up}
         return {m: link for m, link in links.items() if link and m.engine.weight_version != weight_version}
 
-    def note_weights(self, links: Mapping[Member, EngineLink], weight_version: int | None) -> list[Member]:
+    def note_weights(self, links: Mapping[Member, EngineConnection], weight_version: int | None) -> list[Member]:
         """Note what the engines hold whose processes are still these; those engines."""
         with self._lock:
             held = [member for member, link in links.items() if member.engine.process is link]

@@ -1,6 +1,7 @@
 """What a run reads of a model's files beside its weights; the trainer and all of its engines must read the same."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class ModelFiles:
             "end_token_ids": sorted(end_token_ids),
             "tokenizer": digest_tokenizer(tokenizer),
         }
+        # As JSON, in which an engine tells its own.
+        facts = json.loads(json.dumps(facts, default=str))
         return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
 
 

@@ -26,8 +26,7 @@ from rlightning.controller.driver import DriverContext
 from rlightning.controller.worker_group import describe_resources
 from rlightning.errors import ConfigError
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_service import EngineService, listen
-from rlightning.rollout.engine_wire import SCHEME
+from rlightning.rollout.service import SCHEME, EngineService, listen
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class EngineActor:
         sampling: Any,
         max_prompt_tokens: int | None,
         log_file: Path,
-        token: str,
+        key: str,
     ) -> None:
         """Start the engine and serve; returns by an exception only, and when it is called again.
 
@@ -69,14 +68,14 @@ class EngineActor:
             sampling: of training completions.
             max_prompt_tokens: of the longest prompt; None is whatever the model allows.
             log_file: of the engine.
-            token: that trainers must know.
+            key: that trainers must know.
         """
         if self._has_run:
             return
         self._has_run = True
         device = torch.device("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
         config = options.configure_served(module, device, sampling, max_prompt_tokens, log_file)
-        EngineService(config, self._listener, token.encode()).run(lambda: None)
+        EngineService(config, self._listener, key.encode()).run(lambda: None)
 
 
 class RayEngines:
@@ -88,7 +87,7 @@ class RayEngines:
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
-        self.token: str | None = None
+        self.run_key: str | None = None
         self.actors: list[Any] = []
         self.runs: list[Any] = []
         self._uses_gpus = False
@@ -150,7 +149,7 @@ class RayEngines:
         for number, actor in enumerate([] if self.runs else self.actors):
             log_file = folder.absolute() / f"engine.{number}.log"
             run = actor.run.options(concurrency_group="serve")
-            self.runs.append(run.remote(options, shared, sampling, max_prompt_tokens, log_file, self.token))
+            self.runs.append(run.remote(options, shared, sampling, max_prompt_tokens, log_file, self.run_key))
         log.info("engines: %s", ", ".join(urls))
         knowing = copy.copy(self.callback)
         knowing.options = replace(options, engines=tuple(urls))
@@ -160,7 +159,7 @@ class RayEngines:
         options: EngineOptions = self.callback.options
         actor = import_ray().remote(concurrency_groups={"serve": 1})(EngineActor)
         gpus = options.devices_per_engine if self._uses_gpus else 0
-        self.token = secrets.token_hex(16)
+        self.run_key = secrets.token_hex(16)
         reserved = {"num_cpus": 1, "num_gpus": gpus, **driver.actor_options}
         self.actors = [actor.options(**reserved).remote(driver) for _ in range(options.num_engines)]
 

@@ -23,13 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning import intervals
+from rlightning.errors import EngineDiedError
 from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.async_metrics import Pace
-from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.engine_pool import Answer, EnginePool, Member
 from rlightning.rollout.in_flight import OWNER, STOPPED, Consumed, Group, InFlight, ages
 from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_standalone_sender
@@ -137,7 +139,7 @@ class StandaloneEngines:
 
     def __init__(
         self,
-        configs: Sequence[VLLMConfig],
+        configs: Sequence[EngineConfig],
         in_flight: InFlight,
         *,
         engines_key: str = "rollout.num_engines",
@@ -146,11 +148,11 @@ class StandaloneEngines:
         self.config, self._configs = configs[0], configs
         self.in_flight = in_flight
         self._keeps_cache = keeps_cache
-        self.fresh: list[VLLMEngine] = []
+        self.fresh: list[Engine] = []
         self._changed = threading.Event()
         self._pool = EnginePool(configs, self._changed.set) if global_rank() == OWNER else None
         self._updater: WeightUpdater | None = None
-        self._stale: dict[Member, EngineLink] = {}
+        self._stale: dict[Member, EngineConnection] = {}
         self._is_paused = False
         self._pause_seconds = 0.0
         self._arrivals: Arrivals[Group] = Arrivals(self._changed.set)
@@ -161,7 +163,7 @@ class StandaloneEngines:
     # Their life
 
     @property
-    def engines(self) -> list[VLLMEngine]:
+    def engines(self) -> list[Engine]:
         """Those that this rank owns."""
         return [] if self._pool is None else [member.engine for member in self._pool.members]
 

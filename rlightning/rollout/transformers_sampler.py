@@ -23,10 +23,10 @@ from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
+from rlightning.rollout.engine import make_samples
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.token_choice import choose_tokens
-from rlightning.rollout.vllm_engine import make_samples
 from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 

@@ -20,9 +20,8 @@ from rlightning.data import ValidationSet
 from rlightning.errors import EngineError, EngineStartError, find_run_error
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_link import limit_waiting
-from rlightning.rollout.engine_process import EngineProcess
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
@@ -36,17 +35,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def kill_engine(engine: VLLMEngine) -> None:
+def kill_engine(engine: Engine) -> None:
     assert engine.process is not None
     os.kill(engine.process.pid, signal.SIGKILL)
 
 
-def kill_core(engine: VLLMEngine) -> None:
+def kill_core(engine: Engine) -> None:
     assert engine.process is not None
     os.kill(find_core(engine.process.pid), signal.SIGKILL)
 
 
-def stop_core(engine: VLLMEngine) -> None:
+def stop_core(engine: Engine) -> None:
     assert engine.process is not None
     os.kill(find_core(engine.process.pid), signal.SIGSTOP)
     # Not before: a busy machine may keep one that is well from a heartbeat for as long.
@@ -64,13 +63,13 @@ class Request(NamedTuple):
 class Assassin:
     """Strikes in chosen calls, after the first prompt is done; notes all calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: dict[int, Callable[[VLLMEngine], None]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, strikes: dict[int, Callable[[Engine], None]]) -> None:
         self.requests: list[Request] = []
         self.sessions: list[int] = []
-        ask, start = VLLMEngine.ask, VLLMEngine.start
+        ask, start = Engine.ask, Engine.start
 
         def watched(
-            engine: VLLMEngine, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
+            engine: Engine, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling
         ) -> list[Future[Any]]:
             request, strike = Request(engine.weight_version or 0, len(requests), []), strikes.get(len(self.requests))
             self.requests.append(request)
@@ -96,13 +95,13 @@ class Assassin:
                 answer.add_done_callback(partial(relay, mine=answers[-1]))
             return answers
 
-        def noted(engine: VLLMEngine) -> None:
+        def noted(engine: Engine) -> None:
             start(engine)
             assert engine.process is not None
             self.sessions.append(engine.process.pid)
 
-        monkeypatch.setattr(VLLMEngine, "ask", watched)
-        monkeypatch.setattr(VLLMEngine, "start", noted)
+        monkeypatch.setattr(Engine, "ask", watched)
+        monkeypatch.setattr(Engine, "start", noted)
 
 
 class StrikeBetween(RLCallback):

@@ -14,7 +14,7 @@ from rlightning.algorithms import GRPO, SFT
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.engine import Engine
 
 HEATS = (0.5, 2.0, None, 1.25)
 LIMITS = (1, 3, None, 8)
@@ -108,10 +108,10 @@ def test_sft_refuses_columns_of_sampling(model: str, tmp_path: Path) -> None:
 def test_optimizers_are_refused_before_the_engine_starts(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(engine: VLLMEngine) -> None:
+    def start(engine: Engine) -> None:
         raise AssertionError("an engine is started")
 
-    monkeypatch.setattr(VLLMEngine, "start", start)
+    monkeypatch.setattr(Engine, "start", start)
     trainer = make_trainer(tmp_path, 1, make_rollout())
     with pytest.raises(ConfigError, match="configure_optimizers returns a dictionary without the key 'optimizer'"):
         trainer.fit(make_algorithm(NoOptimizer, model), make_data(write_prompts(tmp_path)))

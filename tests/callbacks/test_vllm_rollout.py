@@ -29,9 +29,9 @@ from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout import Sampling
 from rlightning.rollout.canary import canary_tokens
-from rlightning.rollout.engine_link import EngineLink
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.requests import with_run_seed
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -61,14 +61,14 @@ class Run(NamedTuple):
 def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
     """Of engines that are started from here on."""
     sessions: list[int] = []
-    start = VLLMEngine.start
+    start = Engine.start
 
-    def noted(engine: VLLMEngine) -> None:
+    def noted(engine: Engine) -> None:
         start(engine)
         assert engine.process is not None
         sessions.append(engine.process.pid)
 
-    patch.setattr(VLLMEngine, "start", noted)
+    patch.setattr(Engine, "start", noted)
     return sessions
 
 
@@ -313,14 +313,14 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
     sample(loop)
     before = loop.policy.weight_version
 
-    def skip_loading(engine: EngineLink, chunk: int) -> "Future[list[str]]":
+    def skip_loading(engine: EngineConnection, chunk: int) -> "Future[list[str]]":
         engine.submit("begin_weight_update").result()
         answer: Future[list[str]] = Future()
         answer.set_result([])
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(EngineLink, "receive_weights", skip_loading)
+        patch.setattr(EngineConnection, "receive_weights", skip_loading)
         change_weights(loop.policy)
         with pytest.raises(EngineError, match="Actor and engine disagree after weights") as caught:
             sample(loop)
@@ -363,10 +363,10 @@ def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: p
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: VLLMEngine) -> None:
+    def fail(engine: Engine) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr(VLLMEngine, "start", fail)
+    monkeypatch.setattr(Engine, "start", fail)
 
 
 @pytest.mark.long
@@ -427,11 +427,11 @@ def test_vllm_must_be_installed(model_folder: str, tmp_path: Path, monkeypatch: 
 
 def started_with(rollout: VLLMRollout, model_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The configuration that an engine would have been started with."""
-    monkeypatch.setattr(VLLMEngine, "start", lambda engine: None)
+    monkeypatch.setattr(Engine, "start", lambda engine: None)
     trainer = make_trainer(folder, 1, rollout)
     monkeypatch.setattr(rollout, "generate", lambda *_: (_ for _ in ()).throw(KeyError("far enough")))
-    engines: list[VLLMEngine] = []
-    monkeypatch.setattr(VLLMEngine, "close", lambda engine: engines.append(engine))
+    engines: list[Engine] = []
+    monkeypatch.setattr(Engine, "close", lambda engine: engines.append(engine))
     with pytest.raises(KeyError, match="far enough"):
         trainer.fit(make_module(model_folder), make_data(folder))
     return engines[0].config

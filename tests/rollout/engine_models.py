@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.parallel.sharding import named_weights
-from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import WeightSource, plan_chunks
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
@@ -38,7 +38,7 @@ def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
     return tiny.save_model(folder, seed, **sizes | config)
 
 
-def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> VLLMConfig:
+def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> EngineConfig:
     """Of a small engine on the CPU."""
     engine_args = {
         "model": model_folder,
@@ -53,7 +53,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }
-    return VLLMConfig(
+    return EngineConfig(
         engine_args=engine_args,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -66,7 +66,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
 @contextmanager
 def running_engine(
     model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20, worker: str = "", **environment: str
-) -> Iterator[VLLMEngine]:
+) -> Iterator[Engine]:
     """A small engine on the CPU; ``worker`` names another class than ours for its worker to extend."""
     config = engine_config(model_folder, log_file, bucket_bytes)
     config.engine_args["worker_extension_cls"] = worker or config.engine_args["worker_extension_cls"]
@@ -76,9 +76,9 @@ def running_engine(
 
 
 @contextmanager
-def started(config: VLLMConfig) -> Iterator[VLLMEngine]:
+def started(config: EngineConfig) -> Iterator[Engine]:
     """Within, an engine that is up."""
-    engine = VLLMEngine(config)
+    engine = Engine(config)
     engine.start()
     try:
         engine.wait_until_ready()
@@ -104,13 +104,13 @@ class Weights(dict[str, Tensor]):
         return self.items()
 
 
-def send(engine: VLLMEngine, source: WeightSource, weight_version: int) -> None:
+def send(engine: Engine, source: WeightSource, weight_version: int) -> None:
     """Let the engine load a source's weights through a bucket of their own, and serve with them."""
     load(engine, source).activate_weights(weight_version)
     engine.weight_version = weight_version
 
 
-def load(engine: VLLMEngine, source: WeightSource) -> WeightUpdater:
+def load(engine: Engine, source: WeightSource) -> WeightUpdater:
     """The part of :func:`send` before the engine serves with them."""
     config = engine.config
     plan = plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)

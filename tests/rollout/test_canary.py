@@ -29,13 +29,13 @@ from rlightning.rollout.canary import (
     perturbed_embeddings,
     root_mean_square,
 )
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.engine import Engine
 from rlightning.types import RolloutBatch
 
 Weights = dict[str, Tensor]
 
 
-def make_canary(tokenizer: Any, engine: VLLMEngine) -> Canary:
+def make_canary(tokenizer: Any, engine: Engine) -> Canary:
     config = engine.config
     return Canary(tokenizer, config.engine_args["max_model_len"], config.dtype, config.device)
 
@@ -43,7 +43,7 @@ def make_canary(tokenizer: Any, engine: VLLMEngine) -> Canary:
 class Policy:
     """An actor, and the engine that its weights are sent to."""
 
-    def __init__(self, folder: str, engine: VLLMEngine) -> None:
+    def __init__(self, folder: str, engine: Engine) -> None:
         self.engine = engine
         self.model = load_policy(folder, torch.float32)
         self.tokenizer = load_tokenizer(folder)

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from rlightning import intervals
-from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
+from rlightning.errors import EngineDiedError
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import EngineConnection
 
 
-class Link(EngineLink):
+class Link(EngineConnection):
     """To whatever is at the other end of a connection."""
 
     def __init__(self, connection: Connection, **config: Any) -> None:
         place: dict[str, Any] = {"device": torch.device("cpu"), "log_file": Path("engine.log")}
-        super().__init__(VLLMConfig(engine_args={}, dtype=torch.float32, **place, **config))
+        super().__init__(EngineConfig(engine_args={}, dtype=torch.float32, **place, **config))
         limit_waiting(connection, self.config.hang_timeout)
         self._ours = connection
         self._begin()

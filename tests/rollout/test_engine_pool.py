@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from engine_models import Actor, engine_config, make_prompt, save_model, send
 
-from rlightning.errors import EngineError
+from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_link import EngineDiedError
 from rlightning.rollout.engine_pool import Answer, EnginePool, Member
 
 LONG = Sampling(max_new_tokens=200, stop_token_ids=())

@@ -1,6 +1,6 @@
 import pytest
 
-from rlightning.rollout.engine_process import find_cause
+from rlightning.rollout.vllm.launcher import find_cause
 
 PREFIX = "(EngineCore pid=7) ERROR 11-25 13:46:07 [core.py:15]"
 TRACEBACK = [

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlightning.algorithms import SFT
 from rlightning.callbacks import SaveHF
 from rlightning.data import PromptDataModule
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.engine import Engine
 from rlightning.types import RolloutBatch
 
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     config = engine_config(str(saved), tmp_path / "engine.log")
     for name in ("load_format", "worker_extension_cls", "scheduler_cls"):
         del config.engine_args[name]  # a plain engine with its own weights: nothing is sent
-    engine = VLLMEngine(config)
+    engine = Engine(config)
     engine.start()
     try:
         assert torch.allclose(torch.from_numpy(engine.score(token_ids)), expected, atol=1e-4)

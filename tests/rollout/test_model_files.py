@@ -9,8 +9,8 @@ import torch
 from engine_models import save_model
 
 from rlightning.errors import EngineError
-from rlightning.rollout.engine_hello import check_hello, make_hello
-from rlightning.rollout.engine_link import VLLMConfig
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_facts import check_facts, make_facts
 from rlightning.rollout.model_files import ModelFiles
 
 
@@ -29,12 +29,12 @@ def hello_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
     """Of an engine that has read ``files``."""
     assert files is not None
     facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
-    return make_hello(facts=dict(files.facts), **facts | changes)
+    return make_facts(facts=dict(files.facts), **facts | changes)
 
 
-def config_of(folder: Path, **kwargs: Any) -> VLLMConfig:
+def config_of(folder: Path, **kwargs: Any) -> EngineConfig:
     """Of a run that reads the folder now."""
-    return VLLMConfig(
+    return EngineConfig(
         engine_args={"model": str(folder), "max_model_len": 64},
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -73,7 +73,7 @@ def test_keys_that_change_no_token_do_not_count(folder: Path) -> None:
 
 
 def test_engine_with_the_runs_files_is_taken(folder: Path) -> None:
-    check_hello(config_of(folder), hello_of(ModelFiles.read(str(folder))))
+    check_facts(config_of(folder), hello_of(ModelFiles.read(str(folder))))
 
 
 def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> None:
@@ -81,7 +81,7 @@ def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> Non
     write(folder / "config.json", rms_norm_eps=0.5)
     write(folder / "generation_config.json", eos_token_id=[0, 3])
     with pytest.raises(EngineError) as caught:
-        check_hello(config, hello_of(ModelFiles.read(str(folder))))
+        check_facts(config, hello_of(ModelFiles.read(str(folder))))
     assert str(caught.value) == (
         "The engine is not for this run. It has rms_norm_eps 0.5, not 1e-06; generation_config.eos_token_id [0, 3], "
         f"not 0; end_token_ids [0, 3], not [0]. The files of {folder} must stay as they were when the run began."
@@ -110,9 +110,9 @@ def test_key_that_one_side_alone_has_is_compared(
     for config, other in ((without, hello_of(with_key.files, **hello)), (with_key, hello_without)):
         if is_refused:
             with pytest.raises(EngineError, match=rf"It has {key}\S* \S+, not \S+\."):
-                check_hello(config, other)
+                check_facts(config, other)
         else:
-            check_hello(config, other)
+            check_facts(config, other)
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_engine_that_vllm_has_configured_otherwise_is_refused(
 ) -> None:
     config = config_of(folder, url="tcp://127.0.0.1:1")
     with pytest.raises(EngineError) as caught:
-        check_hello(config, hello_of(ModelFiles.read(str(folder)), **changes))
+        check_facts(config, hello_of(ModelFiles.read(str(folder)), **changes))
     assert f"tcp://127.0.0.1:1 is not for this run. It has {difference}. Start `rlightning serve`" in str(caught.value)

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlightning.errors import EngineError
 from rlightning.processes.process_group import end_group
-from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_process import EngineProcess, engine_environment
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.vllm.launcher import EngineProcess, engine_environment
 from rlightning.rollout.vllm.token_versions import TokenVersions
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
@@ -85,7 +85,7 @@ def spans(versions: NDArray[np.int32]) -> list[tuple[int, int]]:
 class Trainer:
     """What a trainer asks of an engine."""
 
-    engine: VLLMEngine
+    engine: Engine
     policy: Policy
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ def test_tokens_over_kept_kv_cache_match_their_version(trainer: Trainer, policy:
 
 @pytest.mark.processes
 def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> None:
-    config = VLLMConfig(
+    config = EngineConfig(
         engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
     )
     program = Path(__file__).with_name("pausing_server.py")

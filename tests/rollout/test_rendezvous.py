@@ -10,10 +10,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
-
-from rlightning import intervals
 from rlightning.rollout.acceptor import MAX_UNKNOWN, Acceptor
 from rlightning.rollout.engine_wire import enter, let_in, reach
+
+from rlightning import intervals
 
 HOST = "127.0.0.1"
 

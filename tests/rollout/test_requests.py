@@ -4,8 +4,8 @@ import pytest
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
+from rlightning.rollout.engine import vllm_sampling
 from rlightning.rollout.requests import RandomStreams, check_requests, check_stop_tokens
-from rlightning.rollout.vllm_engine import vllm_sampling
 from rlightning.types import Prompt
 
 PROMPTS = [Prompt(index, "", [1, 2, 3], {}) for index in (0, 1, 15, 16, 1 << 24)]

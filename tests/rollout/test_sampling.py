@@ -4,7 +4,7 @@ import pytest
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import vllm_sampling
+from rlightning.rollout.engine import vllm_sampling
 
 SCALE = (1 << 62) - 1
 

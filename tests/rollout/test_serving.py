@@ -28,18 +28,18 @@ import pytest
 import torch
 from cli_project import environment, rlightning
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from rlightning.rollout.engine_wire import TRAINER, NotNowError, let_in, make_connection, own_address, parse_url
+from rlightning.rollout.served_engine import ServedEngine
 
 from rlightning.__main__ import main
-from rlightning.engine_token import TOKEN
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, EngineDiedError, EngineError, RequestRefusedError
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_link import EngineDiedError, RequestRefusedError, VLLMConfig
+from rlightning.rollout.engine import vllm_sampling
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_options import EngineOptions
-from rlightning.rollout.engine_wire import TRAINER, NotNowError, let_in, make_connection, own_address, parse_url
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.served_engine import ServedEngine
-from rlightning.rollout.vllm_engine import vllm_sampling
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 PATIENCE_SECONDS = 120.0
 RUN_YAML = """\
@@ -78,7 +78,7 @@ class Server:
         self.process = subprocess.Popen(
             [*command, "--port", str(port)],
             cwd=project,
-            env=environment() | ({TOKEN: token} if token else {}),
+            env=environment() | ({RUN_KEY_VARIABLE: token} if token else {}),
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -121,7 +121,7 @@ def server(project: Path, starts_processes: None) -> Iterator[Server]:
         yield server
 
 
-def make_config(project: Path, url: str, **kwargs: Any) -> VLLMConfig:
+def make_config(project: Path, url: str, **kwargs: Any) -> EngineConfig:
     """As a trainer of the project's run has it."""
     arguments: dict[str, Any] = {
         "engine_args": {"model": str(project / "model"), "max_model_len": 80},
@@ -131,11 +131,11 @@ def make_config(project: Path, url: str, **kwargs: Any) -> VLLMConfig:
         "url": url,
         "start_timeout": PATIENCE_SECONDS,
     } | kwargs
-    return VLLMConfig(**arguments, files=ModelFiles.read(arguments["engine_args"]["model"]))
+    return EngineConfig(**arguments, files=ModelFiles.read(arguments["engine_args"]["model"]))
 
 
 @contextlib.contextmanager
-def connected(config: VLLMConfig) -> Iterator[ServedEngine]:
+def connected(config: EngineConfig) -> Iterator[ServedEngine]:
     link = ServedEngine(config)
     try:
         yield link
@@ -196,10 +196,10 @@ def test_engines_by_url_are_standalone_and_different_ones() -> None:
 
 def test_other_hosts_are_talked_to_with_a_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{TOKEN}"):
+    monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{RUN_KEY_VARIABLE}"):
         options.check()
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
     options.check()
 
 
@@ -291,7 +291,7 @@ def test_the_command_refuses_what_it_cannot_do(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {
-        ("--host", "0.0.0.0"): rf"--host=0\.0\.0\.0 is no loopback address.*{TOKEN}",
+        ("--host", "0.0.0.0"): rf"--host=0\.0\.0\.0 is no loopback address.*{RUN_KEY_VARIABLE}",
         ("--port", "many"): "--port many must be a number from 0 to 65535",
         ("--port",): "--port: its value is missing",
         ("--config", "run.yaml", "--prot", "1"): "prot: there is no such key",
@@ -300,7 +300,7 @@ def test_the_command_refuses_what_it_cannot_do(
     }
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
-    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
     for options, message in wrong.items():
         assert main(["serve", *options]) == 2
         output, errors = capsys.readouterr()
@@ -451,7 +451,9 @@ def test_unauthenticated_data_is_never_unpickled(
     with served(project, token="the secret") as server:
         config = make_config(project, server.url)
         for token, message in ((None, "asks for a token"), ("a guess", "another token")):
-            monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
+            monkeypatch.setenv(RUN_KEY_VARIABLE, token) if token else monkeypatch.delenv(
+                RUN_KEY_VARIABLE, raising=False
+            )
             with connected(config) as link, pytest.raises(EngineError, match=message):
                 link.ready.result(PATIENCE_SECONDS)
         mark = tmp_path / "was here"
@@ -463,7 +465,7 @@ def test_unauthenticated_data_is_never_unpickled(
                 while True:
                     intruder.recv_bytes()
             intruder.close()
-        monkeypatch.setenv(TOKEN, "the secret")
+        monkeypatch.setenv(RUN_KEY_VARIABLE, "the secret")
         with connected(config) as link:
             link.submit("ping").result(PATIENCE_SECONDS)
             pid = link.pid

@@ -19,12 +19,12 @@ from tiny import VOCABULARY
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rlightning.errors import EngineError
+from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_link import EngineDiedError, VLLMConfig
-from rlightning.rollout.engine_process import engine_environment
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.vllm.launcher import engine_environment
 from rlightning.rollout.vllm.server import VLLMServer
-from rlightning.rollout.vllm_engine import VLLMEngine
 from rlightning.types import Prompt, Sample
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
@@ -45,7 +45,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, census: Path, starts_processes: None) -> Iterator[VLLMEngine]:
+def engine(folder: str, census: Path, starts_processes: None) -> Iterator[Engine]:
     counting = {"worker": "engine_census.Census", "CENSUS": str(census), "PYTHONPATH": str(Path(__file__).parent)}
     # A bucket that takes several chunks: the model has about 400 kB of weights, none larger than 33 kB.
     with running_engine(folder, census.with_name("engine.log"), bucket_bytes=50_000, **counting) as engine:
@@ -53,7 +53,7 @@ def engine(folder: str, census: Path, starts_processes: None) -> Iterator[VLLMEn
 
 
 @pytest.fixture
-def actor(folder: str, engine: VLLMEngine) -> Actor:
+def actor(folder: str, engine: Engine) -> Actor:
     """The actor as it was saved; the engine holds its weights as version 0."""
     actor = Actor(folder)
     send(engine, actor, 0)
@@ -69,14 +69,14 @@ def texts(groups: list[list[Sample]]) -> list[list[str]]:
     return [[completion.text for completion in group] for group in groups]
 
 
-def test_weights_first(folder: str, engine: VLLMEngine) -> None:
+def test_weights_first(folder: str, engine: Engine) -> None:
     engine.weight_version = None
     with pytest.raises(EngineError, match="not been sent any weights yet"):
         engine.generate(PROMPTS, 1, GREEDY)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, temperature: float) -> None:
+def test_sampled_logprobs_are_the_actors(engine: Engine, actor: Actor, temperature: float) -> None:
     num_samples = 16  # so many are not alike by chance
     groups = engine.generate(PROMPTS, num_samples, Sampling(temperature=temperature, max_new_tokens=16))
     assert [len(group) for group in groups] == [num_samples] * len(PROMPTS)
@@ -86,7 +86,7 @@ def test_sampled_logprobs_are_the_actors(engine: VLLMEngine, actor: Actor, tempe
             assert_sampled_from(actor, prompt, completion, temperature)
 
 
-def test_prompts_own_temperature_and_limit_are_the_engines(engine: VLLMEngine, actor: Actor) -> None:
+def test_prompts_own_temperature_and_limit_are_the_engines(engine: Engine, actor: Actor) -> None:
     own = [PROMPTS[0]._replace(temperature=2.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
     groups = engine.generate(own, 16, Sampling(max_new_tokens=16))
     for prompt, group, longest in zip(own, groups, (3, 16), strict=True):
@@ -96,7 +96,7 @@ def test_prompts_own_temperature_and_limit_are_the_engines(engine: VLLMEngine, a
     assert max(len(completion.token_ids) for completion in groups[1]) > 3
 
 
-def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
+def test_tokens_come_as_sampled(engine: Engine, actor: Actor) -> None:
     groups = engine.generate(PROMPTS, 16, Sampling(max_new_tokens=16))
     completions = [completion for group in groups for completion in group]
     characters = {token: character for character, token in VOCABULARY.items()}
@@ -111,7 +111,7 @@ def test_tokens_come_as_sampled(engine: VLLMEngine, actor: Actor) -> None:
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
-def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
+def test_a_stop_string_ends_a_completion(engine: Engine, actor: Actor) -> None:
     (group,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32, stop=("1", "+2")))
     stopped = [completion for completion in group if completion.finish_reason == "stop"]
     by_string = [completion for completion in stopped if completion.token_ids[-1] != 0]
@@ -123,14 +123,14 @@ def test_a_stop_string_ends_a_completion(engine: VLLMEngine, actor: Actor) -> No
         assert not any(stop in whole[:-1] for stop in ("1", "+2"))
 
 
-def test_decoded_text_matches_vllm_with_stop_strings(engine: VLLMEngine, actor: Actor) -> None:
+def test_decoded_text_matches_vllm_with_stop_strings(engine: Engine, actor: Actor) -> None:
     def sample(stop: tuple[str, ...]) -> list[list[str]]:
         return texts(engine.generate(PROMPTS, 8, Sampling(max_new_tokens=16, seed=5, stop=stop)))
 
     assert sample(()) == sample(("never",))
 
 
-def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> None:
+def test_a_stop_token_ends_a_completion(engine: Engine, actor: Actor) -> None:
     (free,) = engine.generate(PROMPTS[:1], 32, Sampling(max_new_tokens=32))
     sampled = Counter(int(token) for completion in free for token in completion.token_ids if token)
     tokens = tuple(token for token, _ in sampled.most_common(2))
@@ -142,7 +142,7 @@ def test_a_stop_token_ends_a_completion(engine: VLLMEngine, actor: Actor) -> Non
         assert completion.text == "".join(CHARACTERS[token - 1] for token in completion.token_ids if token)
 
 
-def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def change_files(engine: Engine, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Let the trainer have read something else of the model's files than the engine has."""
     own = engine.config.files
     assert own is not None and own.end_token_ids == (0,)
@@ -151,7 +151,7 @@ def change_files(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, **changes:
 
 @pytest.mark.processes
 def test_trainer_decides_what_ends_a_completion_and_what_it_says(
-    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has read that token 0 ends one; the trainer has read that 3 does, and that "1" stands for token 2."""
     vocabulary = {character: (3 - token if token in (1, 2) else token) for character, token in VOCABULARY.items()}
@@ -170,9 +170,7 @@ def test_trainer_decides_what_ends_a_completion_and_what_it_says(
 
 
 @pytest.mark.processes
-def test_neighbouring_seeds_sample_independently(
-    engine: VLLMEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbouring_seeds_sample_independently(engine: Engine, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     change_files(engine, monkeypatch, end_token_ids=())  # short completions are alike by chance
 
     def sample(seed: int) -> list[list[str]]:
@@ -184,7 +182,7 @@ def test_neighbouring_seeds_sample_independently(
 
 
 @pytest.mark.processes
-def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> None:
+def test_a_seed_repeats_what_was_sampled(engine: Engine, actor: Actor) -> None:
     def sample(seed: int | None, prompts: list[Prompt] = PROMPTS) -> list[list[str]]:
         return texts(engine.generate(prompts, 4, Sampling(max_new_tokens=16, seed=seed)))
 
@@ -196,7 +194,7 @@ def test_a_seed_repeats_what_was_sampled(engine: VLLMEngine, actor: Actor) -> No
     assert len({text for group in same for text in group}) > 12
 
 
-def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> None:
+def test_a_stream_stays_the_requests_own(engine: Engine, actor: Actor) -> None:
     # What is asked again after a restart comes out as it would have, whatever was done before.
     sampling = Sampling(max_new_tokens=16, seed=7)
     whole = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
@@ -205,13 +203,13 @@ def test_a_stream_stays_the_requests_own(engine: VLLMEngine, actor: Actor) -> No
     assert texts([again]) == texts([first])
 
 
-def test_greedy_completions_are_the_actors(engine: VLLMEngine, actor: Actor) -> None:
+def test_greedy_completions_are_the_actors(engine: Engine, actor: Actor) -> None:
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, 1, GREEDY), strict=True):
         assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
         assert all(logprob <= 0 for logprob in completion.logprobs)
 
 
-def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor: Actor) -> None:
+def test_engine_samples_from_new_weights_after_update(engine: Engine, actor: Actor) -> None:
     prompts = [*PROMPTS, LONG_PROMPT]
     before = engine.generate(prompts, 1, GREEDY)
     for version in (1, 2, 3):
@@ -228,7 +226,7 @@ def test_engine_samples_from_new_weights_after_update(engine: VLLMEngine, actor:
         before = after
 
 
-def test_keys_and_values_of_old_weights_are_forgotten(engine: VLLMEngine, actor: Actor) -> None:
+def test_keys_and_values_of_old_weights_are_forgotten(engine: Engine, actor: Actor) -> None:
     """Also if other weights come under the same version, as those of another trainer may."""
     sampling = Sampling(max_new_tokens=4)
     ((before,),) = engine.generate([LONG_PROMPT], 1, sampling)
@@ -239,7 +237,7 @@ def test_keys_and_values_of_old_weights_are_forgotten(engine: VLLMEngine, actor:
     assert abs(before.logprobs - actor.logprobs(LONG_PROMPT, before, 1.0).numpy()).max() > 0.01
 
 
-def test_an_update_waits_for_no_request(engine: VLLMEngine, actor: Actor) -> None:
+def test_an_update_waits_for_no_request(engine: Engine, actor: Actor) -> None:
     assert engine.process is not None
     with stopped(find_core(engine.process.pid)):
         unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
@@ -250,7 +248,7 @@ def test_an_update_waits_for_no_request(engine: VLLMEngine, actor: Actor) -> Non
     assert engine.generate(PROMPTS, 1, GREEDY)
 
 
-def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
+def test_score_is_the_actors(engine: Engine, actor: Actor) -> None:
     prompt, completion = make_prompt("1"), "2+34=46"
     tokens = make_prompt("1" + completion).token_ids
     scored = engine.score(tokens)
@@ -259,27 +257,27 @@ def test_score_is_the_actors(engine: VLLMEngine, actor: Actor) -> None:
     np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
 
 
-def test_weights_that_are_missing_are_named(engine: VLLMEngine, actor: Actor) -> None:
+def test_weights_that_are_missing_are_named(engine: Engine, actor: Actor) -> None:
     fewer = Weights((name, weight) for name, weight in actor.named_weights() if "layers.1.self_attn" not in name)
     with pytest.raises(EngineError, match=r"^\d+ of the engine's parameters .* such as model\.layers\.1\.self_attn\."):
         send(engine, fewer, 4)
     assert engine.weight_version is None
 
 
-def test_weights_of_another_shape_are_refused_by_the_engine(engine: VLLMEngine, actor: Actor) -> None:
+def test_weights_of_another_shape_are_refused_by_the_engine(engine: Engine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     wrong = Weights((n, w[:, :100] if n == name else w) for n, w in actor.named_weights())
     with pytest.raises(EngineError, match=rf"{name} \(64, 100\) does not fit the engine's model"):
         send(engine, wrong, 4)
 
 
-def test_a_request_that_the_engine_refuses_is_an_error(engine: VLLMEngine, actor: Actor) -> None:
+def test_a_request_that_the_engine_refuses_is_an_error(engine: Engine, actor: Actor) -> None:
     with pytest.raises(EngineError, match=r"(?s)refused a request.*256"):
         engine.generate([make_prompt("1" * 300)], 1, GREEDY)
     assert engine.generate(PROMPTS, 1, GREEDY)  # and it goes on
 
 
-def test_on_the_cpu_it_never_sleeps(engine: VLLMEngine, actor: Actor) -> None:
+def test_on_the_cpu_it_never_sleeps(engine: Engine, actor: Actor) -> None:
     engine.sleep()
     assert engine.weight_version == 0
     assert engine.generate(PROMPTS[:1], 1, GREEDY)
@@ -336,7 +334,7 @@ def test_a_killed_core_ends_a_waiting_call(folder: str, tmp_path: Path) -> None:
 
 def test_what_is_compiled_outlives_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
+    config = EngineConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
     first, second = (engine_environment(config, str(tmp_path / name)) for name in ("first", "second"))
     folders = {name for name in first if first[name] != second[name]}
     assert folders == {"TMPDIR", "VLLM_RPC_BASE_PATH"}  # of sockets; neither is part of a cache's key
@@ -347,7 +345,7 @@ def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyP
     for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "stays")
-    config = VLLMConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
+    config = EngineConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
     environment = engine_environment(config, str(tmp_path))
     assert not any(name.startswith(("TORCHELASTIC", "MASTER", "ROLE", "GROUP")) for name in environment)
     assert "RANK" not in environment and environment["RANKING"] == "stays"
@@ -362,14 +360,12 @@ def test_engine_threads_are_limited_unless_user_sets_them(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    config = VLLMConfig(engine_args={}, device=torch.device(device), dtype=torch.float32, log_file=tmp_path / "log")
+    config = EngineConfig(engine_args={}, device=torch.device(device), dtype=torch.float32, log_file=tmp_path / "log")
     expected = str(torch.get_num_threads()) if threads == "own" else threads
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
 
 
-def test_engine_process_holds_weights_once_without_trainer_state(
-    engine: VLLMEngine, actor: Actor, census: Path
-) -> None:
+def test_engine_process_holds_weights_once_without_trainer_state(engine: Engine, actor: Actor, census: Path) -> None:
     """Also after weights have come and been used. vLLM pads the vocabulary of both embeddings to 64 rows."""
     engine.generate(PROMPTS, 1, GREEDY)
     engine.submit("ping").result(500)

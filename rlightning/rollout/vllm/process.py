@@ -1,21 +1,17 @@
-"""The engine process: ``python -m rlightning.rollout.vllm.process FD`` serves one trainer over the socket FD.
+"""The engine process: ``python -m rlightning.rollout.vllm.process FOLDER SOCKET LIFELINE`` serves its parent.
 
-Messages are pickled tuples. The trainer sends ``(request_id, method, arguments)``, where the method is one of
-:class:`~rlightning.rollout.vllm.server.VLLMServer` or ``cancel``. The process answers each once, in any order, with
-``(request_id, "ok", result)``, ``(request_id, "error", traceback)`` or ``(request_id, "cancelled", None)``; and while
-something is asked of it and the workers answer, it says ``(None, "alive", None)`` every few seconds. It ends, with all
-that it started, when the trainer's end of the socket closes or the trainer is gone, however that came about.
+The trainer calls ``start`` with the engine's arguments, and then the methods of
+:class:`~rlightning.rollout.vllm.server.VLLMServer`. There are heartbeats while the engine's workers answer. The process
+ends, with all that it started, when the trainer is gone, however that came about.
 """
 
 import asyncio
-import contextlib
 import os
-import pickle
+import select
 import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,144 +20,133 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
 from rlightning.processes.process_group import end_own_group
-from rlightning.rollout.engine_hello import make_hello
+from rlightning.rollout.engine_connection import METHODS
+from rlightning.rollout.engine_facts import make_facts
 from rlightning.rollout.host_check import raise_open_files
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm.server import ArgumentsRefusedError, VLLMServer, start_engine
+from rlightning.rpc import serve_parent
+from rlightning.rpc.peer import Method
 
 
-class Mailbox:
-    """The socket to the trainer, read by a thread, so that the event loop never waits for it.
+class EngineHost:
+    """What the trainer may call in this process.
 
-    Args:
-        connection: to the trainer, which is this process's parent.
-        scratch: removed when the trainer is gone.
+    Attributes:
+        methods: by name; those of the engine once it is up.
+        failure: raises what ended the engine.
     """
 
-    def __init__(self, connection: Connection, scratch: Path) -> None:
-        self.connection, self.scratch = connection, scratch
-        self.lock = threading.Lock()
-        self.is_ending = threading.Event()
-        self._parent = os.getppid()
-
-    def listen(self, loop: asyncio.AbstractEventLoop, inbox: "asyncio.Queue[Any]") -> None:
-        """Hand on each message; end the whole process group when the trainer is gone."""
-        with contextlib.suppress(EOFError, OSError):
-            # A child that the trainer has forked holds the socket open too: its end alone does not tell.
-            while os.getppid() == self._parent:
-                if self.connection.poll(intervals.HEARTBEAT_INTERVAL):
-                    loop.call_soon_threadsafe(inbox.put_nowait, self.connection.recv())
-        self.is_ending.set()
-        end_own_group(self.scratch)
-
-    def send(self, *message: Any) -> None:
-        """Answer the trainer."""
-        with self.lock:
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-class Calls:
-    """What the trainer has asked and has not been answered yet.
-
-    Args:
-        server: answers.
-        mailbox: takes the answers.
-    """
-
-    def __init__(self, server: VLLMServer, mailbox: Mailbox) -> None:
-        self.server, self.mailbox = server, mailbox
+    def __init__(self) -> None:
+        self.methods: dict[str, Method] = {"start": self.start}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what ended the engine."""
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_up = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def begin(self, request_id: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Have it answered, sooner or later."""
-        task = asyncio.create_task(self._answer(request_id, method, arguments))
-        self._tasks[request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
-
-    async def cancel(self, request_ids: list[int]) -> None:
-        """End these calls of ``generate``, unless they have been answered; returns when nothing of them is left."""
-        tasks = {request_id: task for request_id in request_ids if (task := self._tasks.pop(request_id, None))}
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        for request_id, task in tasks.items():
-            if task.cancelled():
-                self.mailbox.send(request_id, "cancelled", None)
-
-    async def _answer(self, request_id: int, method: str, arguments: tuple[Any, ...]) -> None:
-        call = self.cancel if method == "cancel" else getattr(self.server, method)
+    async def start(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+        """Start the engine; returns what it says of itself."""
         try:
-            self.mailbox.send(request_id, "ok", await call(*arguments))
-        except EngineDeadError as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
-        except Exception:  # the trainer's process is where it is raised again
-            self.mailbox.send(request_id, "error", traceback.format_exc())
+            return self._start(engine_args)
+        except ArgumentsRefusedError:
+            traceback.print_exc()
+            raise
+        except Exception as error:
+            return await self._fail(error)
 
+    async def check_alive(self) -> None:
+        """Return once every worker has answered."""
+        await self._is_up.wait()
+        await self.methods["ping"]()
 
-async def serve(mailbox: Mailbox, inbox: "asyncio.Queue[Any]") -> None:
-    """Start the engine that the first message describes, then answer requests until it fails."""
-    _, _, engine_args = await inbox.get()
-    facts = ModelFiles.read(engine_args["model"], trust_remote_code=engine_args.get("trust_remote_code", False)).facts
-    server = VLLMServer(start_engine(engine_args))
-    config = server.engine.vllm_config
-    hello = make_hello(
-        facts=facts,
-        pid=os.getpid(),
-        device=current_platform.device_type,
-        dtype=str(config.model_config.dtype),
-        max_model_len=config.model_config.max_model_len,
-        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-    )
-    mailbox.send(None, "ready", hello)
-    calls = Calls(server, mailbox)
+    def _start(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+        trust = engine_args.get("trust_remote_code", False)
+        files = ModelFiles.read(engine_args["model"], trust_remote_code=trust).facts
+        server = VLLMServer(start_engine(engine_args))
+        self.methods |= {name: self._guard(getattr(server, name)) for name in METHODS}
+        self._watch = asyncio.ensure_future(self._watch_core(server))
+        self._is_up.set()
+        config = server.engine.vllm_config
+        return make_facts(
+            files=files,
+            pid=os.getpid(),
+            device=current_platform.device_type,
+            dtype=str(config.model_config.dtype),
+            max_model_len=config.model_config.max_model_len,
+            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        )
 
-    async def heartbeat() -> None:
-        while True:
-            await asyncio.sleep(intervals.HEARTBEAT_INTERVAL)
-            if calls:
-                await server.ping()
-                mailbox.send(None, "alive", None)
+    def _guard(self, method: Method) -> Method:
+        async def call(*arguments: Any) -> Any:
+            try:
+                return await method(*arguments)
+            except EngineDeadError as error:
+                return await self._fail(error)
 
-    async def core() -> None:
+        return call
+
+    async def _fail(self, error: Exception) -> Any:
+        """End this process; its caller gets no answer, but finds it dead."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+        await asyncio.Event().wait()
+
+    async def _watch_core(self, server: VLLMServer) -> None:
         # A call other than generate() that its end finds waiting would wait for ever.
         while not server.engine.errored:
             await asyncio.sleep(intervals.POLL_INTERVAL)
-        raise server.engine.dead_error
+        await self._fail(server.engine.dead_error)
 
-    async def requests() -> None:
-        while True:
-            calls.begin(*await inbox.get())
 
-    await asyncio.gather(heartbeat(), core(), requests(), calls.failure)
+class ParentWatch:
+    """Ends this process's group when the trainer is gone.
+
+    Args:
+        lifeline: a pipe's end; the trainer holds the other one.
+        scratch: a folder that is removed then.
+    """
+
+    def __init__(self, lifeline: int, scratch: Path) -> None:
+        self._lifeline, self._scratch, self._parent = lifeline, scratch, os.getppid()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="parent-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # A child that the trainer has forked holds the pipe open too: its end alone does not tell.
+        while os.getppid() == self._parent:
+            if select.select([self._lifeline], [], [], intervals.HEARTBEAT_INTERVAL)[0]:
+                break
+        self._is_ending.set()
+        end_own_group(self._scratch)
+
+    def finish(self) -> None:
+        """If it has begun, wait for it: the core is gone then, and the folder is still to be removed."""
+        if self._is_ending.is_set():
+            self._thread.join()
+
+
+async def serve(connection: int) -> None:
+    """Serve the trainer until the engine fails."""
+    host = EngineHost()
+    await serve_parent(connection, host.methods, check_alive=host.check_alive)
+    await host.failure
 
 
 def main() -> None:
-    """Serve the trainer at the other end of file descriptor ``sys.argv[1]``; ``sys.argv[2]`` is a scratch folder."""
-    mailbox = Mailbox(Connection(int(sys.argv[1])), Path(sys.argv[2]))
-
-    async def run() -> None:
-        inbox: asyncio.Queue[Any] = asyncio.Queue()
-        thread = threading.Thread(target=mailbox.listen, args=(asyncio.get_running_loop(), inbox), daemon=True)
-        thread.start()
-        try:
-            await serve(mailbox, inbox)
-        except ArgumentsRefusedError as error:
-            traceback.print_exc()
-            mailbox.send(None, "refused", str(error))
-        except Exception:  # into the log, which the trainer quotes
-            traceback.print_exc()
-        if mailbox.is_ending.is_set():
-            thread.join()  # it has killed the engine's core, and has to remove the scratch folder before it ends this
-        os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
-
+    """Serve the trainer; the arguments are a scratch folder, a socket and a pipe."""
+    folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    watch = ParentWatch(int(lifeline), Path(folder))
+
+    async def run() -> None:
+        try:
+            await serve(int(connection))
+        except Exception:  # into the log, which the trainer quotes
+            traceback.print_exc()
+        watch.finish()
+        os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
+
     asyncio.run(run())
 
 

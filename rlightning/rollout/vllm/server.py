@@ -78,7 +78,7 @@ class VLLMServer:
         self._transition = asyncio.Lock()
         """Held while an update begins or ends."""
 
-    async def generate(self, token_ids: list[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    async def generate(self, token_ids: Sequence[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         """Sample completions of one prompt.
 
         Returns:
@@ -104,7 +104,7 @@ class VLLMServer:
             for one, one_versions in zip(output.outputs, versions, strict=True)
         ]
 
-    async def score(self, token_ids: list[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token given those before it; 0 for the first."""
         params = SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
@@ -188,7 +188,7 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_ping")
 
     async def _run(
-        self, token_ids: list[int], params: SamplingParams, *, has_versions: bool
+        self, token_ids: Sequence[int], params: SamplingParams, *, has_versions: bool
     ) -> tuple[Any, list[NDArray[np.int32]]]:
         """vLLM's output for one prompt and, if it ``has_versions``, those of each sample's tokens."""
         self._num_requests += 1
@@ -200,7 +200,7 @@ class VLLMServer:
                 if has_versions:
                     self.versions.begin(request_id, params.n)
                 # The salt keeps it from the keys and values that other weights have computed for the same prompt.
-                prompt: Any = {"prompt_token_ids": token_ids, "cache_salt": str(self._num_updates)}
+                prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params)
             output: Any = await collector.get()  # FINAL_ONLY: there is one
             lengths = [len(one.token_ids) for one in output.outputs]

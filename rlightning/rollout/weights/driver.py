@@ -30,8 +30,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlightning.errors import EngineError
-from rlightning.rollout.engine_link import EngineDiedError
+from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource
 
 T = TypeVar("T")

@@ -1,18 +1,21 @@
 """Which transport brings weights to a run's engines; a further one is named here."""
 
+import contextlib
+import ipaddress
+import socket
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from rlightning import intervals
 from rlightning.parallel.collectives import global_rank, world_size
-from rlightning.rollout.engine_link import VLLMConfig
-from rlightning.rollout.engine_wire import own_address
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_chunks, weight_shapes
+from rlightning.rpc.authentication import parse_url
 
 SENDER_RANK = 0
 """The rank with the bucket for standalone engines."""
@@ -35,7 +38,7 @@ class ShardSender(WeightSender):
         return fill_bucket(self.plan, nothing, source, destination=self._destination)
 
 
-def make_colocated_sender(source: WeightSource, config: VLLMConfig, ranks: Sequence[int]) -> WeightSender:
+def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Sequence[int]) -> WeightSender:
     """Return this rank's sender to engines on its own device.
 
     Args:
@@ -46,7 +49,7 @@ def make_colocated_sender(source: WeightSource, config: VLLMConfig, ranks: Seque
     return SharedMemorySender(_plan(source, config), config.device, ranks=ranks)
 
 
-def make_standalone_sender(source: WeightSource, configs: Sequence[VLLMConfig]) -> WeightSender:
+def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]) -> WeightSender:
     """Return this rank's sender to engines on devices of their own, which are connected with rank 0.
 
     Args:
@@ -69,5 +72,19 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[VLLMConfig]) 
     return BroadcastSender(plan, config.device, host=own_address(urls), timeout=timeout, destination=destination)
 
 
-def _plan(source: WeightSource, config: VLLMConfig) -> ChunkPlan:
+def own_address(urls: Sequence[str]) -> str:
+    """Return the address of this machine at which the engines of ``urls`` reach it; one for all of them."""
+    found = "127.0.0.1"
+    for url in urls:
+        with contextlib.suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(*parse_url(url), type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as end:
+                end.connect(address)  # which sends nothing
+                found = str(end.getsockname()[0])
+            if not ipaddress.ip_address(found).is_loopback:
+                break
+    return found
+
+
+def _plan(source: WeightSource, config: EngineConfig) -> ChunkPlan:
     return plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)

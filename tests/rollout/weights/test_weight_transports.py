@@ -21,7 +21,7 @@ from engine_models import Actor, Weights, make_prompt, running_engine, save_mode
 
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm_engine import VLLMEngine
+from rlightning.rollout.engine import Engine
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
 from rlightning.rollout.weights import broadcast as broadcast_file
 from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_device
@@ -413,14 +413,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[VLLMEngine]:
+def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
     with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
         yield engine
 
 
 @pytest.mark.parametrize("version", range(len(TRANSPORTS)))
 def test_engine_samples_from_updated_weights(
-    version: int, engine: VLLMEngine, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: int, engine: Engine, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor = Actor(folder)
     actor.perturb(version)

@@ -14,8 +14,7 @@ import torch
 from engine_models import Weights
 from torch import Tensor
 
-from rlightning.errors import EngineError
-from rlightning.rollout.engine_link import EngineDiedError
+from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater

@@ -1,18 +1,15 @@
-"""An engine in a child process of the trainer's."""
+"""Starts an engine in a child process of the trainer's, and says why it ended."""
 
-import contextlib
+import asyncio
 import itertools
 import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +17,17 @@ import torch
 
 import rlightning
 from rlightning import intervals
-from rlightning.errors import EngineError, EngineStartError
-from rlightning.foreign_text import cut, cut_line
-from rlightning.processes.process_group import end_group
-from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig, limit_waiting
+from rlightning.errors import EngineDiedError, EngineError, EngineStartError
+from rlightning.foreign_text import cut_line
+from rlightning.processes.managed_process import ManagedProcess
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import NAME, EngineConnection
 from rlightning.rollout.host_check import check_host, describe_host
+from rlightning.rpc import Peer
 from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
-LOG_LINES = 25
-"""Lines of the engine's log that an error ends with."""
-LOG_BYTES = 1 << 16
-"""Of the end of the log that lines are looked for in."""
 LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
 """Of a line that vLLM logs in another process than its own."""
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$|Fatal Python error: .+|(?<=what\(\):  ).+")
@@ -51,36 +46,37 @@ LAUNCHER_VARIABLES = re.compile(
 """A launcher's rendezvous is the trainer's; vLLM would join it."""
 
 
-class EngineProcess(EngineLink):
-    """Starts ``rlightning.rollout.vllm.process`` and talks to it. Returns before the engine is up."""
+class EngineProcess(EngineConnection):
+    """Starts ``rlightning.rollout.vllm.process`` and talks to it. Returns before the engine is up.
 
-    def __init__(self, config: VLLMConfig, on_alive: Callable[[], None] = lambda: None) -> None:
-        super().__init__(config, on_alive)
-        self._ours, theirs = Pipe()
-        limit_waiting(self._ours, config.hang_timeout)
+    Raises:
+        EngineStartError: no engine can start on this host.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
         check_host(config.engine_args)
         self._scratch = ScratchFolder("engine")
-        self.config = config = self._with_log(config)
-        command = [sys.executable, "-P", "-m", "rlightning.rollout.vllm.process", str(theirs.fileno())]
-        command.append(str(self._scratch.path))
-        with config.log_file.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C stays with the trainer, and one signal to the group ends all of it
-                env=engine_environment(config, str(self._scratch.path)),
-            )
-        theirs.close()
-        self._send((0, "start", self._find_model(config.engine_args)))
+        config = self._with_log(config)
+        super().__init__(config)
+        self._process = ManagedProcess(
+            [sys.executable, "-P", "-m", "rlightning.rollout.vllm.process", str(self._scratch.path)],
+            name=NAME,
+            log_file=config.log_file,
+            environment=engine_environment(config, str(self._scratch.path)),
+        )
         self._begin()
 
     @property
     def pid(self) -> int:
         """Of the process, which is that of its group too."""
         return self._process.pid
+
+    async def _connect(self) -> Peer:
+        return await Peer.open(self._process.connection, {}, name=NAME, heartbeat_timeout=self.config.start_timeout)
+
+    async def _start(self, peer: Peer) -> dict[str, Any]:
+        facts: dict[str, Any] = await peer.call("start", self._find_model(self.config.engine_args))
+        return facts
 
     def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
         """The engine's arguments; where the model's folder is gone, with a copy of what was read of it before."""
@@ -94,21 +90,7 @@ class EngineProcess(EngineLink):
             (copy / name).write_bytes(content)
         return engine_args | {"model": str(copy)}
 
-    def log_tail(self) -> str:
-        """The last lines of the engine's log."""
-        return cut("\n".join(self._log_lines()[-LOG_LINES:]))
-
-    def _log_lines(self) -> list[str]:
-        if not self.config.log_file.exists():
-            return []
-        with self.config.log_file.open("rb") as file:
-            file.seek(max(self.config.log_file.stat().st_size - LOG_BYTES, 0))
-            return file.read().decode(errors="replace").splitlines()
-
-    def _open(self) -> Connection:
-        return self._ours
-
-    def _with_log(self, config: VLLMConfig) -> VLLMConfig:
+    def _with_log(self, config: EngineConfig) -> EngineConfig:
         """The configuration with a log file that can be written: one in the scratch folder where its own cannot."""
         try:
             config.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,37 +100,43 @@ class EngineProcess(EngineLink):
             return replace(config, log_file=self._scratch.path / "engine.log")
         return config
 
-    def _end(self, how: str) -> EngineError:
+    async def _end(self, how: str) -> EngineError:
+        if self._is_closing:
+            if self._peer is None:
+                self._process.connection.close()
+            return EngineDiedError("The engine has been closed.")
+        loop = asyncio.get_running_loop()
         try:
-            return self._end_process(how)
+            # One that has closed its connection is about to exit by itself.
+            grace = intervals.ENGINE_EXIT_GRACE if how == "died" else 0.0
+            code = await loop.run_in_executor(None, self._process.wait, grace)
+            await loop.run_in_executor(None, self._process.terminate)
+            return self._explain(how, code)
         finally:
             self._scratch.remove()
 
-    def _end_process(self, how: str) -> EngineError:
-        status = None
-        if not self._is_closing:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(intervals.ENGINE_EXIT_GRACE if how == "died" else 0)
-        end_group(self._process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
-            self._process.wait(intervals.ENGINE_EXIT_GRACE)
+    def _explain(self, how: str, code: int | None) -> EngineError:
+        """Return the error of an engine that has ended, by itself with an exit code or by being killed."""
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
-        code = f" (exit status {status})" if status is not None else ""
+        end = f" ({self._process.describe_end()})" if code is not None else ""
         place = f"(Its log is {self.config.log_file})"
-        log_tail = f"The end of {self.config.log_file}:\n{self.log_tail()}"
+        log_tail = f"The end of {self.config.log_file}:\n{self._process.log_tail()}"
         # One that gives up by itself while it starts would do so again.
-        if not self.ready.done() and status is not None and (status > 0 or -status in FAULTS):
+        if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:
                 return EngineStartError(f"The engine could not start: {cause} {place}")
-            return EngineError(f"The engine could not start{code}. {place}", log_tail)
-        return EngineDiedError(f"The engine {how}{code}. {place}", log_tail)
+            return EngineError(f"The engine could not start{end}. {place}", log_tail)
+        return EngineDiedError(f"The engine {how}{end}. {place}", log_tail)
+
+    def _terminate(self) -> None:
+        self._process.terminate()
+        self._scratch.remove()
 
     def _find_cause(self) -> str:
         """Why the engine did not come up, by its log and, where no exception tells, by the host; "" if neither does."""
-        cause = find_cause(self._log_lines()) or ""
+        cause = find_cause(self._process.log_lines()) or ""
         return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
@@ -166,7 +154,7 @@ def find_cause(lines: Sequence[str]) -> str | None:
     return None if cause is None else cut_line(cause)
 
 
-def engine_environment(config: VLLMConfig, scratch: str) -> dict[str, str]:
+def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
     """Variables of the engine's process; ``scratch`` is a folder of its own."""
     environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
     package = str(Path(rlightning.__file__).parent.parent)

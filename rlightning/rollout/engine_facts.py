@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlightning.errors import EngineStartError
 
 if TYPE_CHECKING:
-    from rlightning.rollout.engine_link import VLLMConfig
+    from rlightning.rollout.engine_config import EngineConfig
 
 SHOWN = 5
 """Differences that an error names."""
@@ -16,17 +16,17 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 """Keys of a model's configuration that are compared even if only one side has them."""
 
 
-def make_hello(**facts: Any) -> dict[str, Any]:
+def make_facts(**facts: Any) -> dict[str, Any]:
     """Return the versions of rlightning and transformers, and further ``facts``."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 
-def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
+def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
 
     Args:
         config: what the trainer would have started.
-        hello: of the engine, from :func:`make_hello`.
+        engine: what it says, from its :func:`make_facts`.
 
     Raises:
         EngineStartError: with what differs, what the engine has and what it should have.
@@ -35,12 +35,12 @@ def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
-    wanted = make_hello(dtype=str(config.dtype), tensor_parallel_size=size)
-    is_same_reader = wanted.pop("transformers") == hello.get("transformers")
+    wanted = make_facts(dtype=str(config.dtype), tensor_parallel_size=size)
+    is_same_reader = wanted.pop("transformers") == engine.get("transformers")
     if config.weight_folder is None:
         wanted["device"] = config.device.type  # NCCL connects CUDA devices, and gloo CPUs
-    pairs = [(name, hello.get(name, MISSING), value) for name, value in wanted.items()]
-    read, facts = hello.get("facts", {}), config.files.facts
+    pairs = [(name, engine.get(name, MISSING), value) for name, value in wanted.items()]
+    read, facts = engine.get("files", {}), config.files.facts
     # Another version of transformers may know further keys, each at a value that changes nothing.
     names = [
         name
@@ -50,19 +50,19 @@ def check_hello(config: "VLLMConfig", hello: dict[str, Any]) -> None:
     pairs += [(name, read.get(name), facts.get(name)) for name in names]
     differences = [f"{name} {got}, not {value}" for name, got, value in pairs if got != value]
     length = arguments["max_model_len"]
-    if hello.get("max_model_len", 0) < length:
-        differences.append(f"max_model_len {hello.get('max_model_len')}, not {length} or more")
+    if engine.get("max_model_len", 0) < length:
+        differences.append(f"max_model_len {engine.get('max_model_len')}, not {length} or more")
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise EngineStartError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
 
 
-def _whose(config: "VLLMConfig") -> str:
+def _whose(config: "EngineConfig") -> str:
     return f"The engine at {config.url} is not for this run." if config.url else "The engine is not for this run."
 
 
-def _way_out(config: "VLLMConfig") -> str:
+def _way_out(config: "EngineConfig") -> str:
     if config.url:
         return "Start `rlightning serve` with the run's configuration and the same files of its model."
     return f"The files of {config.engine_args['model']} must stay as they were when the run began."

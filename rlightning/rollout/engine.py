@@ -1,6 +1,6 @@
-"""The trainer's end of a vLLM engine in its own process."""
+"""An engine as a sampler: started again after it has died, with the weights that it holds."""
 
-import logging
+import asyncio
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,22 +9,25 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.errors import EngineError
+from rlightning.errors import EngineDiedError, EngineError
+from rlightning.parallel.collectives import global_rank
 from rlightning.rollout.detokenize import decode_completions
-from rlightning.rollout.engine_link import EngineDiedError, EngineLink, VLLMConfig
-from rlightning.rollout.engine_process import EngineProcess
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.sampler import Sampling
-from rlightning.rollout.served_engine import ServedEngine
-from rlightning.seeds import mix_seed
+from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.sampler import Request, Sampling
+from rlightning.rollout.vllm.launcher import EngineProcess
+from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
 from rlightning.types import Prompt, Sample
 
-log = logging.getLogger(__name__)
 
+class Engine:
+    """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
 
-class VLLMEngine:
-    """vLLM's AsyncLLM in a child process.
-
+    It is a :class:`~rlightning.rollout.sampler.Sampler`; what waits may also be asked for by futures, from any thread.
     :meth:`start` returns at once, so that the engine comes up while the actor is loaded; the first call waits for it.
 
     Raises:
@@ -32,15 +35,17 @@ class VLLMEngine:
         EngineError: by every method, when the engine refused to start, or refused a request.
 
     Attributes:
+        process: the connection to the engine that was started last.
         is_verified: whether it has been found to hold the actor's weights, since its start.
     """
 
-    def __init__(self, config: VLLMConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.process: EngineLink | None = None
+        self.process: EngineConnection | None = None
         self.is_verified = False
         self._held_version: int | None = None
         self._is_asleep = False
+        self._updater: WeightUpdater | None = None
 
     @property
     def weight_version(self) -> int | None:
@@ -66,22 +71,72 @@ class VLLMEngine:
 
     def wait_until_ready(self) -> None:
         """Block until the engine is up."""
-        if self.process is None:
-            raise EngineDiedError("The engine is not running.")
-        self.process.ready.result()
+        self._running.ready.result()
 
     def submit(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Ask something of the engine's process; see :meth:`EngineLink.submit`."""
-        if self.process is None:
-            raise EngineDiedError("The engine is not running.")
-        return self.process.submit(method, *arguments)
+        """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
+        return self._running.submit(method, *arguments)
+
+    # A sampler
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
+        self._check_weights()
+        files = model_files(self.config)
+        arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
+        outputs = await asyncio.wrap_future(self.submit("generate", token_ids, arguments))
+        return make_samples(files, token_ids, outputs)
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        return np.asarray(await asyncio.wrap_future(self.submit("score", token_ids)), np.float32)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """See :class:`~rlightning.rollout.sampler.Sampler`; of an engine that one rank has to itself."""
+        if self._updater is None:
+            is_apart = bool(self.config.url or self.config.weight_folder)
+            sender = (
+                make_standalone_sender(source, [self.config])
+                if is_apart
+                else make_colocated_sender(source, self.config, [global_rank()])
+            )
+            self._updater = WeightUpdater(sender)
+        self.weight_version = None
+        self._updater.send_weights(source, [self._running])
+        self._updater.activate_weights(version)
+        if self._updater.deaths:
+            raise self._updater.deaths[-1]
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
+        if self.config.can_sleep and not self._is_asleep:
+            self.submit("sleep").result()
+            self._is_asleep = True
+            self.weight_version = None
+
+    def wake(self) -> None:
+        """It takes the memory again with the first weights."""
+
+    def close(self) -> None:
+        """End it and everything that it started. May be called twice."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+
+    # From a thread without an event loop
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
         """Sample each prompt ``num_samples`` times, in the prompts' order."""
         answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
         return [self.read(prompt, answer.result()) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def ask(self, requests: Sequence[tuple[Prompt, int]], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
+    def ask(self, requests: Sequence[Request], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
         """Hand in requests; what comes of each is for :meth:`read`.
 
         Args:
@@ -89,11 +144,15 @@ class VLLMEngine:
             num_samples: completions a prompt.
             sampling: see :class:`Sampling`.
         """
-        if self.is_alive and self._held_version is None:
-            raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
+        if self.is_alive:
+            self._check_weights()
         ends = model_files(self.config).end_token_ids
         return [
-            self.submit("generate", prompt.token_ids, vllm_sampling(sampling.of(prompt), num_samples, stream, ends))
+            self.submit(
+                "generate",
+                prompt.token_ids,
+                vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, ends),
+            )
             for prompt, stream in requests
         ]
 
@@ -101,46 +160,37 @@ class VLLMEngine:
         """Return a prompt's samples, from what the engine's process has answered."""
         return make_samples(model_files(self.config), prompt.token_ids, outputs)
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities (temperature 1) of ``token_ids`` [P] under the engine's weights: [P], the first one 0."""
-        return np.asarray(self._call("score", list(token_ids)), np.float32)
-
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
-    def sleep(self) -> None:
-        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
-        if self.config.can_sleep and not self._is_asleep:
-            self._call("sleep")
-            self._is_asleep = True
-            self.weight_version = None
+    @property
+    def _running(self) -> EngineConnection:
+        if self.process is None:
+            raise EngineDiedError("The engine is not running.")
+        return self.process
 
-    def close(self) -> None:
-        """End it and everything that it started. May be called twice."""
-        if self.process is not None:
-            self.process.close()
-            self.process = None
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        return self.submit(method, *arguments).result()
+    def _check_weights(self) -> None:
+        if self._held_version is None:
+            raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
 
 
-def model_files(config: VLLMConfig) -> ModelFiles:
+def model_files(config: EngineConfig) -> ModelFiles:
     """Return what the trainer has read of the model's files."""
     if config.files is None:
-        raise EngineError("VLLMConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model).")
+        raise EngineError(
+            "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."
+        )
     return config.files
 
 
-def vllm_sampling(sampling: Sampling, num_samples: int, stream: int, end_token_ids: Sequence[int]) -> dict[str, Any]:
+def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, Any]:
     """Return arguments of vLLM's SamplingParams.
 
     Args:
-        sampling: see :class:`Sampling`.
+        sampling: of one request; from its seed vLLM makes one for each sample, by adding the sample's number.
         num_samples: completions of the prompt.
-        stream: number of the prompt's random stream, of which vLLM makes one for each sample: it adds its number.
         end_token_ids: end a completion, besides ``sampling.stop_token_ids``.
     """
     return {
@@ -154,7 +204,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, stream: int, end_token_i
         # The trainer decides what ends a completion, whatever the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
-        "seed": None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream),
+        "seed": sampling.seed,
     }
 
 

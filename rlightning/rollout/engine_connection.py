@@ -1,0 +1,322 @@
+"""One engine, from its start to its end, as the trainer calls it: in a child process, or served elsewhere by URL."""
+
+import asyncio
+import atexit
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlightning import intervals
+from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
+from rlightning.foreign_text import cut_line
+from rlightning.processes.liveness import Deadline
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_facts import check_facts
+from rlightning.rpc import (
+    AuthenticationError,
+    BusyError,
+    ConnectionLostError,
+    Peer,
+    RemoteError,
+    background_loop,
+    connect,
+)
+from rlightning.run_key import RUN_KEY_VARIABLE, read_key
+
+log = logging.getLogger(__name__)
+
+SAMPLING_METHODS = ("generate", "score")
+"""Calls that leave the engine's workers free to answer for heartbeats, and that may be cancelled."""
+METHODS = (
+    *SAMPLING_METHODS,
+    "open_weight_receivers",
+    "receive_weights",
+    "begin_weight_update",
+    "finish_weight_update",
+    "sleep",
+    "ping",
+)
+"""Of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
+NAME = "the engine"
+
+
+class EngineConnection(ABC):
+    """Calls an engine until it dies. Any thread may use it; the calls wait on the background loop.
+
+    Calls may be made before the engine is up, and wait for it. Once it has died, every call fails with the same error.
+    It does what a weight update asks (:class:`~rlightning.rollout.weights.driver.Engine`).
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        death: the error that calls fail with.
+        ready: what the engine says of itself, done when it is up.
+        ended: done when it is dead, and every call has failed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.death: EngineError | None = None
+        self.ready: Future[dict[str, Any]] = Future()
+        self.ended: Future[EngineError] = Future()
+        self._is_closing = False
+        self._has_sampled = False
+        self._num_sampling = self._num_others = 0
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._is_up, self._is_over = asyncio.Event(), asyncio.Event()
+        self._peer: Peer | None = None
+        self._use: asyncio.Task[str] | None = None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Of the engine's process, on its host."""
+
+    @abstractmethod
+    async def _connect(self) -> Peer:
+        """Return the peer that runs the engine.
+
+        Raises:
+            EngineError: there is none, and there will be none.
+        """
+
+    @abstractmethod
+    async def _start(self, peer: Peer) -> dict[str, Any]:
+        """Return what the engine says of itself, once it is up."""
+
+    @abstractmethod
+    async def _end(self, how: str) -> EngineError:
+        """End what is left of the engine, whatever state it is in; returns the error of all calls."""
+
+    @abstractmethod
+    def _terminate(self) -> None:
+        """End what this process has started, at once."""
+
+    # Calls
+
+    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+        """Call a method of the engine; its result is plain data, arrays are memoryviews.
+
+        Cancelling the future cancels the call: the engine has been told so before it gets any later one.
+
+        Returns:
+            Its exception is an EngineDiedError if the engine died, another EngineError if it refused.
+        """
+        if self.death is not None:
+            answer: Future[Any] = Future()
+            answer.set_exception(self.death)
+            return answer
+        return background_loop().submit(self.call(method, *arguments))
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The same as :meth:`submit`, on the background loop."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            await self._is_up.wait()
+            return await self._call(method, arguments)
+        finally:
+            self._calls.discard(task)
+
+    async def _call(self, method: str, arguments: Sequence[Any]) -> Any:
+        if self.death is not None:
+            raise self.death
+        assert self._peer is not None
+        is_sampling = method in SAMPLING_METHODS
+        self._count(is_sampling, 1)
+        try:
+            result = await self._peer.call(method, *arguments)
+            self._has_sampled |= is_sampling
+            return result
+        except RemoteError as error:
+            raise RequestRefusedError(error.traceback or error.message) from None
+        except ConnectionLostError:
+            await self._is_over.wait()
+            assert self.death is not None
+            raise self.death from None
+        finally:
+            self._count(is_sampling, -1)
+
+    @property
+    def worker_devices(self) -> Sequence[str]:
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.config.worker_devices
+
+    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("open_weight_receivers", receivers)
+
+    def receive_weights(self, chunk: int) -> "Future[list[str]]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("receive_weights", chunk)
+
+    def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
+        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        return self.submit("finish_weight_update", version, keeps_cache)
+
+    # Its life
+
+    def close(self) -> None:
+        """End the engine, or what this trainer has of it. May be called twice."""
+        atexit.unregister(self.close)
+        self._is_closing = True
+        self._terminate()
+        if not self.ended.done():
+            background_loop().loop.call_soon_threadsafe(self._leave)
+            self.ended.result()
+
+    def _begin(self) -> None:
+        """Connect; called once a subclass is complete."""
+        atexit.register(self.close)
+        background_loop().submit(self._live())
+
+    async def _live(self) -> None:
+        """Use the engine until its end, then have all calls fail."""
+        error: EngineError | None = None
+        how = "died"
+        try:
+            if not self._is_closing:
+                self._use = asyncio.ensure_future(self._run())
+                how = await self._use
+        except asyncio.CancelledError:  # by close()
+            pass
+        except EngineError as refusal:
+            error = refusal
+        except Exception as problem:  # such as arguments that are no plain data
+            log.debug("The engine failed.", exc_info=True)
+            error = EngineError(f"The engine cannot be used: {type(problem).__name__}: {cut_line(problem)}")
+        try:
+            ending = await self._end(how)
+        except RuntimeError:  # of executors while the interpreter exits: close() ends the process then
+            ending = EngineDiedError(f"The engine {how}.")
+        self.death = ending if error is None or self._is_closing else error
+        if self._peer is not None:
+            self._peer.abort("it has ended")
+        if not self.ready.done():
+            self.ready.set_exception(self.death)
+        self._is_up.set()
+        self._is_over.set()
+        if self._calls:
+            await asyncio.wait(list(self._calls))
+        self.ended.set_result(self.death)
+
+    async def _run(self) -> str:
+        """Return how the engine ended."""
+        peer = self._peer = await self._connect()
+        try:
+            facts = await self._start(peer)
+        except RemoteError as refusal:
+            if refusal.type_name != "ArgumentsRefusedError":
+                raise
+            raise EngineStartError(
+                f"vLLM refuses the engine's arguments, which rollout.engine adds to: {cut_line(refusal.message)}"
+            ) from None
+        except ConnectionLostError as lost:
+            return self._describe(lost).replace("gave no heartbeat", "did not come up")
+        check_facts(self.config, facts)
+        log.info("The engine is up: %s, up to %s tokens.", facts.get("dtype"), facts.get("max_model_len"))
+        self.ready.set_result(facts)
+        self._limit_silence()
+        self._is_up.set()
+        await peer.wait_closed()
+        return self._describe(peer.closed.result())
+
+    def _leave(self) -> None:
+        if self._use is not None:
+            self._use.cancel()
+
+    def _describe(self, lost: ConnectionLostError) -> str:
+        """Return how a connection was lost: "died", unless this end has closed it."""
+        text = str(lost).removeprefix(f"{NAME}: ")
+        return text if text.startswith("gave no heartbeat") else "died"
+
+    def _count(self, is_sampling: bool, change: int) -> None:
+        if is_sampling:
+            self._num_sampling += change
+        else:
+            self._num_others += change
+        self._limit_silence()
+
+    def _limit_silence(self) -> None:
+        """Set how long the engine may be silent: loading weights, or compiling for the first samples, may take long."""
+        if self._peer is None:
+            return
+        timeout = self.config.hang_timeout
+        if self._has_sampled and self._num_sampling and not self._num_others:
+            timeout = min(timeout, intervals.ENGINE_PROGRESS_TIMEOUT)
+        self._peer.heartbeat_timeout = timeout
+
+
+class ServedEngine(EngineConnection):
+    """An engine that others have started with ``rlightning serve``, named by its URL.
+
+    Tries to connect until ``config.start_timeout`` is over; returns before it has.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._key = read_key()
+        self._reason = ""
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process on its host; waits until it is up."""
+        return int(self.ready.result()["pid"])
+
+    async def _connect(self) -> Peer:
+        url, deadline = self.config.url, Deadline(self.config.start_timeout)
+        reason = ""
+        while True:
+            seconds = min(intervals.CONNECT_TIMEOUT, max(deadline.remaining, intervals.RECONNECT_INTERVAL))
+            is_first = not reason
+            try:
+                return await connect(
+                    url,
+                    self._key,
+                    {"engine_ended": self._note_reason},
+                    timeout=seconds,
+                    name=NAME,
+                    heartbeat_timeout=self.config.start_timeout,
+                )
+            except AuthenticationError as error:
+                raise EngineError(
+                    f"The engine at {url} cannot be used: {error}. Both sides need the same secret in the environment "
+                    f"variable {RUN_KEY_VARIABLE}, or none for one user on one host."
+                ) from None
+            except BusyError:
+                reason = "it serves another trainer"
+            except ConnectionLostError as error:
+                reason = reason if reason == "it serves another trainer" else str(error)
+            if deadline.is_over:
+                raise EngineError(
+                    f"The engine at {url} could not be reached for {self.config.start_timeout:g} s: {reason}. Start it "
+                    "with `rlightning serve`, or see rollout.engines."
+                )
+            if is_first:
+                log.warning(
+                    "The engine at %s cannot be reached yet: %s. Trying for %.0f s.", url, reason, deadline.remaining
+                )
+            await asyncio.sleep(min(intervals.RECONNECT_INTERVAL, deadline.remaining))
+
+    async def _start(self, peer: Peer) -> dict[str, Any]:
+        facts: dict[str, Any] = await peer.call("describe")
+        return facts
+
+    async def _note_reason(self, reason: str) -> None:
+        self._reason = reason
+
+    async def _end(self, how: str) -> EngineError:
+        if self._is_closing:
+            return EngineDiedError("The engine's connection has been closed.")
+        if self._reason:
+            return EngineDiedError(f"{self.config.url}: {self._reason}")
+        how = "closed the connection" if how == "died" else how
+        return EngineDiedError(f"The engine at {self.config.url} {how}.")
+
+    def _terminate(self) -> None:
+        """It goes on, for others."""

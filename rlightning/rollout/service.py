@@ -1,0 +1,149 @@
+"""The serving side of an engine that trainers on other hosts use, one after the other.
+
+::
+
+    trainer                     rlightning serve                     engine process
+      ServedEngine  ---tcp--->    EngineService ---> EngineProcess --->  VLLMServer
+
+The engine outlives its trainers. One that dies is started again, and the trainer, whose connection ends, connects anew.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rlightning import intervals, rpc
+from rlightning.errors import ConfigError, EngineError
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import METHODS, SAMPLING_METHODS
+from rlightning.rollout.vllm.launcher import EngineProcess
+
+log = logging.getLogger(__name__)
+
+SCHEME = "tcp"
+
+
+class Client:
+    """A trainer that has the engine to itself; what it is served with.
+
+    Args:
+        engine: that its calls are forwarded to.
+    """
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self._unfinished: set[asyncio.Future[Any]] = set()
+
+    async def serve(self, end: socket.socket, address: str) -> None:
+        """Return when the trainer is gone or the engine has died, and what is not to be left half done is done."""
+        methods = {name: partial(self._forward, name) for name in METHODS}
+        peer = await rpc.Peer.open(
+            end,
+            {**methods, "describe": self._describe},
+            name=f"the trainer at {address}",
+            heartbeat_timeout=float("inf"),  # one that is suspended keeps its place
+            check_alive=partial(self._forward, "ping"),
+        )
+        ended = asyncio.wrap_future(self.engine.ended)
+        try:
+            await asyncio.wait([peer.closed, ended], return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() and not peer.closed.done():
+                await peer.notify("engine_ended", ended.result().line)
+        except rpc.ConnectionLostError:
+            pass
+        finally:
+            await peer.close()
+            if self._unfinished:
+                await asyncio.wait(self._unfinished)
+
+    async def _describe(self) -> dict[str, Any]:
+        await self._forward("ping")  # once the engine is up
+        return self.engine.ready.result()
+
+    async def _forward(self, method: str, *arguments: Any) -> Any:
+        """Call the engine; sampling is cancelled when the trainer is gone, anything else is soon done."""
+        call = asyncio.ensure_future(self.engine.call(method, *arguments))
+        if method not in SAMPLING_METHODS:
+            self._unfinished.add(call)
+            call.add_done_callback(self._unfinished.discard)
+        try:
+            return _pack(await (call if method in SAMPLING_METHODS else asyncio.shield(call)))
+        except EngineError:
+            if self.engine.death is None:
+                raise
+            # The trainer is told of it.
+            return await asyncio.Event().wait()
+
+
+class EngineService:
+    """Keeps an engine up, and lets one trainer at a time use it.
+
+    Args:
+        config: of the engine.
+        listener: where trainers come to, from :func:`listen`.
+        key: that they must know; None serves all of this user's on this host.
+    """
+
+    def __init__(self, config: EngineConfig, listener: socket.socket, key: bytes | None) -> None:
+        self.config = config
+        self._listener, self._key = listener, key
+        self._engine: EngineProcess | None = None
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve until this thread is interrupted; ``on_ready`` is called when the engine is up for the first time.
+
+        Raises:
+            EngineError: the engine could not start.
+        """
+        try:
+            rpc.background_loop().run(self._serve(on_ready))
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+
+    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        engine = await self._start()
+        server = rpc.Server(self._listener, self._key, self._serve_trainer, max_clients=1)
+        try:
+            on_ready()
+            while True:
+                death = await asyncio.shield(asyncio.wrap_future(engine.ended))
+                log.warning("The engine is started again: %s", death.line)
+                engine = await self._start()
+        finally:
+            await server.close()
+
+    async def _start(self) -> EngineProcess:
+        """Return a new engine, once it is up."""
+        self._engine = EngineProcess(self.config)
+        await asyncio.shield(asyncio.wrap_future(self._engine.ready))
+        return self._engine
+
+    async def _serve_trainer(self, end: socket.socket, address: str) -> None:
+        while (engine := self._engine) is None or engine.death is not None:
+            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
+        log.info("A trainer has come from %s.", address)
+        await Client(engine).serve(end, address)
+        log.info("The trainer from %s has gone.", address)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 is any that is free."""
+    try:
+        return rpc.listen(host, port)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: nothing can listen there ({error}).") from error
+
+
+def _pack(value: Any) -> Any:
+    """Return a result with its arrays as such: a memoryview would arrive as bytes."""
+    if isinstance(value, memoryview):
+        return rpc.Buffer(value)
+    if isinstance(value, list):
+        return [_pack(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _pack(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,40 @@
+"""The run's key: the secret that an engine and trainers on other hosts share. Light: it imports no torch."""
+
+import ipaddress
+import os
+import socket
+
+from rlightning.errors import ConfigError
+
+RUN_KEY_VARIABLE = "RLIGHTNING_RUN_KEY"
+"""The environment variable."""
+OLD_VARIABLE = "RLIGHTNING_ENGINE_TOKEN"
+
+
+def read_key() -> bytes | None:
+    """Return the key of this environment, if there is one.
+
+    Raises:
+        ConfigError: it has the name of earlier versions.
+    """
+    if OLD_VARIABLE in os.environ:
+        raise ConfigError(f"{OLD_VARIABLE} is now called {RUN_KEY_VARIABLE}. Rename it.")
+    return os.environ.get(RUN_KEY_VARIABLE, "").encode() or None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on other hosts reaches ``host``, as far as names can be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
+def check_key(host: str, name: str) -> None:
+    """Refuse to talk to other hosts without a key; ``name`` is the option that names ``host``."""
+    if read_key() is None and not is_loopback(host):
+        raise ConfigError(
+            f"{name}={host} is no loopback address, and whoever reaches it could use what is served there. Set the "
+            f"environment variable {RUN_KEY_VARIABLE} to the same secret for `rlightning serve` and for the trainer."
+        )
