@@ -54,12 +54,12 @@ class ActorEngines(Protocol):
 
     Attributes:
         callback: whose they are.
-        token: that a trainer must know; None until they are started.
+        run_key: that a trainer must know; None until they are started.
         runs: Ray's references to their calls, which return by an exception only.
     """
 
     callback: Any
-    token: str | None
+    run_key: str | None
     runs: list[Any]
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:

@@ -48,8 +48,9 @@ class Client:
             check_alive=partial(self._forward, "ping"),
         )
         ended = asyncio.wrap_future(self.engine.ended)
+        either: list[asyncio.Future[Any]] = [peer.closed, ended]
         try:
-            await asyncio.wait([peer.closed, ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if ended.done() and not peer.closed.done():
                 await peer.notify("engine_ended", ended.result().line)
         except rpc.ConnectionLostError:

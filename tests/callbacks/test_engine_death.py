@@ -157,7 +157,7 @@ def test_a_run_survives_one_death_a_step(
         assert metrics["policy/rollout_gap_max"] < 1e-4  # sampled from the current weights, before and after
     assert len(witness.validations) == 1
     assert caplog.text.count("The engine is restarted, once in this step") == 5
-    assert "gave no heartbeat for 8 s" in caplog.text and "(exit status -9)" in caplog.text
+    assert "gave no heartbeat for 8 s" in caplog.text and "(SIGKILL)" in caplog.text
     assert [in_session(session) for session in assassin.sessions] == [[]] * 6
 
 
@@ -289,7 +289,6 @@ def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_pa
     send(engine, module, 0)
     session = engine.process.pid
     os.kill(session, signal.SIGSTOP)
-    limit_waiting(engine.process._ours, 5)
     engine.process.config = replace(engine.process.config, hang_timeout=5.0)
     # More than a socket holds
     prompts = [Prompt(i, "", torch.zeros(250, dtype=torch.int64).tolist(), {}) for i in range(4000)]

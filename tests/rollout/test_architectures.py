@@ -130,11 +130,13 @@ def test_an_architecture_goes_through_plan_export_engine_and_sync(
     prompt, config = make_prompt("1+1="), engine_config("saved", tmp_path / "engine.log")
     config.engine_args.update(load_format="auto", max_model_len=192)
     with started(config) as engine:
-        np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)  # what was exported
+        np.testing.assert_allclose(
+            engine.score_all(np.array([TOKENS]))[0], score(actor.model), atol=1e-4
+        )  # what was exported
         for version in (1, 2):
             actor.perturb(version)
             send(engine, actor, version)
-            np.testing.assert_allclose(engine.score(TOKENS), score(actor.model), atol=1e-4)
+            np.testing.assert_allclose(engine.score_all(np.array([TOKENS]))[0], score(actor.model), atol=1e-4)
             ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
             np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
 

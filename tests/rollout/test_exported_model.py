@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_models import engine_config, save_model
@@ -38,7 +39,7 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     engine = Engine(config)
     engine.start()
     try:
-        assert torch.allclose(torch.from_numpy(engine.score(token_ids)), expected, atol=1e-4)
+        assert torch.allclose(torch.from_numpy(engine.score_all(np.array([token_ids]))[0]), expected, atol=1e-4)
     finally:
         engine.close()
 

@@ -29,7 +29,7 @@ def hello_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
     """Of an engine that has read ``files``."""
     assert files is not None
     facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
-    return make_facts(facts=dict(files.facts), **facts | changes)
+    return make_facts(files=dict(files.facts), **facts | changes)
 
 
 def config_of(folder: Path, **kwargs: Any) -> EngineConfig:

@@ -51,7 +51,7 @@ def test_prompts_own_sampling_stands_in_for_the_runs() -> None:
     assert sampling.of(PROMPTS[0]) is sampling
     assert sampling.of(own) == Sampling(temperature=0.5, max_new_tokens=3, top_p=0.9)
     assert sampling.of(own._replace(max_new_tokens=None)) == Sampling(temperature=0.5, max_new_tokens=7, top_p=0.9)
-    assert vllm_sampling(sampling.of(own), 2, 0, [0])["max_tokens"] == 3
+    assert vllm_sampling(sampling.of(own), 2, [0])["max_tokens"] == 3
     check_requests([own], 2, sampling, 10)
     with pytest.raises(ConfigError, match=r"own max_new_tokens=8 is above rollout\.max_new_tokens=7"):
         check_requests([own._replace(max_new_tokens=8)], 2, sampling, 100)

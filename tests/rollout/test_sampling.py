@@ -5,6 +5,10 @@ import pytest
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import vllm_sampling
+from rlightning.rollout.requests import group_sampling
+from rlightning.types import Prompt
+
+PROMPT = Prompt(0, "", [1], {})
 
 SCALE = (1 << 62) - 1
 
@@ -33,13 +37,13 @@ def test_sampling_that_vllm_alters_or_refuses_is_error(wrong: dict[str, float], 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 2.0])
 def test_temperature_vllm_uses_as_it_is_is_taken(temperature: float) -> None:
-    arguments = vllm_sampling(Sampling(temperature=temperature), 1, 0, ())
+    arguments = vllm_sampling(Sampling(temperature=temperature), 1, ())
     assert arguments["temperature"] == temperature
 
 
 def seeds(seed: int | None, num_streams: int, num_samples: int) -> set[int]:
     """Of the samples of some prompts; vLLM gives sample i of a prompt the request's seed + i."""
-    starts = [vllm_sampling(Sampling(seed=seed), num_samples, stream, ())["seed"] for stream in range(num_streams)]
+    starts = [group_sampling(Sampling(seed=seed), PROMPT, stream).seed or 0 for stream in range(num_streams)]
     return {start + i for start in starts for i in range(num_samples)}
 
 
@@ -54,12 +58,12 @@ def test_neighbouring_seeds_and_streams_share_no_random_numbers() -> None:
 
 
 def test_number_of_samples_leaves_the_first_ones_as_they_are() -> None:
-    few, many = (vllm_sampling(Sampling(seed=5), n, 7, ())["seed"] for n in (2, 8))
+    few, many = (vllm_sampling(group_sampling(Sampling(seed=5), PROMPT, 7), n, ())["seed"] for n in (2, 8))
     assert few == many
-    assert vllm_sampling(Sampling(), 4, 2, ())["seed"] is None
+    assert vllm_sampling(group_sampling(Sampling(), PROMPT, 2), 4, ())["seed"] is None
 
 
 def test_request_says_what_ends_a_completion() -> None:
-    arguments = vllm_sampling(Sampling(stop_token_ids=(9, 2)), 1, 0, (7, 2))
+    arguments = vllm_sampling(Sampling(stop_token_ids=(9, 2)), 1, (7, 2))
     assert arguments["ignore_eos"] is True  # of the engine's own reading
     assert arguments["stop_token_ids"] == [2, 7, 9]

@@ -51,7 +51,8 @@ class EngineHost:
             traceback.print_exc()
             raise
         except Exception as error:
-            return await self._fail(error)
+            await self._fail(error)
+            raise
 
     async def check_alive(self) -> None:
         """Return once every worker has answered."""
@@ -80,11 +81,12 @@ class EngineHost:
             try:
                 return await method(*arguments)
             except EngineDeadError as error:
-                return await self._fail(error)
+                await self._fail(error)
+                raise
 
         return call
 
-    async def _fail(self, error: Exception) -> Any:
+    async def _fail(self, error: BaseException) -> None:
         """End this process; its caller gets no answer, but finds it dead."""
         if not self.failure.done():
             self.failure.set_exception(error)

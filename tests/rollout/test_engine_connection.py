@@ -1,0 +1,188 @@
+"""The trainer's connection to an engine, without the engine: a peer at the other end of a socket pair."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlightning import intervals
+from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import NAME, EngineConnection
+from rlightning.rpc import Peer, background_loop
+
+FOREVER = float("inf")
+
+
+class ArgumentsRefusedError(ValueError):
+    """As the engine's."""
+
+
+class FakeEngine:
+    """What an engine answers; it gives no heartbeat."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.calls: list[str] = []
+        self.refusal: Exception | None = None
+        methods = {"start": self.start, "generate": self.answer, "ping": self.hang, "fail": self.fail}
+        methods |= {"receive_weights": self.answer}
+        opened = Peer.open(
+            end,
+            methods,
+            name="the trainer",
+            heartbeat_timeout=FOREVER,
+            heartbeat_interval=3600.0,
+            check_alive=self.hang,
+        )
+        self.peer = background_loop().run(opened)
+
+    async def start(self) -> dict[str, Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        return {"dtype": "float32"}
+
+    async def answer(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
+
+    async def fail(self) -> None:
+        raise KeyError("what is wrong")
+
+    async def hang(self, *_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.calls.append("cancelled")
+
+
+class Connection(EngineConnection):
+    """To it."""
+
+    def __init__(self, end: socket.socket, **config: Any) -> None:
+        place: dict[str, Any] = {"device": torch.device("cpu"), "log_file": Path("engine.log")}
+        super().__init__(EngineConfig(engine_args={}, dtype=torch.float32, **place, **config))
+        self._end_of_pair = end
+        self._begin()
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    async def _connect(self) -> Peer:
+        # Heartbeats of the trainer's are of no interest here, and its checks are frequent.
+        timeout = self.config.start_timeout
+        return await Peer.open(self._end_of_pair, {}, name=NAME, heartbeat_timeout=timeout, heartbeat_interval=0.02)
+
+    async def _start(self, peer: Peer) -> dict[str, Any]:
+        facts: dict[str, Any] = await peer.call("start")
+        return facts
+
+    async def _end(self, how: str) -> EngineError:
+        return EngineDiedError(f"The engine {how}.")
+
+    def _terminate(self) -> None:
+        pass
+
+
+@contextmanager
+def connected(refusal: Exception | None = None, **config: Any) -> Iterator[tuple[Connection, FakeEngine]]:
+    ours, theirs = socket.socketpair()
+    engine = FakeEngine(theirs)
+    engine.refusal = refusal
+    connection = Connection(ours, **config)
+    try:
+        yield connection, engine
+    finally:
+        connection.close()
+        background_loop().run(engine.peer.close())
+
+
+def test_calls_wait_for_the_start_and_fail_alone() -> None:
+    with connected() as (connection, engine):
+        assert connection.submit("generate", 0.0).result(60) == "done"
+        assert connection.ready.result(60) == {"dtype": "float32"}
+        with pytest.raises(RequestRefusedError, match=r"^The engine refused a request: KeyError: 'what is wrong'\n"):
+            connection.submit("fail").result(60)
+        with pytest.raises(RequestRefusedError, match="there is no method 'steal'"):
+            connection.submit("steal").result(60)
+        doomed = connection.submit("ping")
+        assert connection.submit("generate", 0.0).result(60) == "done"
+        assert doomed.cancel()
+        assert connection.submit("generate", 0.0).result(60) == "done"
+        assert engine.calls == ["cancelled"], "before the later call"
+        waiting = connection.submit("ping")
+    with pytest.raises(EngineDiedError):
+        waiting.result(60)
+    with pytest.raises(EngineDiedError):
+        connection.submit("ping").result(60)
+    assert connection.ended.result(60) is connection.death
+
+
+def test_silent_engine_counts_as_hung() -> None:
+    with connected(hang_timeout=0.1) as (connection, _):
+        connection.ready.result(60)
+        with pytest.raises(EngineDiedError, match=r"The engine gave no heartbeat for 0\.1 s\."):
+            connection.submit("ping").result(60)
+
+
+def test_engine_that_does_not_come_up_is_named() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, start_timeout=0.1)
+    with pytest.raises(EngineDiedError, match=r"The engine did not come up for 0\.1 s\."):
+        connection.ready.result(60)
+    connection.close()
+    theirs.close()
+
+
+@pytest.mark.long
+def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "ENGINE_PROGRESS_TIMEOUT", 0.3)
+    with connected(hang_timeout=3.0) as (connection, _):
+        # It may have to compile something, and loading weights keeps its workers from answering: silent, it is alive.
+        for method, seconds in (("generate", 0.8), ("receive_weights", 0.8), ("generate", 0.0)):
+            assert connection.submit(method, seconds).result(60) == "done"
+        began = time.monotonic()
+        with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 0\.3 s"):
+            connection.submit("generate", 3600.0).result(60)
+        assert time.monotonic() - began < 2.5  # of the 3 s that other calls have
+
+
+def test_engine_that_reads_nothing_counts_as_hung() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, start_timeout=0.5)
+    with pytest.raises(EngineDiedError, match=r"did not come up for 0\.5 s"):
+        connection.submit("ping", bytes(1 << 22)).result(60)
+    connection.close()
+    theirs.close()
+
+
+def test_end_of_the_connection_is_the_engines_death() -> None:
+    with connected() as (connection, engine):
+        connection.ready.result(60)
+        answer = connection.submit("ping")
+        background_loop().run(engine.peer.close())
+        with pytest.raises(EngineDiedError, match=r"The engine died\."):
+            answer.result(60)
+
+
+def test_refused_arguments_are_a_line() -> None:
+    with (
+        connected(ArgumentsRefusedError("dtype: no")) as (connection, _),
+        pytest.raises(EngineStartError, match=r"^vLLM refuses the engine's arguments, .*: dtype: no$"),
+    ):
+        connection.ready.result(60)
+
+
+def test_time_in_which_the_trainer_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(hang_timeout=30.0) as (connection, _):
+        connection.ready.result(60)
+        clock = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 86400)  # a day passes
+        assert connection.submit("generate", 0.2).result(60) == "done"
+        monkeypatch.undo()
