@@ -3,8 +3,8 @@
 ::
 
     trainer process                        engine process              engine core (vLLM's child, one a device)
-    Engine  -- prompts, sampling ---->  AsyncLLM  ---------------->  model, KV cache
-                <-- tokens, logprobs ----                              <-- WeightReceiver
+    Engine      -- prompts, sampling ---->  AsyncLLM  ------------->  model, KV cache
+                <-- tokens, logprobs ----                             <-- WeightReceiver
     WeightSender ============ chunks of weights, by a transport ==============^
 """
 

@@ -40,6 +40,7 @@ METHODS = (
 )
 """Of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
 NAME = "the engine"
+BUSY = "it serves another trainer"
 
 
 class EngineConnection(ABC):
@@ -289,9 +290,10 @@ class ServedEngine(EngineConnection):
                     f"variable {RUN_KEY_VARIABLE}, or none for one user on one host."
                 ) from None
             except BusyError:
-                reason = "it serves another trainer"
+                reason = BUSY
             except ConnectionLostError as error:
-                reason = reason if reason == "it serves another trainer" else str(error)
+                if reason != BUSY:
+                    reason = str(error).replace(f"{url} ", "it ", 1)
             if deadline.is_over:
                 raise EngineError(
                     f"The engine at {url} could not be reached for {self.config.start_timeout:g} s: {reason}. Start it "

@@ -56,7 +56,8 @@ async def connect(
     except ConnectionLostError:
         raise
     except OSError as error:
-        raise ConnectionLostError(f"{url} cannot be reached: {error}") from error
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error  # asyncio's text names no reason
+        raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
     return await Peer.open(end, methods, **{"name": url, **settings})
 
 
