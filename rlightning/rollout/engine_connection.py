@@ -125,7 +125,7 @@ class EngineConnection(ABC):
 
     async def _call(self, method: str, arguments: Sequence[Any]) -> Any:
         if self.death is not None:
-            raise self.death
+            raise self.death.with_traceback(None)
         assert self._peer is not None
         is_sampling = method in SAMPLING_METHODS
         self._count(is_sampling, 1)
@@ -138,7 +138,7 @@ class EngineConnection(ABC):
         except ConnectionLostError:
             await self._is_over.wait()
             assert self.death is not None
-            raise self.death from None
+            raise self.death.with_traceback(None) from None  # all calls get the same one
         finally:
             self._count(is_sampling, -1)
 

@@ -151,7 +151,8 @@ class Peer:
         try:
             await self._connection.send(message)
         except ConnectionLostError as error:
-            raise (self.closed.result() if self.closed.done() else error) from None
+            lost = self.closed.result() if self.closed.done() else error
+            raise lost.with_traceback(None) from None  # many callers get the same one
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine beside the calls, until the connection ends."""
@@ -254,6 +255,7 @@ class Peer:
             self._slots.release()
             if not answer.done():
                 answer.set_exception(lost)
+                answer.exception()  # its caller may still be about to send, and get the error there
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
