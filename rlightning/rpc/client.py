@@ -56,7 +56,9 @@ async def connect(
     except ConnectionLostError:
         raise
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error  # asyncio's text names no reason
+        reason = (
+            os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error
+        )  # asyncio's text names no reason
         raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
     return await Peer.open(end, methods, **{"name": url, **settings})
 

@@ -16,6 +16,7 @@ from rlightning.errors import EngineDiedError, EngineError, EngineStartError, Re
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import NAME, EngineConnection
 from rlightning.rpc import Peer, background_loop
+from rlightning.rpc.peer import Method
 
 FOREVER = float("inf")
 
@@ -30,7 +31,12 @@ class FakeEngine:
     def __init__(self, end: socket.socket) -> None:
         self.calls: list[str] = []
         self.refusal: Exception | None = None
-        methods = {"start": self.start, "generate": self.answer, "ping": self.hang, "fail": self.fail}
+        methods: dict[str, Method] = {
+            "start": self.start,
+            "generate": self.answer,
+            "ping": self.hang,
+            "fail": self.fail,
+        }
         methods |= {"receive_weights": self.answer}
         opened = Peer.open(
             end,

@@ -181,8 +181,9 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
     samples = [(prompt, sample) for prompt, answer in begun for sample in answer.result(timeout=120)]
     for _, sample in samples:
         assert len(sample["token_ids"]) == len(sample["weight_versions"]) == MAX_TOKENS
-        assert sample["weight_versions"].dtype == np.int32
+        assert sample["weight_versions"].format == "i"
         assert (np.diff(sample["weight_versions"]) >= 0).all()
+        sample |= {name: np.asarray(sample[name]) for name in ("token_ids", "logprobs", "weight_versions")}
     versions = [[version for version, _ in spans(sample["weight_versions"])] for _, sample in samples]
     assert sum(len(own) > 1 for own in versions) > 4
     assert {0, 1} <= {version for own in versions for version in own}
