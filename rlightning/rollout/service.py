@@ -84,7 +84,7 @@ class EngineService:
 
     Args:
         config: of the engine.
-        listener: where trainers come to, from :func:`listen`.
+        listener: where trainers connect, from :func:`listen`.
         key: that they must know; None serves all of this user's on this host.
     """
 
@@ -126,9 +126,9 @@ class EngineService:
     async def _serve_trainer(self, end: socket.socket, address: str) -> None:
         while (engine := self._engine) is None or engine.death is not None:
             await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
-        log.info("A trainer has come from %s.", address)
+        log.info("The trainer at %s has connected.", address)
         await Client(engine).serve(end, address)
-        log.info("The trainer from %s has gone.", address)
+        log.info("The trainer at %s has disconnected.", address)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -20,9 +20,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rlightning.errors import EngineDiedError, EngineError
-from rlightning.rollout import Sampling
+from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.vllm.launcher import engine_environment
 from rlightning.rollout.vllm.server import VLLMServer
 from rlightning.types import Prompt, Sample
@@ -201,6 +202,33 @@ def test_a_stream_stays_the_requests_own(engine: Engine, actor: Actor) -> None:
     (rest,) = engine.ask([(PROMPTS[2], 10)], 4, sampling)
     again, first = (engine.read(PROMPTS[2], answer.result()) for answer in (rest, whole[2]))
     assert texts([again]) == texts([first])
+
+
+def test_engine_is_a_sampler_on_any_event_loop(engine: Engine, actor: Actor) -> None:
+    sampler: Sampler = engine
+    sampler.update_weights(actor, 3)
+    sampling = Sampling(max_new_tokens=16, seed=7)
+
+    async def sample_all() -> list[list[Sample]]:
+        own = [group_sampling(sampling, prompt, 5 * i) for i, prompt in enumerate(PROMPTS)]
+        with stopped(find_core(engine.process.pid if engine.process else 0)):
+            long = Sampling(max_new_tokens=200)
+            doomed = asyncio.ensure_future(sampler.sample(PROMPTS[0].token_ids, long, num_samples=64))
+            await asyncio.sleep(0.05)
+            doomed.cancel()
+        calls = (sampler.sample(prompt.token_ids, s, num_samples=4) for prompt, s in zip(PROMPTS, own, strict=True))
+        groups = await asyncio.gather(*calls)
+        assert doomed.cancelled()
+        return groups
+
+    groups = asyncio.run(sample_all())
+    answers = engine.ask([(prompt, 5 * i) for i, prompt in enumerate(PROMPTS)], 4, sampling)
+    same = [engine.read(prompt, answer.result()) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    assert texts(groups) == texts(same)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for one in group:
+            assert set(one.weight_versions) == {3} == {sampler.weight_version}
+            assert_sampled_from(actor, prompt, one, 1.0)
 
 
 def test_greedy_completions_are_the_actors(engine: Engine, actor: Actor) -> None:
