@@ -195,15 +195,17 @@ class EngineConnection(ABC):
         except RuntimeError:  # of executors while the interpreter exits: close() ends the process then
             ending = EngineDiedError(f"The engine {how}.")
         self.death = ending if error is None or self._is_closing else error
-        if self._peer is not None:
-            self._peer.abort("it has ended")
         if not self.ready.done():
             self.ready.set_exception(self.death)
         self._is_up.set()
         self._is_over.set()
-        if self._calls:
-            await asyncio.wait(list(self._calls))
-        self.ended.set_result(self.death)
+        try:
+            if self._peer is not None:
+                self._peer.abort("it has ended")
+            if self._calls:
+                await asyncio.wait(list(self._calls))
+        finally:
+            self.ended.set_result(self.death)
 
     async def _run(self) -> str:
         """Return how the engine ended."""

@@ -121,6 +121,18 @@ def test_client_beyond_the_limit_is_told_that_the_server_is_busy() -> None:
     asyncio.run(run())
 
 
+def test_calls_work_on_the_event_loop_of_uvloop() -> None:
+    """Ray's workers make it the default."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run() -> Any:
+        async with serving(b"secret") as url:
+            return await call_once(url, b"secret")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run()) == 3
+
+
 def test_silent_strangers_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
 
