@@ -1,9 +1,13 @@
 """The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits, exporting it."""
 
-from rlightning.models.export import save_policy
-from rlightning.models.logprobs import packed_logprobs
-from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
-from rlightning.models.rotary import describe_length_limit, max_model_length
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlightning.models.export import save_policy
+    from rlightning.models.logprobs import packed_logprobs
+    from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
+    from rlightning.models.rotary import describe_length_limit, max_model_length
 
 __all__ = [
     "describe_length_limit",
@@ -15,3 +19,17 @@ __all__ = [
     "packed_logprobs",
     "save_policy",
 ]
+
+_MODULES = {
+    "describe_length_limit": "rotary",
+    "max_model_length": "rotary",
+    "packed_logprobs": "logprobs",
+    "save_policy": "export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: an engine's process needs no actor."""
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'policy')}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

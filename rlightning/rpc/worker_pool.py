@@ -255,7 +255,7 @@ class _Worker:
         self._process: ManagedProcess | None = None
         self._connected: Peer | None = None
         self._heartbeat = Heartbeat(intervals.WORKER_POLL_INTERVAL)
-        self._is_busy = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._is_hung = False
 
     def has_place(self, call: _Call, max_calls: int) -> bool:
@@ -270,7 +270,7 @@ class _Worker:
         """Count the call as one of its own."""
         if not self.calls:
             self._heartbeat.beat()
-            self._is_busy.set()
+            self._has_news.set()
         self.calls[call.key] = call
 
     def get_peer(self) -> Peer:
@@ -303,15 +303,12 @@ class _Worker:
     async def watch(self) -> None:
         """Return when the process has ended, or hangs."""
         peer = self.get_peer()
+        peer.closed.add_done_callback(lambda _: self._has_news.set())
         num_steps = -1
         while not peer.closed.done():
             if not self.calls and not self.abandoned:
-                self._is_busy.clear()
-                busy = asyncio.ensure_future(self._is_busy.wait())
-                closed = asyncio.ensure_future(peer.wait_closed())
-                await asyncio.wait([closed, busy], return_when=asyncio.FIRST_COMPLETED)
-                busy.cancel()
-                closed.cancel()
+                self._has_news.clear()
+                await self._has_news.wait()
                 continue
             await asyncio.wait([peer.closed], timeout=self._heartbeat.interval)
             silent_seconds = self._heartbeat.tick()

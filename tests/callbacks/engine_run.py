@@ -108,7 +108,9 @@ def processes(session: int) -> dict[int, str]:
         try:
             state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(sid) == session and state not in "ZX":
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+                command = (entry / "cmdline").read_text().replace("\0", " ")
+                if command:  # one that is ending has none any more
+                    found[int(entry.name)] = command
         except (OSError, ValueError):
             continue
     return found

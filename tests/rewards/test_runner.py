@@ -417,6 +417,7 @@ def test_worker_start_failure_raises_when_scored(make_runner: MakeRunner, monkey
     runner = make_runner("sample_rewards.length")
     trajectories = make_trajectories(["a"])
     with monkeypatch.context() as patch:
+        patch.setenv("START_BY_EXEC", "1")
         patch.setattr(sys, "executable", "/bin/false")
         runner.begin(trajectories)
         with pytest.raises(

@@ -1,0 +1,82 @@
+"""What becomes of trajectories by their status: which are rewarded and trained."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ActorGenerator, UseGenerator, make_data, make_grpo, make_trainer
+
+from rlightning.hooks import RLCallback
+from rlightning.rewards import RewardFunction
+from rlightning.rollout import OnCompleted, Sampling
+from rlightning.types import Prompt, RolloutBatch, Trajectory
+
+NOT_SAMPLED = ["timeout", "aborted", "failed"]
+"""Of the second trajectory of the first three prompts; all others have finished, but for the first, which is cut."""
+
+
+class Statuses(ActorGenerator):
+    """Gives trajectories their statuses, whatever became of them."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Trajectory]]:
+        groups = super().generate(prompts, num_samples, sampling, on_completed)
+        for group in groups:
+            for trajectory in group:
+                trajectory.status = "finished"
+        groups[0][0].status = "truncated"
+        for group, status in zip(groups, NOT_SAMPLED, strict=False):
+            group[1].status = status  # type: ignore[assignment]
+        return groups
+
+
+class Seen(RLCallback):
+    """Keeps the batch of the rollout and that of the update."""
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.rollout = [one.status for one in batch.trajectories]
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.update = [one.status for one in batch.trajectories]
+        self.is_sampled = batch.is_sampled.tolist()
+        self.tokens = [one.num_sampled for one in batch.trajectories]
+
+
+def train(model_folder: str, folder: Path, **arguments: Any) -> tuple[Seen, dict[str, float]]:
+    seen = Seen()
+    trainer = make_trainer(folder, 1, UseGenerator(Statuses), seen)
+    trainer.fit(make_grpo(model_folder, validate_first=False, **arguments), make_data(folder))
+    return seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("count_timeouts", "left_out"), [(False, NOT_SAMPLED), (True, ["aborted", "failed"])])
+def test_what_was_not_sampled_reaches_no_update(
+    count_timeouts: bool, left_out: list[str], model_folder: str, tmp_path: Path
+) -> None:
+    seen, metrics = train(model_folder, tmp_path, count_timeouts=count_timeouts)
+    assert seen.rollout == ["truncated", "timeout", "finished", "aborted", "finished", "failed", "finished", "finished"]
+    assert seen.update == [status for status in seen.rollout if status not in left_out]
+    assert metrics["trajectory/not_sampled"] == len(left_out)
+
+
+@pytest.mark.long
+def test_mask_truncated_trains_no_token_of_what_was_cut(model_folder: str, tmp_path: Path) -> None:
+    seen, _ = train(model_folder, tmp_path, mask_truncated=True)
+    assert seen.update[0] == "truncated" and seen.tokens[0] > 0
+    assert sum(seen.is_sampled) == sum(seen.tokens[1:])
+
+
+def count_assistant_turns(turns: list[dict[str, Any]], completion: str) -> float:
+    """A reward function that reads the messages."""
+    assert turns == [{"role": "assistant", "content": completion}]
+    return float(len(turns))
+
+
+@pytest.mark.long
+def test_reward_function_gets_the_turns(model_folder: str, tmp_path: Path) -> None:
+    rewards = [RewardFunction(lambda turns, completion: count_assistant_turns(turns, completion), name="turns")]
+    _, metrics = train(model_folder, tmp_path, rewards=rewards)
+    assert metrics["reward/mean"] == 1.0 and metrics["reward/failed"] == 0.0
