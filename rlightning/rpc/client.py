@@ -56,9 +56,8 @@ async def connect(
     except ConnectionLostError:
         raise
     except OSError as error:
-        reason = (
-            os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error
-        )  # asyncio's text names no reason
+        # asyncio's text has the address alone; getaddrinfo's errors have no positive number.
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
     return await Peer.open(end, methods, **{"name": url, **settings})
 
