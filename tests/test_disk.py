@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from disks import Disk, Kind, made_disk
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import make_completion, make_data, make_grpo, make_trainer, save_model
@@ -220,3 +220,13 @@ def test_configuration_on_a_full_disk_is_one_line_and_no_half_of_a_file(full_dis
     with pytest.raises(SaveError, match=rf"^The configuration '{path}' cannot be written: No space left on device"):
         saver.setup(trainer, None, "fit")  # type: ignore[arg-type]
     assert [file.name for file in full_disk.folder.iterdir()] == ["full"]
+
+
+def test_bare_name_of_a_logger_stays_unique_after_a_run(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    adapt_loggers([logger])
+    assert type(logger) is not CSVLogger and isinstance(logger, CSVLogger)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--logger", type=Logger)
+    found = parser.parse_args(["--logger", "CSVLogger", "--logger.save_dir", str(tmp_path)])
+    assert found.logger.class_path == "lightning.pytorch.loggers.CSVLogger"

@@ -33,7 +33,8 @@ def adapt_loggers(loggers: Iterable[Logger]) -> None:
             continue
         kind = type(logger)
         own = next((own for base, own in _OWN.items() if isinstance(logger, base)), _Tolerant)
-        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        # As a local class: jsonargparse, which looks up bare names such as CSVLogger, would find two otherwise.
+        names = {"__qualname__": f"adapt_loggers.<locals>.{kind.__name__}", "__doc__": kind.__doc__}
         adapted: Any = type(kind.__name__, (own, kind), names)
         logger.__class__ = adapted
 

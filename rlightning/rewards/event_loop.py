@@ -71,7 +71,8 @@ class CallRunner:
         """Cancel what calls have left running, and let that and asynchronous generators clean up."""
         tasks = call_tasks(self._loop)
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # a second time would end its cleaning up
+                task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
         await self._loop.shutdown_asyncgens()
