@@ -298,7 +298,7 @@ class VLLMRollout(RolloutCallback):
         """Go on with what was in flight."""
         groups = state_dict.get("in_flight", {"groups": []})["groups"]
         if self.options.placement == "colocated":
-            groups = [group | {"trajectories": None} for group in groups]  # complete or not, they begin again
+            groups = [group | {"trajectories": None} for group in groups]  # complete or not, they are requeued
         self.in_flight.load_state_dict({"groups": groups})
 
     # Sampling

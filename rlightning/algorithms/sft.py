@@ -58,7 +58,7 @@ class SFT(RLModule):
         return batch
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Zeros [M]: nothing is judged."""
+        """Return zeros [M]: there are no rewards."""
         return torch.zeros(batch.num_trajectories, dtype=torch.float32)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:

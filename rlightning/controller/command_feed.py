@@ -69,7 +69,7 @@ class OrderFeed:
         self._batch: Any = None
 
     def begin_fit(self) -> None:
-        """Obey what comes before training, up to its start."""
+        """Execute the commands that come before training, up to its start."""
         self.is_over = False
         self.num_batches = self._serve_until(StartTraining).num_batches
 

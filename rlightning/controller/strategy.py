@@ -308,7 +308,7 @@ class ControllerLauncher(_Launcher):
             return function(*args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """There is nobody to send a signal to: workers end with this process."""
+        """Do nothing: workers end with this process."""
 
 
 @contextmanager

@@ -25,8 +25,8 @@ class WorkerEpochLoop(_TrainingEpochLoop):
     Args:
         trainer: the worker's.
         feed: where orders come from.
-        min_steps: the run's, for whoever asks.
-        max_steps: the run's, for whoever asks.
+        min_steps: the run's, as the controller's Trainer has it.
+        max_steps: the run's, as the controller's Trainer has it.
     """
 
     done = False
@@ -77,7 +77,7 @@ class WorkerFitLoop(_FitLoop):
         return self.feed.is_over
 
     def run(self) -> None:
-        """Obey what comes before training, and train."""
+        """Execute the commands that come before training, then train."""
         self.feed.begin_fit()
         super().run()
 

@@ -74,7 +74,7 @@ def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = 
     policy.train()  # there is no dropout left
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
-    policy.tie_weights()  # to_empty has given each twin memory of its own
+    policy.tie_weights()  # to_empty has given each tied parameter memory of its own
     initialize_buffers(model, policy, sharding.device)
     load_shards(model, policy)
     return policy

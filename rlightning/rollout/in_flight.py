@@ -131,7 +131,7 @@ class InFlight:
         self._finished.append(group)
 
     def expire(self, weight_version: int) -> list[Group]:
-        """Have begin again what is too old to be taken at this version or a later one.
+        """Requeue prompts whose tokens are too old to be trained on at this version or a later one.
 
         Returns:
             Those of them that somebody still works on.
@@ -141,7 +141,7 @@ class InFlight:
         return self._requeue(old)
 
     def requeue_changed(self, settings: dict[str, Any]) -> list[Group]:
-        """Have begin again what was sampled with other settings than these, and say so.
+        """Requeue prompts that were sampled with other settings than these, and log how many.
 
         Args:
             settings: of :func:`~rlightning.rollout.sampler.sampling_settings`.
@@ -168,7 +168,7 @@ class InFlight:
         return running
 
     def stop(self) -> list[Group]:
-        """Have all that are under way begin again later; those of them."""
+        """Requeue all prompts that are under way, and return them."""
         running = self.running
         for group in running:
             group.begin_again()
