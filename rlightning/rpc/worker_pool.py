@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -251,7 +250,7 @@ class _Worker:
         self.abandoned: dict[int, _Call] = {}
         self.ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         self._progress = ProgressFile.create()
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (end() closes it)
+        self._stacks = os.memfd_create("rlightning-stacks")
         self._process: ManagedProcess | None = None
         self._connected: Peer | None = None
         self._heartbeat = Heartbeat(intervals.WORKER_POLL_INTERVAL)
@@ -285,7 +284,7 @@ class _Worker:
             ProcessStartError: it ended before, or took too long.
         """
         deadline, name = Deadline(timeout), self.pool.name
-        fds = (self._progress.fd, self._stacks.fileno())
+        fds = (self._progress.fd, self._stacks)
         command = [*self.pool.command, *map(str, fds)]
         self._process = process = ManagedProcess(command, name=name, pass_fds=fds)
         self._connected, _ = await connect_process(process, {}, ready_timeout=timeout)
@@ -339,7 +338,7 @@ class _Worker:
             how = await end_process(self._process, self._connected)
         stacks = self._read_stacks()
         self._progress.close()
-        self._stacks.close()
+        os.close(self._stacks)
         keys = list(self.calls)
         is_known = progress.is_executing or keys == [progress.call]
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
@@ -353,8 +352,8 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, STACK_SIGNAL)
         deadline = Deadline(STACK_SECONDS)
-        while not deadline.is_over and not os.fstat(self._stacks.fileno()).st_size:
+        while not deadline.is_over and not os.fstat(self._stacks).st_size:
             await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
 
     def _read_stacks(self) -> str:
-        return os.pread(self._stacks.fileno(), MAX_STACK_BYTES, 0).decode(errors="replace")
+        return os.pread(self._stacks, MAX_STACK_BYTES, 0).decode(errors="replace")
