@@ -2,13 +2,14 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlightning.errors import ConfigError
+from rlightning.environments import Environment, SingleTurn
+from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank
@@ -42,6 +43,10 @@ class RolloutCallback(RLCallback, Generator):
         verify_every: weight syncs between two verifications; 0 verifies nothing.
         verify_tolerance: how far the sampler's log-probabilities may be from the actor's, as a multiple of what
             rounding makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
+        environment: makes trajectories of prompts (docs/environments.md); several by name, of which each row's column
+            ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
+        trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
+            None: any time.
     """
 
     runs_in = "workers"
@@ -59,8 +64,13 @@ class RolloutCallback(RLCallback, Generator):
         seed: int | None = None,
         verify_every: int = 20,
         verify_tolerance: float = MAX_DISTANCE,
+        environment: Environment | Mapping[str, Environment] | None = None,
+        trajectory_timeout: float | None = None,
     ) -> None:
         super().__init__()
+        is_timeout = trajectory_timeout is None or trajectory_timeout > 0
+        check_rules({f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout})
+        self.environment, self.trajectory_timeout = environment, trajectory_timeout
         self.sampling = Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -103,6 +113,11 @@ class RolloutCallback(RLCallback, Generator):
             sampling: of training completions.
             max_prompt_tokens: of the longest prompt; None is whatever the model allows.
         """
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether each trajectory is a prompt and one completion."""
+        return self.environment is None or isinstance(self.environment, SingleTurn)
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
         """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one.

@@ -1,15 +1,15 @@
 """Rollouts by the model itself, in the trainer's process: no engine to install or to start."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import as_completed
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
-from rlightning.environments import Environment
-from rlightning.environments.collector import Collector
 from rlightning.environments.policy import GroupRequest
+from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.models import load_config
@@ -35,10 +35,6 @@ class TransformersRollout(RolloutCallback):
     ``trainer`` and ``module``.
 
     Args:
-        environment: makes trajectories of prompts (docs/environments.md); several by name, of which each row's column
-            ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
-        trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
-            None: any time.
         dtype: what the copy computes in; "auto" is bfloat16 on CUDA and float32 elsewhere.
         max_sequences: completions that a rank decodes at once; more are faster, and take memory for their keys and
             values.
@@ -48,23 +44,15 @@ class TransformersRollout(RolloutCallback):
     def __init__(
         self,
         *,
-        environment: Environment | Mapping[str, Environment] | None = None,
-        trajectory_timeout: float | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         max_sequences: int = 256,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        is_timeout = trajectory_timeout is None or trajectory_timeout > 0
-        rules = {
-            f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1,
-            f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout,
-        }
-        check_rules(rules)
-        self.environment, self.trajectory_timeout = environment, trajectory_timeout
+        check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: TransformersSampler | None = None
-        self._collector: Collector | None = None
+        self._runner: EnvironmentRunner | None = None
 
     @property
     def is_set_up(self) -> bool:
@@ -103,7 +91,7 @@ class TransformersRollout(RolloutCallback):
         sampler.sleep()
         self.verification.begin_run(module, sampler.max_length, sampler.dtype, device)
         self._sampler = sampler
-        self._collector = Collector(
+        self._runner = EnvironmentRunner(
             sampler,
             module.tokenizer,
             self.environment,
@@ -113,10 +101,10 @@ class TransformersRollout(RolloutCallback):
 
     def close(self) -> None:
         """End the threads and free the model. May be called twice."""
-        if self._sampler is not None and self._collector is not None:
+        if self._sampler is not None and self._runner is not None:
             self._sampler.close()
-            self._collector.close()
-        self._sampler = self._collector = None
+            self._runner.close()
+        self._sampler = self._runner = None
 
     def describe(self) -> str:
         """Return what samples, in a line; "" without a sampler."""
@@ -138,18 +126,22 @@ class TransformersRollout(RolloutCallback):
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
         """Take the actor's weights, if they have changed, and attempt the prompts."""
-        assert self._collector is not None
+        assert self._runner is not None
         if any_rank(self.sampler.weight_version != self._module.weight_version, name="weights are there"):
             self._sync_weights()
         groups = [
             GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples) for prompt, stream in requests
         ]
-        done: dict[int, list[Trajectory]] = {}
-        for place, trajectories in self._collector.collect(groups):
-            done[place] = trajectories
-            if on_completed is not None:
-                on_completed(requests[place][0], trajectories)
-        return [done[place] for place in range(len(requests))]
+        running = {self._runner.submit(group): place for place, group in enumerate(groups)}
+        try:
+            for future in as_completed(running):
+                if on_completed is not None:
+                    on_completed(groups[running[future]].prompt, future.result())
+            return [future.result() for future in running]
+        except BaseException:
+            for future in running:
+                future.cancel()
+            raise
 
     def _sync_weights(self) -> None:
         """Bring the actor's weights into the sampler; all ranks take part."""

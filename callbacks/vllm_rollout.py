@@ -1,5 +1,6 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -12,22 +13,32 @@ import torch
 from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
+from rlightning.environments.collector import Collector, StepPlan
+from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError
 from rlightning.hooks import fire
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
-from rlightning.parallel.collectives import any_rank, gather_objects, world_size
+from rlightning.parallel.collectives import gather_objects, global_rank, world_size
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
+from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
 from rlightning.rollout.engine import Engine
-from rlightning.rollout.engine_group import EngineGroup, check_group_size
 from rlightning.rollout.engine_options import EngineOptions, Placement
-from rlightning.rollout.in_flight import OWNER, InFlight
+from rlightning.rollout.engine_pool import EngineId, EnginePool
+from rlightning.rollout.engine_relay import COLLECTOR_RANK, EngineNetwork
+from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
+from rlightning.rollout.rank_engines import (
+    RankEngines,
+    check_group_size,
+    check_living,
+    colocated_engines,
+    standalone_engines,
+)
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.sampler import Request
-from rlightning.rollout.standalone import StandaloneEngines
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -36,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_ENGINE = "There is no engine: it has not been set up, or has been closed."
+
 
 class VLLMRollout(RolloutCallback):
     """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
@@ -43,13 +56,15 @@ class VLLMRollout(RolloutCallback):
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
     first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
     the canary's log-probabilities under the engine must be the actor's but for rounding. On a GPU that it shares with
-    the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout it is restarted, sent the
-    current weights, and finishes the step with what was done already; the second death in a step ends the run with the
-    engine's last log lines.
+    the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout, its prompts go to the
+    other engines, and it is restarted with the next weight sync; where there is no other one, it is restarted and sent
+    the current weights at once, and finishes the step with what was done already. An engine that dies twice in a step
+    is not restarted, and without any the run ends with the engine's last log lines.
 
-    With ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they go
-    on generating while the actor is updated: :meth:`exchange` then takes prompts and gives back completed ones, some of
-    which were handed in before. Weights are sent as soon as an update is done, in the midst of what is being generated.
+    Rank 0 collects the trajectories of all ranks' prompts from the engines of all ranks. With
+    ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they go on
+    sampling while the actor is updated: :meth:`collect_trajectories` then takes prompts and returns finished groups,
+    some of which belong to earlier prompts. Weights are sent as soon as an update is done, while engines sample.
 
     A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
     ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
@@ -125,7 +140,12 @@ class VLLMRollout(RolloutCallback):
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
-        self._engines: EngineGroup | StandaloneEngines | None = None
+        self._engines: RankEngines | None = None
+        self._network: EngineNetwork | None = None
+        self._pool: EnginePool | None = None  # on rank 0
+        self._runner: EnvironmentRunner | None = None  # on rank 0
+        self._collector: Collector | None = None
+        self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
 
@@ -139,7 +159,9 @@ class VLLMRollout(RolloutCallback):
     @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that an engine takes."""
-        return int(self._running_engines.config.engine_args["max_model_len"])
+        if self._engines is None:
+            raise EngineError(NO_ENGINE)
+        return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
         """Start the engines; returns before they are up.
@@ -155,14 +177,15 @@ class VLLMRollout(RolloutCallback):
             tokenizer=module.tokenizer,
         )
         copies = read_copies(module.model_path)
-        configs = self.options.configure(module, device, sampling, max_prompt_tokens, run_dir(trainer))
+        longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
+        configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
         if self.options.placement == "standalone":
-            self._engines = StandaloneEngines(
-                configs, self.in_flight, engines_key=self.engines_key, keeps_cache=self.keeps_cache
-            )
+            self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:
-            self._engines = EngineGroup(configs, self.in_flight, num_ranks=self.options.devices_per_engine)
+            self._engines = colocated_engines(configs, self.options.devices_per_engine)
+        self._collector = self._make_collector(self._engines, files)
+        self._bottleneck = BottleneckMonitor(self.max_staleness, len(configs), self.engines_key)
         config = self._engines.config
         self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
         self._is_started = False
@@ -170,12 +193,28 @@ class VLLMRollout(RolloutCallback):
             self._start_engines()
         self._room.begin_run()
 
+    def _make_collector(self, engines: RankEngines, files: ModelFiles) -> Collector:
+        """Connect rank 0 to the engines of all ranks; a collective."""
+        self._network = EngineNetwork(engines.engines, files)
+        if global_rank() != COLLECTOR_RANK:
+            return Collector(None, self.in_flight, self)
+        pool = EnginePool(self._network.engines, lambda: collector.has_changed.set())
+        runner = EnvironmentRunner(
+            pool,
+            self._module.tokenizer,
+            self.environment,
+            max_length=self.max_sequence_length,
+            timeout=self.trajectory_timeout,
+        )
+        collector = Collector(runner, self.in_flight, self, lambda: runner.call(pool.take_idle_seconds))
+        self._pool, self._runner = pool, runner
+        return collector
+
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
         if self._engines is None or not any(is_service(logger) for logger in getattr(trainer, "loggers", ())):
             return
-        engines = self._engines.engines
-        starts = [engine.process.ready for engine in engines if engine.process is not None]
+        starts = [engine.ready for engine in self._engines.engines if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
             if isinstance(error := start.exception(), EngineStartError):
                 raise error
@@ -192,9 +231,13 @@ class VLLMRollout(RolloutCallback):
 
     def close(self) -> None:
         """End the engine and whatever it started. May be called twice."""
+        if self._collector is not None:
+            self._collector.close()
         if self._engines is not None:
             self._engines.close()
-            self._engines = None
+        if self._network is not None:
+            self._network.close()
+        self._engines = self._network = self._pool = self._runner = self._collector = None
 
     def ray_engines(self) -> "RayEngines | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
@@ -242,12 +285,12 @@ class VLLMRollout(RolloutCallback):
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin a step, in which each engine may die once."""
+        """Begin a step."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """What the step has consumed is not in flight any more: a checkpoint may be written next."""
+        """Note that what the step has taken is not in flight any more: a checkpoint may be written next."""
         self.in_flight.end_step()
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
@@ -258,7 +301,7 @@ class VLLMRollout(RolloutCallback):
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
-            self._update_engines()
+            self.sync_weights()
         super().on_update_end(trainer, module, batch)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -269,17 +312,22 @@ class VLLMRollout(RolloutCallback):
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Forgive one death a batch."""
+        """Reset the restart budget of the engines."""
         if self._engines is not None:
-            self._engines.forgive()
+            self._engines.reset_restart_budget()
 
     on_test_batch_start: Any = on_validation_batch_start
     on_predict_batch_start: Any = on_validation_batch_start
 
     def begin_step(self) -> None:
-        """Let each engine die once more."""
-        if self._engines is not None:
-            self._engines.forgive()
+        """Reset the restart budget of the engines, and report whether trainer or engines wait for the other side."""
+        if self._engines is not None and self._collector is not None and self._bottleneck is not None:
+            self._engines.reset_restart_budget()
+            totals = self._collector.begin_step()
+            if totals.staleness and not self._engines.is_colocated:  # none, if this has been called for the step
+                report = self._bottleneck.add(totals)
+                if report is not None:
+                    log.info(report)
         super().begin_step()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -296,10 +344,7 @@ class VLLMRollout(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was in flight."""
-        groups = state_dict.get("in_flight", {"groups": []})["groups"]
-        if self.options.placement == "colocated":
-            groups = [group | {"trajectories": None} for group in groups]  # complete or not, they are requeued
-        self.in_flight.load_state_dict({"groups": groups})
+        self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     # Sampling
 
@@ -315,9 +360,9 @@ class VLLMRollout(RolloutCallback):
         Raises:
             EngineError: if an engine died for the second time in a step, or refused a request.
         """
-        return self._running_engines.generate(requests, num_samples, sampling, on_completed, self._update_engines)
+        return self._running_collector.generate(requests, num_samples, sampling, on_completed)
 
-    def exchange(
+    def collect_trajectories(
         self,
         prompts: Sequence[Prompt],
         num_samples: int,
@@ -325,7 +370,7 @@ class VLLMRollout(RolloutCallback):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Hand in prompts and get the trajectories of as many; with some in flight, perhaps others that came before.
+        """Hand in prompts and take the trajectories of as many; with prompts in flight, perhaps of earlier ones.
 
         ``max_staleness`` steps' worth of further prompts keep the engines busy while the actor is updated.
 
@@ -333,8 +378,8 @@ class VLLMRollout(RolloutCallback):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: as of :meth:`generate`, where nothing is in flight; else of what is consumed, on a rank that
-                has the engine, or the engines, to itself.
+            on_completed: as of :meth:`generate`, where nothing is in flight; else called for each group that is taken,
+                in a run of one rank.
             take_prompts: gives this rank that many further prompts; without it there are no others than those given.
 
         Returns:
@@ -343,7 +388,7 @@ class VLLMRollout(RolloutCallback):
         plan = getattr(self._module, "plan", None)
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
         per_step = sum(number for number, _ in counts) if plan is None else plan.prompts_per_step
-        ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[OWNER]
+        ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[COLLECTOR_RANK]
         if not ahead and not in_flight:
             return self.generate(prompts, num_samples, sampling, on_completed)
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
@@ -352,27 +397,38 @@ class VLLMRollout(RolloutCallback):
         if take_prompts is not None and ahead > in_flight:
             further = take_prompts(-(-(ahead - in_flight) // world_size()))
             requests += self._streams.assign(further, sampling, self._module.weight_version)
-        consumed = self._running_engines.consume(
-            requests,
-            num_samples,
-            sampling,
-            on_completed,
-            self._update_engines,
-            num_groups=len(prompts),
-            per_step=per_step,
-            room=per_step + ahead,
-            weight_version=self._module.weight_version,
-        )
-        self.last = consumed.metrics
-        log_metrics(self._module, consumed.metrics)
-        return consumed.groups
+        version = self._module.weight_version
+        plan = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
+        collector = self._running_collector
+        groups = collector.collect_trajectories(requests, num_samples, sampling, on_completed, plan)
+        self._log_totals(version)
+        return groups
+
+    def _log_totals(self, version: int) -> None:
+        """Log what the step has taken so far; a collective."""
+        collector, engines = self._running_collector, self._running_engines
+        metrics: dict[str, float] = {}
+        if global_rank() == COLLECTOR_RANK:
+            metrics = {STOPPED: float(collector.totals.num_stopped)}
+            if not engines.is_colocated:
+                metrics = collector.totals.metrics(self.max_staleness, version)
+                metrics["async/swap_pause"] = engines.pause_seconds
+        self.last = gather_objects(metrics, name="metrics")[COLLECTOR_RANK]
+        log_metrics(self._module, self.last)
 
     @property
-    def _running_engines(self) -> EngineGroup | StandaloneEngines:
+    def _running_engines(self) -> RankEngines:
         if self._engines is None:
-            raise EngineError("There is no engine: it has not been set up, or has been closed.")
+            raise EngineError(NO_ENGINE)
         self._start_engines()
         return self._engines
+
+    @property
+    def _running_collector(self) -> Collector:
+        if self._collector is None:
+            raise EngineError(NO_ENGINE)
+        self._start_engines()
+        return self._collector
 
     def _start_engines(self) -> None:
         """Start the engines, once; returns before they are up."""
@@ -380,42 +436,57 @@ class VLLMRollout(RolloutCallback):
             self._is_started = True
             self._engines.start()
 
-    def _update_engines(self) -> None:
-        """Send all engines that need it the actor's current weights, until each has them."""
-        engines = self._running_engines
-        if isinstance(engines, StandaloneEngines):  # which are told stale only once they are up
-            self._wait_for_start(engines)
-        while any_rank(engines.is_stale(self._module.weight_version), name="weights are there"):
-            try:
-                self._sync(engines)
-            except EngineDiedError as error:
-                self._restart(engines, error)
+    def sync_weights(self) -> None:
+        """Send the actor's current weights to all engines that need them, until each has them; a collective.
 
-    def _wait_for_start(self, engines: EngineGroup | StandaloneEngines) -> None:
-        """Wait until there is an engine to send weights to. One that died meanwhile is found out as they are sent."""
+        Raises:
+            EngineError: no engine is left.
+        """
+        engines, version = self._running_engines, self._module.weight_version
+        while True:
+            self._restart_dead(engines)
+            if not engines.is_colocated:  # they take weights only once they are up
+                self._wait_for_start(engines)
+            states = gather_objects(engines.states(version), name="weights are there")
+            check_living(states)
+            if not any(state.is_stale for state in states):
+                break
+            self._sync(engines)
+        if self._runner is not None and self._pool is not None:
+            serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
+            self._runner.call(self._pool.set_serving, serving)
+
+    def needs_sync(self) -> bool:
+        """Whether no engine serves, or, on rank 0, an engine could be brought back beside those that do."""
+        assert self._pool is not None
+        return self._pool.num_serving == 0 or self._running_engines.has_news()
+
+    def _wait_for_start(self, engines: RankEngines) -> None:
+        """Wait until there is an engine to send weights to. One that died meanwhile is found at the next sync."""
         if engines.is_starting:
             fire(self._trainer, self._module, "on_engine_start")
             engines.wait_for_start()
             fire(self._trainer, self._module, "on_engine_ready")
 
-    def _restart(self, engines: EngineGroup | StandaloneEngines, error: EngineDiedError) -> None:
-        """Start what has died again, which takes all of its memory at once."""
-        if engines.can_sleep:
+    def _restart_dead(self, engines: RankEngines) -> None:
+        """Start what has died again."""
+        dead = engines.dead
+        if not dead:
+            return
+        if self._runner is not None and self._pool is not None:
+            self._runner.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
+        if engines.can_sleep:  # an engine that starts takes all of its memory at once
             self._room.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
-        engines.restart(error)
+        engines.restart_dead()
 
     def _rest(self) -> None:
         if self._engines is None or not self._engines.can_sleep:
             return
-        try:
-            self._engines.sleep()
-        except EngineDiedError as error:
-            # The actor has the device now: whoever asks for completions next finds it dead, and starts it again.
-            log.warning("The engine died as it went to sleep: %s", error.line)
+        self._engines.sleep()
         self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")
 
-    def _sync(self, engines: EngineGroup | StandaloneEngines) -> None:
+    def _sync(self, engines: RankEngines) -> None:
         """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
         module, version = self._module, self._module.weight_version
         fire(self._trainer, module, "on_weight_sync_start", version)
@@ -429,11 +500,9 @@ class VLLMRollout(RolloutCallback):
             fire(self._trainer, module, "on_engine_wake")
             self._room.on_engine_wake(self._trainer, module)
         engines.activate_weights(version)
-        for engine in engines.fresh if is_due else ():
-            try:
+        for engine in engines.updated if is_due else ():
+            with contextlib.suppress(EngineDiedError):  # it is found dead at the next sync
                 self.verification.verify(module, engine)
-            except EngineDiedError as error:
-                self._restart(engines, error)
         if engines.can_sleep:
             self._room.on_weight_sync_end(self._trainer, module, version)
         fire(self._trainer, module, "on_weight_sync_end", version)

@@ -1,137 +1,236 @@
-"""The collector: prompts in, finished groups of trajectories out, in the order in which they finish.
+"""The collector: it keeps the prompts of all ranks in flight on rank 0, and returns finished groups to the ranks.
 
-What waits, environments and requests to the sampler, runs on one event loop in a thread of its own; the trainer's
-thread hands in requests and takes what is finished. Only plain data goes from one to the other.
+::
+
+    rank 0     prompts of all ranks --> InFlight --> EnvironmentRunner x sampler --> groups to all ranks
+    others     wait, and take part in weight syncs, whenever rank 0 says so
 """
 
-import asyncio
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from rlightning import intervals
-from rlightning.environments.environment import Environment
-from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
-from rlightning.environments.single_turn import SingleTurn
-from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampler
-from rlightning.types.trajectory import Prompt, Trajectory
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.runner import EnvironmentRunner
+from rlightning.parallel.collectives import exchange, gather_objects, world_size
+from rlightning.rollout.async_metrics import StepTotals
+from rlightning.rollout.engine_relay import COLLECTOR_RANK
+from rlightning.rollout.in_flight import Group, InFlight, token_staleness
+from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
+from rlightning.types import Prompt, Trajectory
 
-COLUMN = "environment"
-"""Of a prompt set, that names the environment of each row where a run has several."""
+T = TypeVar("T")
+
+
+class StepPlan(NamedTuple):
+    """What a step takes of what is in flight.
+
+    Attributes:
+        num_groups: that this rank wants, at most as many as it has handed in ever.
+        per_step: that all ranks want in a step.
+        room: that run or are finished at once, of all ranks; other prompts wait.
+        weight_version: of the weights that will be updated: no token of the groups is older than
+            ``weight_version - max_staleness``.
+    """
+
+    num_groups: int
+    per_step: int
+    room: int
+    weight_version: int
+
+
+class WeightSync(Protocol):
+    """How the collector has the sampler's weights brought up to date."""
+
+    def sync_weights(self) -> None:
+        """Bring the actor's weights to all engines that need them; a collective."""
+
+    def needs_sync(self) -> bool:
+        """Whether, on rank 0, requests wait for a sync; called while they are under way."""
 
 
 class Collector:
-    """Keeps prompts in flight at their environments.
+    """Completes the prompts of all ranks. All ranks make one, and call it alike.
 
     Args:
-        sampler: samples the policy's turns.
-        tokenizer: the policy's.
-        environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
-        max_length: tokens of the longest sequence.
-        timeout: seconds that a trajectory may take; None: any time.
+        runner: of rank 0; None on the others.
+        in_flight: prompts that earlier calls were handed, and have not returned.
+        weights: syncs them.
+        take_idle_seconds: returns for how long engines have had nothing to do since its last call.
+
+    Attributes:
+        has_changed: set it when :meth:`WeightSync.needs_sync` may have changed.
+        totals: of the step.
     """
 
     def __init__(
         self,
-        sampler: Sampler,
-        tokenizer: Any,
-        environments: Environment | Mapping[str, Environment] | None = None,
-        *,
-        max_length: int,
-        timeout: float | None = None,
+        runner: EnvironmentRunner | None,
+        in_flight: InFlight,
+        weights: WeightSync,
+        take_idle_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._sampler, self._tokenizer = sampler, tokenizer
-        self._environments = SingleTurn() if environments is None else environments
-        self._max_length, self._timeout = max_length, timeout
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
-        self._thread.start()
+        self.in_flight, self.has_changed, self.totals = in_flight, threading.Event(), StepTotals()
+        self._runner, self._weights, self._take_idle_seconds = runner, weights, take_idle_seconds
+        self._running: dict[Future[list[Trajectory]], Group] = {}
+        self._wait_seconds = 0.0
 
-    def collect(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Trajectory]]]:
-        """Attempt prompts; what is under way when the caller stops taking is cancelled.
+    def begin_step(self) -> StepTotals:
+        """Begin a step; returns the totals of the one before."""
+        totals, self.totals = self.totals, StepTotals()
+        return totals
 
-        Yields:
-            The place of a request, and its trajectories, as soon as all of them have ended.
+    def generate(
+        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
+    ) -> list[list[Trajectory]]:
+        """Attempt this rank's prompts, beside whatever is in flight; returns their trajectories, in their order.
 
-        Raises:
-            ConfigError: a prompt names no environment of the run.
-            EngineError: the sampler cannot go on.
+        Args:
+            requests: prompts, each with the number of its random stream.
+            num_samples: trajectories of each.
+            sampling: how.
+            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called for rank 0's prompts.
         """
-        environments = [find_environment(self._environments, request.prompt) for request in requests]
-        finished: SimpleQueue[tuple[int, list[Trajectory]] | BaseException] = SimpleQueue()
-        work = asyncio.run_coroutine_threadsafe(self._collect(requests, environments, finished), self._loop)
+        self._weights.sync_weights()
+        received = exchange({COLLECTOR_RANK: list(requests)}, name="prompts")
+        work = [(rank, request) for rank, handed in received.items() for request in handed]
+        running = {
+            self._submit(prompt, stream, num_samples, sampling): place
+            for place, (_, (prompt, stream)) in enumerate(work)
+        }
+        done: dict[int, list[Trajectory]] = {}
+
+        def is_done() -> bool:
+            for place, trajectories in _pop_done(running):
+                done[place] = trajectories
+                rank, (prompt, _) = work[place]
+                if on_completed is not None and rank == COLLECTOR_RANK:
+                    on_completed(prompt, trajectories)
+            return not running
+
         try:
-            for _ in requests:
-                group = finished.get()
-                if isinstance(group, BaseException):
-                    raise group
-                yield group
+            self._wait(is_done)
         except BaseException:
-            work.cancel()
+            _cancel(running)
             raise
-        work.result()
+        groups = {rank: [done[i] for i, (owner, _) in enumerate(work) if owner == rank] for rank in received}
+        return next(iter(exchange(groups, name="trajectories").values()))
+
+    def collect_trajectories(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        on_completed: OnCompleted | None,
+        plan: StepPlan,
+    ) -> list[list[Trajectory]]:
+        """Hand in prompts, and take finished groups, perhaps of earlier prompts (:meth:`InFlight.select_ready`).
+
+        Args:
+            requests: of this rank.
+            num_samples: as of :meth:`generate`.
+            sampling: as of :meth:`generate`.
+            on_completed: called for each group that is going to be taken, if there is one rank.
+            plan: what the step takes.
+        """
+        self._weights.sync_weights()
+        self._wait_seconds = 0.0
+        received = exchange({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
+        num_wanted = sum(int(number) for _, number in received.values())
+        flight, version = self.in_flight, plan.weight_version
+        if self._runner is not None:
+            self._finish_groups()
+            settings = sampling_settings(num_samples, sampling)
+            self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
+            flight.add(request for handed, _ in received.values() for request in handed)
+            for group in flight.waiting[: max(max(plan.room, num_wanted) - flight.num_started, 0)]:
+                group.first_weight_version, group.settings = version, settings
+                self._running[self._submit(group.prompt, group.stream, num_samples, sampling)] = group
+
+        def is_done() -> bool:
+            self._finish_groups()
+            for group in flight.select_ready(num_wanted, version, per_step=plan.per_step, room=plan.room):
+                if on_completed is not None and world_size() == 1:
+                    on_completed(group.prompt, group.trajectories or [])
+            return flight.num_selected == num_wanted
+
+        self._wait(is_done)
+        groups: dict[int, list[list[Trajectory]]] = {}
+        if self._runner is not None:
+            taken = [group.trajectories or [] for group in self._take(version)]
+            for rank, (_, number) in received.items():
+                groups[rank], taken = taken[:number], taken[number:]
+        return next(iter(exchange(groups, name="trajectories").values()))
 
     def close(self) -> None:
-        """Cancel what is under way, and end the thread. May be called twice."""
-        if self._thread.is_alive():
-            with suppress(TimeoutError):  # an environment may ignore that it is cancelled
-                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(intervals.CANCEL_GRACE)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Cancel what is under way; what is in flight stays known. May be called twice."""
+        _cancel(self._running)
+        if self._runner is not None:
+            self._runner.close()
 
-    async def _collect(
-        self,
-        requests: Sequence[GroupRequest],
-        environments: Sequence[Environment],
-        finished: "SimpleQueue[tuple[int, list[Trajectory]] | BaseException]",
-    ) -> None:
-        async def attempt(place: int) -> None:
-            finished.put((place, await self._attempt(requests[place], environments[place])))
+    def _submit(self, prompt: Prompt, stream: int, num_samples: int, sampling: Sampling) -> Future[list[Trajectory]]:
+        assert self._runner is not None
+        future = self._runner.submit(GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples))
+        future.add_done_callback(lambda _: self.has_changed.set())
+        return future
 
+    def _take(self, weight_version: int) -> list[Group]:
+        """Remove the selected groups, and add to the step's totals."""
+        flight, totals = self.in_flight, self.totals
+        totals.trainer_wait_seconds += self._wait_seconds
+        totals.engine_idle_seconds += self._take_idle_seconds()
+        totals.num_stale += flight.num_stale
+        taken = flight.pop_selected()
+        totals.staleness.append(token_staleness(taken, weight_version))
+        if flight.max_staleness == 0:
+            num_stopped, running = flight.requeue_all()
+            totals.num_stopped += num_stopped
+            self._cancel(running)
+        totals.num_running, totals.num_finished = len(self._running), flight.num_finished
+        return taken
+
+    def _finish_groups(self) -> None:
+        for group, trajectories in _pop_done(self._running):
+            self.in_flight.finish(group, trajectories)
+
+    def _cancel(self, groups: Sequence[Group]) -> None:
+        _cancel({future: group for future, group in self._running.items() if group in groups})
+        self._running = {future: group for future, group in self._running.items() if group not in groups}
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait, on all ranks, until rank 0 has what is asked for; sync weights whenever rank 0 says so."""
+        while (instruction := gather_objects(self._next(is_done), name="trajectories")[COLLECTOR_RANK]) != "done":
+            if instruction == "sync weights":
+                self._weights.sync_weights()
+
+    def _next(self, is_done: Callable[[], bool]) -> Literal["done", "sync weights", "wait"]:
+        if self._runner is None:
+            return "done"  # rank 0 decides
+        started_at = time.monotonic()
         try:
-            await asyncio.gather(*(attempt(place) for place in range(len(requests))))
-        except Exception as error:  # the trainer's thread raises it
-            finished.put(error)
-
-    async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
-        begun = time.monotonic()
-        group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
-        try:
-            outcomes = await environment.run_group(request.prompt, group)
-        except EngineError:
-            raise  # the sampler's, which no trajectory can go on without
-        except Exception as error:  # user code
-            outcomes = [failed_outcome(request.prompt, error)] * request.num_trajectories
-        return group.finish(outcomes, time.monotonic() - begun)
+            while True:
+                self.has_changed.clear()
+                if is_done():
+                    return "done"
+                if self._weights.needs_sync():
+                    return "sync weights"
+                if time.monotonic() - started_at > intervals.RANK_SYNC_INTERVAL:
+                    return "wait"
+                self.has_changed.wait(intervals.POLL_INTERVAL)
+        finally:
+            self._wait_seconds += time.monotonic() - started_at
 
 
-async def _cancel_others() -> None:
-    """Cancel all other tasks of this loop, and wait until they have ended."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+def _pop_done(running: dict[Future[list[Trajectory]], T]) -> Iterator[tuple[T, list[Trajectory]]]:
+    """Remove what is done; yields its key and its trajectories."""
+    for future in [future for future in running if future.done()]:
+        yield running.pop(future), future.result()
 
 
-def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:
-    """Return a prompt's environment.
-
-    Raises:
-        ConfigError: its row names none of several.
-    """
-    if isinstance(environments, Environment):
-        return environments
-    name = prompt.columns.get(COLUMN)
-    environment = environments.get(str(name))
-    if environment is None:
-        raise ConfigError(
-            f"Prompt {prompt.index} has {COLUMN}={name!r}, which is none of the run's: {', '.join(environments)}. "
-            "Name one of them in each row."
-        )
-    return environment
+def _cancel(running: dict[Future[list[Trajectory]], T]) -> None:
+    for future in list(running):
+        future.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlightning.environments.environment import LimitReachedError, Message, Policy
 from rlightning.errors import EngineError
-from rlightning.rollout import Sampler, Sampling
+from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
 
@@ -49,7 +49,9 @@ class RecordedPolicy:
         max_length: tokens of the longest sequence.
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int) -> None:
+    def __init__(
+        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
+    ) -> None:
         self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
         self._number, self._max_length = number, max_length
         self._branches: list[Branch] = []
@@ -141,7 +143,7 @@ class RecordedGroup:
     """
 
     def __init__(
-        self, sampler: Sampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
         numbers = range(request.num_trajectories)

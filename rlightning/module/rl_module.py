@@ -285,7 +285,7 @@ class RLModule(EvaluationSteps):
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
         """
         fire(self.trainer, self, "on_rollout_start", prompts)
-        groups = self._engine.exchange(
+        groups = self._engine.collect_trajectories(
             prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
         )
         batch = self.batch_type.pack(groups)

@@ -8,6 +8,6 @@
     WeightSender ============ chunks of weights, by a transport ==============^
 """
 
-from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts
+from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts, TokenSampler
 
-__all__ = ["Generator", "OnCompleted", "Sampler", "Sampling", "TakePrompts"]
+__all__ = ["Generator", "OnCompleted", "Sampler", "Sampling", "TakePrompts", "TokenSampler"]

@@ -1,14 +1,64 @@
-"""Which side of an asynchronous run waits for the other, in a plain sentence with the key to change."""
+"""What the steps of an asynchronous run consume, and which side of it waits for the other."""
 
 import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 WINDOW_STEPS = 20
 WAITING_SHARE = 0.3
-"""Of the time: a side that waits for longer is told about."""
+"""Of the time: a side that waits for longer is reported."""
+
+STOPPED = "rollout/stopped"
+"""The metric of how many prompts a step has started and not waited for, which are requeued."""
 
 
-class Pace:
-    """Adds up what trainer and engines wait, and tells once a window when a side has begun to starve.
+@dataclass
+class StepTotals:
+    """Totals over all that a step takes, in one call or, with refills, in several.
+
+    Attributes:
+        staleness: of each token, in updates: [T] by call.
+        num_stale: prompts that were requeued because their tokens were too old.
+        num_stopped: prompts that were under way when there were enough, and were requeued.
+        num_running: prompts that are sampled on.
+        num_finished: prompts that are finished, and not taken.
+        trainer_wait_seconds: for which the trainer waited for trajectories.
+        engine_idle_seconds: for which an engine had nothing to do, in the mean.
+    """
+
+    staleness: list[NDArray[np.int64]] = field(default_factory=list)
+    num_stale: int = 0
+    num_stopped: int = 0
+    num_running: int = 0
+    num_finished: int = 0
+    trainer_wait_seconds: float = 0.0
+    engine_idle_seconds: float = 0.0
+
+    def metrics(self, max_staleness: int, weight_version: int) -> dict[str, float]:
+        """Return them by the names of docs/metrics.md, in a step that updates the weights of this version."""
+        age = np.concatenate([np.zeros(0, np.int64), *self.staleness])
+        shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
+        mean, oldest = (float(age.mean()), float(age.max())) if len(age) else (0.0, 0.0)
+        return {
+            "async/age_mean": mean,
+            "async/age_max": oldest,
+            **{f"async/age_{updates}": float(share) for updates, share in enumerate(shares)},
+            "async/version_trained": float(weight_version),
+            "async/version_sampled_mean": weight_version - mean,
+            "async/version_sampled_min": weight_version - oldest,
+            "async/expired": float(self.num_stale),
+            **({} if max_staleness else {STOPPED: float(self.num_stopped)}),
+            "async/trainer_waited": self.trainer_wait_seconds,
+            "async/engines_idle": self.engine_idle_seconds,
+            "async/running": float(self.num_running),
+            "async/finished": float(self.num_finished),
+        }
+
+
+class BottleneckMonitor:
+    """Adds up what trainer and engines wait, and reports once a window when one of them waits for long.
 
     Args:
         max_staleness: ``rollout.max_staleness``.
@@ -18,31 +68,23 @@ class Pace:
 
     def __init__(self, max_staleness: int, num_engines: int, engines_key: str) -> None:
         self.max_staleness, self.num_engines, self.engines_key = max_staleness, num_engines, engines_key
-        self._told = ""
+        self._last_reported = ""
         self._begin()
 
-    def add(self, trainer_waited: float, engines_idle: float) -> str | None:
-        """Take in a step.
-
-        Args:
-            trainer_waited: seconds that the trainer waited for completions.
-            engines_idle: seconds that an engine had nothing to do, in the mean.
-
-        Returns:
-            A sentence, if there is something new to say.
-        """
+    def add(self, totals: StepTotals) -> str | None:
+        """Add a step; returns a sentence, if there is something new to report."""
         self._num_steps += 1
-        self._trainer_waited += trainer_waited
-        self._engines_idle += engines_idle
+        self._trainer_wait_seconds += totals.trainer_wait_seconds
+        self._engine_idle_seconds += totals.engine_idle_seconds
         if self._num_steps < WINDOW_STEPS:
             return None
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        trainer, engines = self._trainer_waited / seconds, self._engines_idle / seconds
+        seconds = max(time.monotonic() - self._started_at, 1e-9)
+        trainer, engines = self._trainer_wait_seconds / seconds, self._engine_idle_seconds / seconds
         self._begin()
         side = "trainer" if trainer > max(WAITING_SHARE, engines) else "engines" if engines > WAITING_SHARE else ""
-        if side in ("", self._told):
+        if side in ("", self._last_reported):
             return None
-        self._told = side
+        self._last_reported = side
         if side == "trainer":
             return (
                 f"The trainer has waited for completions {trainer:.0%} of the last {WINDOW_STEPS} steps. Add engines "
@@ -55,6 +97,6 @@ class Pace:
         )
 
     def _begin(self) -> None:
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._num_steps = 0
-        self._trainer_waited = self._engines_idle = 0.0
+        self._trainer_wait_seconds = self._engine_idle_seconds = 0.0

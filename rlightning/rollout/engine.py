@@ -16,7 +16,7 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
-from rlightning.rollout.sampler import Request, Sampling
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
@@ -61,6 +61,23 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether there is a process, as far as is known."""
         return self.process is not None and self.process.death is None
+
+    @property
+    def ready(self) -> "Future[dict[str, Any]]":
+        """Done when the engine that was started last is up, or has failed to start."""
+        return self._running.ready
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is alive and can be sent weights."""
+        return self.is_alive and self.ready.done()
+
+    @property
+    def error(self) -> EngineError:
+        """What has ended it."""
+        if self.process is None:
+            return EngineDiedError("The engine is not running.")
+        return self.process.death or EngineDiedError("The engine is alive.")
 
     def start(self) -> None:
         """Start a process, or connect to one that others have started; returns before the engine is up."""
@@ -132,33 +149,20 @@ class Engine:
     # From a thread without an event loop
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
-        """Sample each prompt ``num_samples`` times, in the prompts' order."""
-        answers = self.ask([(prompt, stream) for stream, prompt in enumerate(prompts)], num_samples, sampling)
-        return [self.read(prompt, answer.result()) for prompt, answer in zip(prompts, answers, strict=True)]
-
-    def ask(self, requests: Sequence[Request], num_samples: int, sampling: Sampling) -> list["Future[Any]"]:
-        """Hand in requests; what comes of each is for :meth:`read`.
-
-        Args:
-            requests: prompts, each with the number of its random stream, which counts if ``sampling.seed`` is set.
-            num_samples: completions a prompt.
-            sampling: see :class:`Sampling`.
-        """
-        if self.is_alive:
-            self._check_weights()
-        ends = model_files(self.config).end_token_ids
-        return [
-            self.submit(
-                "generate",
-                prompt.token_ids,
-                vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, ends),
-            )
-            for prompt, stream in requests
+        """Sample each prompt ``num_samples`` times, in the prompts' order; its place is the number of its stream."""
+        self._check_weights()
+        files = model_files(self.config)
+        arguments = [
+            vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, files.end_token_ids)
+            for stream, prompt in enumerate(prompts)
         ]
-
-    def read(self, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> list[Sample]:
-        """Return a prompt's samples, from what the engine's process has answered."""
-        return make_samples(model_files(self.config), prompt.token_ids, outputs)
+        answers = [
+            self.submit("generate", prompt.token_ids, one) for prompt, one in zip(prompts, arguments, strict=True)
+        ]
+        return [
+            make_samples(files, prompt.token_ids, answer.result())
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
@@ -172,7 +176,7 @@ class Engine:
         return self.process
 
     def _check_weights(self) -> None:
-        if self._held_version is None:
+        if self.is_alive and self._held_version is None:
             raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
 
 

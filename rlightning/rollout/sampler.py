@@ -99,7 +99,7 @@ class Generator(Protocol):
     """Completes prompts; what an RLModule asks of the callback that owns the engine. Subclass it."""
 
     max_staleness: int = 0
-    """How many updates old the tokens that :meth:`exchange` gives may be."""
+    """How many updates old the tokens that :meth:`collect_trajectories` gives may be."""
 
     def generate(
         self,
@@ -111,7 +111,7 @@ class Generator(Protocol):
         """Make ``num_samples`` trajectories of each prompt, in the prompts' order."""
         raise NotImplementedError
 
-    def exchange(
+    def collect_trajectories(
         self,
         prompts: Sequence[Prompt],
         num_samples: int,
@@ -135,14 +135,8 @@ class Generator(Protocol):
         return ""
 
 
-class Sampler(Protocol):
-    """Holds a copy of the policy and samples from it; the asynchronous methods may be called for many prompts at once.
-
-    Attributes:
-        weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.
-    """
-
-    weight_version: int | None
+class TokenSampler(Protocol):
+    """Samples from the policy; the methods may be called for many prompts at once."""
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
@@ -167,6 +161,16 @@ class Sampler(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
+
+
+class Sampler(TokenSampler, Protocol):
+    """Holds a copy of the policy and samples from it.
+
+    Attributes:
+        weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.
+    """
+
+    weight_version: int | None
 
     def update_weights(self, source: "WeightSource", version: int) -> None:
         """Take the actor's weights; called by all ranks, on the trainer's thread.

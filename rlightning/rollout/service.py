@@ -71,7 +71,7 @@ class Client:
             self._unfinished.add(call)
             call.add_done_callback(self._unfinished.discard)
         try:
-            return _pack(await (call if method in SAMPLING_METHODS else asyncio.shield(call)))
+            return pack_arrays(await (call if method in SAMPLING_METHODS else asyncio.shield(call)))
         except EngineError:
             if self.engine.death is None:
                 raise
@@ -139,12 +139,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: nothing can listen there ({error}).") from error
 
 
-def _pack(value: Any) -> Any:
+def pack_arrays(value: Any) -> Any:
     """Return a result with its arrays as such: a memoryview would arrive as bytes."""
     if isinstance(value, memoryview):
         return rpc.Buffer(value)
     if isinstance(value, list):
-        return [_pack(one) for one in value]
+        return [pack_arrays(one) for one in value]
     if isinstance(value, dict):
-        return {name: _pack(one) for name, one in value.items()}
+        return {name: pack_arrays(one) for name, one in value.items()}
     return value

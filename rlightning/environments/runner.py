@@ -1,0 +1,98 @@
+"""Runs environments: prompts in, groups of trajectories out, on an event loop in a thread of its own."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from time import monotonic
+from typing import Any, TypeVar
+
+from rlightning.environments.environment import Environment
+from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
+from rlightning.environments.single_turn import SingleTurn
+from rlightning.errors import ConfigError, EngineError
+from rlightning.rollout import TokenSampler
+from rlightning.rpc.client import LoopThread
+from rlightning.types.trajectory import Prompt, Trajectory
+
+T = TypeVar("T")
+
+COLUMN = "environment"
+"""Of a prompt set, that names the environment of each row where a run has several."""
+
+
+class EnvironmentRunner:
+    """Attempts prompts in their environments. Any thread may use it; only plain data goes to its own and back.
+
+    Args:
+        sampler: samples the policy's turns.
+        tokenizer: the policy's.
+        environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
+        max_length: tokens of the longest sequence.
+        timeout: seconds that a trajectory may take; None: any time.
+    """
+
+    def __init__(
+        self,
+        sampler: TokenSampler,
+        tokenizer: Any,
+        environments: Environment | Mapping[str, Environment] | None = None,
+        *,
+        max_length: int,
+        timeout: float | None = None,
+    ) -> None:
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._environments = SingleTurn() if environments is None else environments
+        self._max_length, self._timeout = max_length, timeout
+        self._thread = LoopThread("environments")
+
+    def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
+        """Start to attempt a prompt, and return at once; cancelling the future cancels what is under way.
+
+        Returns:
+            The trajectories, once all of them have ended; an EngineError if the sampler cannot go on.
+
+        Raises:
+            ConfigError: the prompt names no environment of the run.
+        """
+        environment = find_environment(self._environments, request.prompt)
+        return self._thread.submit(self._attempt(request, environment))
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the event loop, and return what it returns."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return self._thread.run(run())
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread. May be called twice."""
+        self._thread.close()
+
+    async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
+        started_at = monotonic()
+        group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
+        try:
+            outcomes = await environment.run_group(request.prompt, group)
+        except EngineError:
+            raise  # the sampler's, which no trajectory can go on without
+        except Exception as error:  # user code
+            outcomes = [failed_outcome(request.prompt, error)] * request.num_trajectories
+        return group.finish(outcomes, monotonic() - started_at)
+
+
+def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:
+    """Return a prompt's environment.
+
+    Raises:
+        ConfigError: its row names none of several.
+    """
+    if isinstance(environments, Environment):
+        return environments
+    name = prompt.columns.get(COLUMN)
+    environment = environments.get(str(name))
+    if environment is None:
+        raise ConfigError(
+            f"Prompt {prompt.index} has {COLUMN}={name!r}, which is none of the run's: {', '.join(environments)}. "
+            "Name one of them in each row."
+        )
+    return environment

@@ -1,0 +1,164 @@
+"""Sampling from the engines of other ranks: each rank relays what rank 0 asks its engines for.
+
+::
+
+    rank 0                              rank r                      engine process
+      EnginePool --> RemoteEngine ---tcp---> EngineRelay ---> Engine --->  VLLMServer
+
+An engine has one connection, to the rank that starts it, sends it weights, and finds out how it died.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlightning import intervals, rpc
+from rlightning.errors import EngineDiedError, RequestRefusedError
+from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
+from rlightning.rollout.engine_pool import EngineId
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling, TokenSampler
+from rlightning.rollout.service import pack_arrays
+from rlightning.types import Sample
+
+COLLECTOR_RANK = 0
+"""The rank that samples from all engines."""
+KEY_BYTES = 32
+
+
+class EngineRelay:
+    """Relays the requests of rank 0 to this rank's engines.
+
+    Args:
+        engines: of this rank.
+        host: this machine's address that rank 0 reaches.
+        key: of the run.
+    """
+
+    def __init__(self, engines: Sequence[Engine], host: str, key: bytes) -> None:
+        self._engines = engines
+        listener = rpc.listen(host, 0)
+        self.url = f"tcp://{_bracketed(host)}:{listener.getsockname()[1]}"
+        self._server = rpc.background_loop().run(self._start(listener, key))
+
+    def close(self) -> None:
+        """Disconnect rank 0."""
+        rpc.background_loop().run(self._server.close())
+
+    async def _start(self, listener: socket.socket, key: bytes) -> rpc.Server:
+        return rpc.Server(listener, key, self._serve, max_clients=1)
+
+    async def _serve(self, end: socket.socket, client: str) -> None:
+        methods = {"request": self._request}
+        peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
+        await peer.wait_closed()
+
+    async def _request(self, number: int, method: str, *arguments: Any) -> Any:
+        process = self._engines[number].process
+        if process is None:
+            raise EngineDiedError("The engine is not running.")
+        return pack_arrays(await process.call(method, *arguments))
+
+
+class RemoteEngine:
+    """An engine of another rank, as rank 0 samples from it.
+
+    Args:
+        peer: that rank's relay.
+        engine_id: of the engine.
+        files: of the model.
+    """
+
+    def __init__(self, peer: rpc.Peer, engine_id: EngineId, files: ModelFiles) -> None:
+        self._peer, self._id, self._files = peer, engine_id, files
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
+        arguments = vllm_sampling(sampling, num_samples, self._files.end_token_ids)
+        return make_samples(self._files, token_ids, await self._request("generate", token_ids, arguments))
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        return np.asarray(await self._request("score", token_ids), np.float32)
+
+    async def _request(self, method: str, *arguments: Any) -> Any:
+        call = self._peer.call("request", self._id.number, method, *arguments)
+        try:
+            return await asyncio.wrap_future(rpc.background_loop().submit(call))
+        except rpc.RemoteError as error:
+            if error.type_name == EngineDiedError.__name__:
+                raise EngineDiedError(error.message) from None
+            raise RequestRefusedError(error.traceback or error.message) from None
+        except rpc.ConnectionLostError as error:
+            raise EngineDiedError(f"Rank {self._id.rank} cannot be reached: {error}") from None
+
+
+class EngineNetwork:
+    """Connects rank 0 to the engines of all ranks, which all make one. It is made and closed with the engines.
+
+    Args:
+        engines: of this rank.
+        files: of the model.
+
+    Attributes:
+        engines: those of all ranks; on other ranks than rank 0 there are none.
+    """
+
+    def __init__(self, engines: Sequence[Engine], files: ModelFiles) -> None:
+        self.engines: dict[EngineId, TokenSampler] = {}
+        self._relay: EngineRelay | None = None
+        self._peers: list[rpc.Peer] = []
+        key = secrets.token_bytes(KEY_BYTES)
+        if world_size() > 1:
+            gathered = gather_objects((key, socket.gethostname()), name="engines")
+            key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
+            if engines and global_rank() != COLLECTOR_RANK:
+                self._relay = EngineRelay(engines, _own_address() if len(hosts) > 1 else "127.0.0.1", key)
+        relay = None if self._relay is None else (self._relay.url, len(engines))
+        relays = gather_objects(relay, name="engines") if world_size() > 1 else []
+        if global_rank() != COLLECTOR_RANK:
+            return
+        self.engines |= {EngineId(COLLECTOR_RANK, number): engine for number, engine in enumerate(engines)}
+        for rank, found in enumerate(relays):
+            if found is not None:
+                url, num_engines = found
+                peer = self._connect(url, key)
+                ids = [EngineId(rank, number) for number in range(num_engines)]
+                self.engines |= {engine_id: RemoteEngine(peer, engine_id, files) for engine_id in ids}
+
+    def close(self) -> None:
+        """End the connections. May be called twice."""
+        for peer in self._peers:
+            rpc.background_loop().run(peer.close())
+        self._peers.clear()
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
+    def _connect(self, url: str, key: bytes) -> rpc.Peer:
+        work = rpc.connect(url, key, {}, timeout=intervals.TRANSFER_TIMEOUT, heartbeat_timeout=float("inf"))
+        peer = rpc.background_loop().run(work)
+        self._peers.append(peer)
+        return peer
+
+
+def _own_address() -> str:
+    """Return the address of this machine on its way to rank 0's host."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as end:
+        end.connect(address)  # which sends nothing
+        return str(end.getsockname()[0])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,319 @@
+"""The engines that a rank has: their processes, and the actor's weights in them.
+
+::
+
+    ranks                 0        1        2        3              rollout.engine.tensor_parallel_size: 2
+    colocated engines     0 ------------    1 ------------          a process belongs to its first rank
+    bucket of weights     0        1        2        3              one a rank, on its own device
+
+    ranks                 0        1        2        3              rollout.placement: standalone
+    engines               all of them, on other devices
+    bucket of weights     0                                         the other ranks send their shards to rank 0
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from rlightning import intervals
+from rlightning.errors import ConfigError, EngineDiedError, EngineError
+from rlightning.parallel.barrier import barrier
+from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.processes.liveness import RestartPolicy
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_connection import EngineConnection
+from rlightning.rollout.placement import lent_devices
+from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
+from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 1
+"""Of an engine in a step."""
+
+
+class EngineStates(NamedTuple):
+    """What a rank knows of its engines before a weight sync.
+
+    Attributes:
+        is_stale: whether one of them has to be sent weights.
+        serving: the numbers of those that have the current ones.
+        num_living: those that run, or will be started again.
+        num_engines: all of them.
+        error: of the last one that will not be started again.
+    """
+
+    is_stale: bool
+    serving: list[int]
+    num_living: int
+    num_engines: int
+    error: EngineError | None
+
+
+class RankEngines:
+    """The engines of this rank. All ranks make one, and call it alike.
+
+    An engine that died is started again at the next weight sync, once a step; of those that die twice in a step the run
+    goes on without, as long as another one is left.
+
+    Args:
+        configs: of the engines; those of rank 0's on ranks that have none, which only send weights.
+        engines: this rank's.
+        make_sender: of the weights.
+        is_colocated: whether the engines share their devices with actors: the run waits for all of them then, and
+            weights are only sent while none of them samples.
+        is_shared: whether ranks share an engine.
+        keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
+
+    Attributes:
+        updated: engines that were sent weights last.
+        pause_seconds: for which the last weight sync paused engines that were sampling.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EngineConfig],
+        engines: Sequence[Engine],
+        make_sender: Callable[[WeightSource], WeightSender],
+        *,
+        is_colocated: bool,
+        is_shared: bool = False,
+        keeps_cache: bool = True,
+    ) -> None:
+        self.config, self.engines = configs[0], list(engines)
+        self.is_colocated, self.is_shared, self.keeps_cache = is_colocated, is_shared, keeps_cache
+        self.updated: list[Engine] = []
+        self.pause_seconds = 0.0
+        self._make_sender = make_sender
+        self._updater: WeightUpdater | None = None
+        self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
+        self._lost: dict[int, EngineError] = {}  # by number: engines that are not started again
+        self._sent: dict[Engine, EngineConnection] = {}
+        self._is_pausing = self._has_served = False
+
+    # Processes
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether engines give their device's memory back while they are not needed."""
+        return self.config.can_sleep
+
+    def start(self) -> None:
+        """Start the engines' processes; returns before they are up."""
+        for engine in self.engines:
+            engine.start()
+
+    @property
+    def living(self) -> list[Engine]:
+        """Engines that run, or will be started again."""
+        return [engine for number, engine in enumerate(self.engines) if number not in self._lost]
+
+    @property
+    def dead(self) -> list[int]:
+        """The numbers of those that will be started again."""
+        return [n for n, engine in enumerate(self.engines) if n not in self._lost and not engine.is_alive]
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the run has to wait for an engine of this rank."""
+        starting = [engine for engine in self.living if engine.is_alive and not engine.is_up]
+        return bool(starting) and (self.is_colocated or not any(engine.is_up for engine in self.living))
+
+    def wait_for_start(self) -> None:
+        """Block until the run need not wait for an engine of this rank: all are up or dead, or, standalone, one is up.
+
+        At first the other standalone engines have a further moment, or the first would get all requests.
+        """
+        while self.is_starting:
+            starting = [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]
+            wait(starting, timeout=intervals.POLL_INTERVAL, return_when=FIRST_COMPLETED)
+        if not self._has_served and not self.is_colocated:
+            wait([engine.ready for engine in self.living if engine.is_alive], timeout=intervals.ENGINE_START_GRACE)
+
+    def has_news(self) -> bool:
+        """Whether a weight sync would bring an engine of this rank back, while others may be sampling."""
+        if self.is_colocated:
+            return False
+        return bool(self.dead) or any(engine.is_up and engine.weight_version is None for engine in self.living)
+
+    def restart_dead(self) -> None:
+        """Start engines again that have died; they need weights then.
+
+        Raises:
+            EngineError: a colocated engine cannot be started.
+        """
+        for number in self.dead:
+            engine = self.engines[number]
+            error = engine.error
+            if not isinstance(error, EngineDiedError):
+                if self.is_colocated:
+                    raise error
+            elif self._restarts[number].take():
+                log.warning("%s, once in this step: %s", describe_restart(number, engine.config), error.line)
+                try:
+                    engine.start()
+                    continue
+                except OSError as problem:
+                    error = EngineError(f"The engine cannot be started: {problem}")
+            else:
+                error = EngineError(f"The engine died twice in one step. {error.line}", error.details)
+            self._lost[number] = error
+            log.warning("Engine %d is not restarted: %s", number, error.line)
+
+    def reset_restart_budget(self) -> None:
+        """Allow each engine one more restart: a step begins, or has ended."""
+        for policy in self._restarts:
+            policy.reset()
+
+    def sleep(self) -> None:
+        """Have the engines give their devices' memory back. One that dies meanwhile is found at the next sync."""
+        pool = ThreadPoolExecutor(max(len(self.engines), 1))
+        try:
+            for engine, done in [(engine, pool.submit(engine.sleep)) for engine in self.engines if engine.is_alive]:
+                try:
+                    done.result()
+                except EngineDiedError as error:
+                    log.warning("%s died as it went to sleep: %s", engine.config.url or "The engine", error.line)
+        finally:
+            pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
+        self._synchronize("engine sleeps")
+
+    def close(self) -> None:
+        """End the engines and release the bucket's memory. May be called twice, and by one rank alone."""
+        for engine in self.engines:
+            engine.close()
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+
+    # Weights
+
+    def states(self, weight_version: int) -> EngineStates:
+        """Return what the other ranks have to know."""
+        living = self.living
+        pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
+        return EngineStates(
+            is_stale=any(engine.weight_version != weight_version for engine in pending),
+            serving=[n for n, engine in enumerate(self.engines) if engine.weight_version == weight_version],
+            num_living=len(living),
+            num_engines=len(self.engines),
+            error=next(reversed(self._lost.values()), None),
+        )
+
+    def send_weights(self, source: WeightSource, weight_version: int) -> None:
+        """Have each engine that is stale load the actor's weights; see :meth:`WeightUpdater.send_weights`.
+
+        Args:
+            source: of the weights.
+            weight_version: of them.
+        """
+        if self._updater is None:
+            self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
+        stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]
+        self._is_pausing = any(engine.weight_version is not None for engine in stale)
+        if self.is_colocated:
+            for engine in stale:
+                engine.weight_version = None
+        self._sent = {engine: engine.process for engine in stale if engine.process is not None}
+        self._updater.send_weights(source, list(self._sent.values()))
+
+    def activate_weights(self, weight_version: int) -> None:
+        """Have the engines that were sent weights sample from them; those that died meanwhile hold none.
+
+        Args:
+            weight_version: of the weights.
+        """
+        assert self._updater is not None, "send_weights comes first"
+        self._synchronize("engine takes its KV cache")
+        complete = self._updater.activate_weights(weight_version)
+        if complete and self._is_pausing:
+            self.pause_seconds = self._updater.seconds
+        self.updated = []
+        for engine, process in self._sent.items():
+            if engine.process is process:
+                engine.weight_version = weight_version if process in complete else None
+                self.updated += [engine] if process in complete else []
+        self._has_served |= bool(self.updated)
+
+    def _synchronize(self, name: str) -> None:
+        """Wait for the ranks that share an engine."""
+        if self.is_shared:
+            barrier(name)
+
+
+def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> RankEngines:
+    """Return engines on this rank's device, or on those of neighbours.
+
+    Args:
+        configs: of the engines, as this rank would start them alone; all share its device.
+        num_ranks: neighbours, this one among them, whose devices an engine spans: its ``tensor_parallel_size``.
+    """
+    first = global_rank() // num_ranks * num_ranks
+    ranks = range(first, first + num_ranks)
+    devices = lent_devices(configs[0].device, ranks)
+    configs = [replace(config, visible_devices=devices) for config in configs]
+    return RankEngines(
+        configs,
+        [Engine(config) for config in configs] if global_rank() == first else [],
+        partial(make_colocated_sender, config=configs[0], ranks=ranks),
+        is_colocated=True,
+        is_shared=num_ranks > 1,
+    )
+
+
+def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = True) -> RankEngines:
+    """Return engines on devices of their own, which rank 0 has.
+
+    Args:
+        configs: of the engines.
+        keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
+    """
+    return RankEngines(
+        configs,
+        [Engine(config) for config in configs] if global_rank() == 0 else [],
+        partial(make_standalone_sender, configs=configs),
+        is_colocated=False,
+        keeps_cache=keeps_cache,
+    )
+
+
+def describe_restart(number: int, config: EngineConfig) -> str:
+    """Return what is done about an engine that died, for a message."""
+    return f"Engine {number} is connected to again" if config.url else f"Engine {number} is restarted"
+
+
+def check_living(states: Sequence[EngineStates]) -> None:
+    """Raise an EngineError if no engine of any rank is left.
+
+    Args:
+        states: of all ranks.
+    """
+    if any(state.num_living for state in states):
+        return
+    number = sum(state.num_engines for state in states)
+    error = next(state.error for state in states if state.error is not None)
+    if number == 1:
+        raise error
+    raise EngineError(f"No engine is left of {number}. The last one: {error.line}", error.details) from error
+
+
+def check_group_size(size: int) -> None:
+    """Refuse a number of ranks an engine that the run cannot be cut into.
+
+    Args:
+        size: ``rollout.engine.tensor_parallel_size``.
+    """
+    if size == 1:
+        return
+    hosts = gather_objects(socket.gethostname(), name="hosts")
+    rule = f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks"
+    if world_size() % size:
+        raise ConfigError(f"{rule}, but there are {world_size()} ranks. Set trainer.devices to a multiple of {size}.")
+    if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
+        raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")
