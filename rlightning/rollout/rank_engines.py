@@ -155,7 +155,8 @@ class RankEngines:
                 if self.is_colocated:
                     raise error
             elif self._restarts[number].take():
-                log.warning("%s, once in this step: %s", describe_restart(number, engine.config), error.line)
+                how = "connected to again" if engine.config.url else "restarted"
+                log.warning("Engine %d is %s, once in this step: %s", number, how, error.line)
                 try:
                     engine.start()
                     continue
@@ -281,11 +282,6 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
         is_colocated=False,
         keeps_cache=keeps_cache,
     )
-
-
-def describe_restart(number: int, config: EngineConfig) -> str:
-    """Return what is done about an engine that died, for a message."""
-    return f"Engine {number} is connected to again" if config.url else f"Engine {number} is restarted"
 
 
 def check_living(states: Sequence[EngineStates]) -> None:

@@ -23,6 +23,7 @@ from tiny import in_this_process, share_of_ones
 from rlightning.algorithms import DAPO
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
+from rlightning.environments.policy import GroupRequest
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
@@ -65,16 +66,16 @@ class Judge(RLCallback):
 def test_dapo_refill_completions_respect_max_staleness(
     oversample: float, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun_again = [0] * 6
-    expire = InFlight.expire
+    requeued = [0] * 6
+    requeue_stale = InFlight.requeue_stale
 
     def counted(flight: InFlight, weight_version: int) -> list[Group]:
         streams = {group: group.stream for group in flight._groups}
-        running = expire(flight, weight_version)
-        begun_again[weight_version] += sum(group.stream != stream for group, stream in streams.items())
+        running = requeue_stale(flight, weight_version)
+        requeued[weight_version] += sum(group.stream != stream for group, stream in streams.items())
         return running
 
-    monkeypatch.setattr(InFlight, "expire", counted)
+    monkeypatch.setattr(InFlight, "requeue_stale", counted)
     judge, witness = Judge(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, oversample=oversample, max_new_tokens=24)
     trainer: Any = make_trainer(tmp_path, 6, rollout, judge, witness)
@@ -90,10 +91,10 @@ def test_dapo_refill_completions_respect_max_staleness(
         assert judge.trained[version].num_sequences == 2 * has_signal.sum()
         step = witness.steps[version]
         assert step["reward/no_signal"] == pytest.approx(1 - has_signal.float().mean().item())
-        assert step["async/expired"] == begun_again[version]
+        assert step["async/expired"] == requeued[version]
     # A quarter of the prompts begin with a 0, and six steps take more than the sixteen that there are.
     assert any(len(sampled) > 1 for sampled in judge.sampled)
-    assert oversample == 0 or sum(begun_again) > 0
+    assert oversample == 0 or sum(requeued) > 0
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert len(in_flight) == (1 + oversample) * PER_STEP
     position = trainer.datamodule.stream.position
@@ -152,10 +153,10 @@ class Asks(RLCallback):
         self.asked: list[tuple[str, int, set[int]]] = []
 
     def ask(self, moment: str) -> None:
-        engines: Any = self.rollout._engines
+        assert self.rollout._runner is not None
         prompt = Prompt(0, "1+1=", [2, 11, 2, 12], {})
-        completions = engines._pool.submit(prompt, 0, 2, Sampling(max_new_tokens=4)).result()
-        sampled = {int(version) for one in completions for version in one.weight_versions}
+        trajectories = self.rollout._runner.submit(GroupRequest(prompt, Sampling(max_new_tokens=4), 2)).result()
+        sampled = {int(version) for one in trajectories for version in one.completion.weight_versions}
         self.asked.append((moment, self.rollout._module.weight_version, sampled))
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:

@@ -56,7 +56,6 @@ class Strikes(RLCallback):
     def __init__(self, strikes: dict[int, tuple[int, signal.Signals]], waits: tuple[int, ...] = ()) -> None:
         self.strikes, self.waits = strikes, waits
         self.sessions: list[int] = []
-        self.struck: list[Any] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         engines = module.generator._engines.engines
@@ -67,11 +66,10 @@ class Strikes(RLCallback):
             os.kill(process.pid, how)
             if how is signal.SIGSTOP:
                 process.config = replace(process.config, hang_timeout=6.0)
-            self.struck.append(process)
+                process.submit("ping")  # which sets it
+            process.ended.result()  # the next weight sync starts it again
         if module.weight_version in self.waits:
             for engine in engines:
-                while engine.process in self.struck:  # until another has been started in its place
-                    time.sleep(0.01)
                 engine.wait_until_ready()
 
 
@@ -240,8 +238,8 @@ def test_killed_or_hung_engines_restart_during_run(
     trainer = make_trainer(tmp_path, 7, rollout, strikes, witness)
     trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert trainer.global_step == 7
-    assert caplog.text.count("Engine 0 is restarted: The engine died") == 1
-    assert caplog.text.count("Engine 1 is restarted: The engine gave no heartbeat for 6 s") == 1
+    assert caplog.text.count("Engine 0 is restarted, once in this step: The engine died") == 1
+    assert caplog.text.count("Engine 1 is restarted, once in this step: The engine gave no heartbeat for 6 s") == 1
     for version, batch in enumerate(witness.batches):
         assert batch.num_sequences == 2 * PER_STEP and min(versions(batch)) >= version - 1
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
@@ -312,7 +310,7 @@ class WaitsForAnswers(RLCallback):
     """Updates when all that engines were asked for is complete."""
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        while not all(answer.done() for answer in module.generator._engines._arrivals._asked):
+        while not all(answer.done() for answer in list(module.generator._collector._running)):
             time.sleep(0.01)
 
 
@@ -344,7 +342,7 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert sorted(consumed(first.batches) + trained + in_flight) == sorted(drawn(trainer, 5 * PER_STEP))
     assert [line for line in caplog.messages if "begin again" in line] == [
-        f"{sum(complete)} prompts in flight begin again: what they have was sampled with other settings "
+        f"{sum(complete)} prompts in flight are requeued: they were sampled with other settings "
         "(model.samples_per_prompt: 2, now 3; rollout.temperature: 1.0, now 0.5; rollout.max_new_tokens: 8, now 5)."
     ]
 

@@ -125,8 +125,8 @@ class AwaitCompletions(RLCallback):
     runs_in = "workers"
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        for answer in list(module.generator._engines._arrivals._asked):
-            answer.result()
+        for group in list(module.generator._collector._running):
+            group.result()
 
 
 def train(

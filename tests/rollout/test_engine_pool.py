@@ -1,170 +1,232 @@
-"""Several engines as one: the least loaded is asked, a conversation stays where it is, and death moves both."""
+"""Several engines as one sampler: the least loaded is asked, a session stays where it is, and death moves both."""
 
+import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from engine_models import Actor, engine_config, make_prompt, save_model, send
 
-from rlightning.errors import EngineDiedError, EngineError
+from rlightning.errors import EngineDiedError
 from rlightning.rollout import Sampling
-from rlightning.rollout.engine_pool import Answer, EnginePool, Member
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
+from rlightning.rollout.engine_relay import EngineRelay, RemoteEngine
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rpc import Peer, background_loop, connect
+from rlightning.rpc.client import LoopThread
+from rlightning.types import Sample
 
-LONG = Sampling(max_new_tokens=200, stop_token_ids=())
-SHORT = Sampling(max_new_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pool")
-
-
-@pytest.fixture(scope="module")
-def actor(folder: Path) -> Actor:
-    return Actor(save_model(folder / "model"))
+LONG, SHORT = Sampling(max_new_tokens=200), Sampling(max_new_tokens=4)
+FIRST, SECOND = EngineId(0, 0), EngineId(0, 1)
 
 
-@pytest.fixture(scope="module")
-def pool(actor: Actor, folder: Path, starts_processes: None) -> Iterator[EnginePool]:
-    """Two engines that hold the actor's weights."""
-    configs = [engine_config(str(folder / "model"), folder / f"engine.{number}.log") for number in range(2)]
-    pool = EnginePool(configs, lambda: None)
-    pool.start()
-    try:
-        load(pool, actor)
-        yield pool
-    finally:
-        pool.close()
-
-
-def load(pool: EnginePool, actor: Actor) -> None:
-    """Send the weights to all engines, once they are up."""
-    for member in pool.members:
-        member.engine.wait_until_ready()
-        if member.engine.weight_version is None:
-            send(member.engine, actor, 0)
-    pool.resume()
-
-
-def hold(*members: Member) -> None:
-    """Have engines sample nothing until :func:`go_on`, so that what they have to do can be counted."""
-    for member in members:
-        member.engine.submit("begin_weight_update").result()
-
-
-def go_on(*members: Member) -> None:
-    for member in members:
-        member.engine.submit("finish_weight_update", 0, True).result()
-
-
-def loads(pool: EnginePool) -> list[int]:
-    return [member.load for member in pool.members]
-
-
-def test_requests_go_to_the_least_loaded_and_conversations_stay(pool: EnginePool, actor: Actor) -> None:
-    hold(*pool.members)
-    first = pool.submit(make_prompt("1+1="), 0, 6, LONG, conversation="first")
-    assert loads(pool) == [6, 0]
-    others = [pool.submit(make_prompt("2+1="), stream, 2, LONG) for stream in range(4)]
-    assert loads(pool) == [8, 6]  # 0 + 2 + 2 + 2 there; at 6 and 6 the first of them
-    turn = pool.submit(make_prompt("1+1=2 "), 0, 1, SHORT, conversation="first")
-    assert loads(pool) == [9, 6]
-    pool.cancel(others)
-    assert loads(pool) == [7, 0]
-    go_on(*pool.members)
-    assert [len(answer.result(60)) for answer in (first, turn)] == [6, 1]
-
-    # The engine of the conversation dies: the other one takes over what was asked, and the conversation.
-    hold(pool.members[0])
-    asked = [pool.submit(make_prompt("3+4="), 0, 2, LONG, conversation="first") for _ in range(3)]
-    assert loads(pool) == [6, 0]
-    victim = pool.members[0].engine
-    assert victim.process is not None
-    os.kill(victim.process.pid, signal.SIGKILL)
-    assert [len(answer.result(60)) for answer in asked] == [2, 2, 2]
-    assert victim.weight_version is None
-    pool.submit(make_prompt("3+4="), 0, 1, SHORT, conversation="first").result(60)
-
-    # It comes back, and is asked again once it has weights.
-    load(pool, actor)
-    hold(*pool.members)
-    both = [pool.submit(make_prompt("5"), stream, 1, LONG) for stream in range(2)]
-    assert loads(pool) == [1, 1]
-    go_on(*pool.members)
-    assert all(answer.result(60) for answer in both)
-
-
-def test_requests_without_engines_wait_then_fail(pool: EnginePool) -> None:
-    """The last that needs the pool: no engine of it is left."""
-    for member in pool.members:
-        member.has_died = True  # once already
-    hold(*pool.members)
-    changed = threading.Event()
-    asked: list[Answer] = [pool.submit(make_prompt("1+1="), stream, 2, LONG) for stream in range(4)]
-    asked[-1].add_done_callback(lambda _: changed.set())
-    for member in pool.members:
-        assert member.engine.process is not None
-        os.kill(member.engine.process.pid, signal.SIGKILL)
-    assert changed.wait(120)
-    for answer in asked:
-        with pytest.raises(EngineError, match=r"^No engine is left of 2\. The last one: The engine died"):
-            answer.result(120)
-    with pytest.raises(EngineError, match="No engine is left"):
-        pool.check()
-    with pytest.raises(EngineError, match="No engine is left"):
-        pool.submit(make_prompt("1"), 0, 1, SHORT).result(1)
-
-
-class Link:
-    """In place of an engine's process: notes what it is asked; dead, it answers as one does."""
+class HeldEngine:
+    """Samples nothing until it is released, or dies."""
 
     def __init__(self) -> None:
-        self.death: EngineDiedError | None = None
-        self.asked: list[str] = []
+        self.requests: list[asyncio.Future[list[Sample]]] = []
 
-    def submit(self, method: str, *_: Any) -> "Future[Any]":
-        self.asked.append(method)
-        answer: Future[Any] = Future()
-        if self.death is not None:
-            answer.set_exception(self.death)
-        return answer
+    async def sample(self, token_ids: Any, sampling: Sampling, *, num_samples: int = 1, session: Any = None) -> Any:
+        self.requests.append(asyncio.get_running_loop().create_future())
+        return await self.requests[-1]
 
+    async def score(self, token_ids: Any) -> Any:
+        raise NotImplementedError
 
-class OnRelease:
-    """A lock after whose first release something happens."""
+    def release(self) -> None:
+        for request in self.requests:
+            if not request.done():
+                request.set_result([])
 
-    def __init__(self, happens: Callable[[], None]) -> None:
-        self._lock, self._happens = threading.RLock(), [happens]
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self._lock.release()
-        if self._happens:
-            self._happens.pop()()
+    def die(self) -> None:
+        for request in self.requests:
+            if not request.done():
+                request.set_exception(EngineDiedError("The engine died."))
 
 
-def test_restarted_engine_gets_requests_only_after_weights(tmp_path: Path) -> None:
-    pool = EnginePool([engine_config(save_model(tmp_path / "model"), tmp_path / "log")], lambda: None)
-    engine = pool.members[0].engine
-    first, second = Link(), Link()
+def run(test: Callable[[EnginePool, HeldEngine, HeldEngine, list[None]], Awaitable[None]]) -> None:
+    """Run a test on the pool of two engines; the list has an item for each death that the pool has found."""
 
-    def replace() -> None:
-        first.death = EngineDiedError("The engine died.")
-        engine.process, engine.weight_version = second, None  # type: ignore[assignment]
+    async def start() -> None:
+        engines, deaths = (HeldEngine(), HeldEngine()), list[None]()
+        pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: deaths.append(None))
+        pool.set_serving({FIRST, SECOND})
+        await test(pool, *engines, deaths)
 
-    engine.process, engine.weight_version = first, 0  # type: ignore[assignment]
-    pool._lock = OnRelease(replace)  # type: ignore[assignment]
-    pool.submit(make_prompt("1+1="), 0, 1, SHORT)
-    assert second.asked == []
-    assert pool.members[0].load == 0
-    engine.weight_version = 1
-    pool.resume()
-    assert second.asked == ["generate"]
-    assert pool.members[0].load == 1
+    asyncio.run(start())
+
+
+def submit(pool: EnginePool, num_samples: int, session: str | None = None) -> "asyncio.Task[list[Sample]]":
+    return asyncio.ensure_future(pool.sample([1], SHORT, num_samples=num_samples, session=session))
+
+
+async def loads(pool: EnginePool) -> list[int]:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return [member.load for member in pool.members.values()]
+
+
+def test_requests_go_to_the_least_loaded_and_sessions_stay() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        submit(pool, 6, "first")
+        assert await loads(pool) == [6, 0]
+        others = [submit(pool, 2) for _ in range(4)]
+        assert await loads(pool) == [8, 6]  # 0 + 2 + 2 + 2 there; at 6 and 6 the first of them
+        submit(pool, 1, "first")
+        assert await loads(pool) == [9, 6]
+        for other in others:
+            other.cancel()
+        assert await loads(pool) == [7, 0]
+        first.release()
+        assert await loads(pool) == [0, 0]
+
+    run(test)
+
+
+def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        tasks = [submit(pool, 2, "first") for _ in range(3)]
+        assert await loads(pool) == [6, 0]
+        first.die()
+        assert await loads(pool) == [0, 6] and len(deaths) == 1 and pool.num_serving == 1
+        second.release()
+        assert await asyncio.gather(*tasks) == [[], [], []]
+        submit(pool, 1, "first")
+        assert await loads(pool) == [0, 1]
+        pool.set_serving({FIRST, SECOND})
+        submit(pool, 1)
+        assert await loads(pool) == [1, 1]  # it is asked again once it serves
+
+    run(test)
+
+
+def test_requests_wait_until_an_engine_serves() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        pool.remove({FIRST, SECOND})
+        task = submit(pool, 3)
+        assert await loads(pool) == [0, 0] and not task.done()
+        pool.set_serving({SECOND})
+        assert await loads(pool) == [0, 3]
+        second.die()
+        assert await loads(pool) == [0, 0] and pool.num_serving == 0 and not task.done()
+        pool.set_serving({FIRST})
+        assert await loads(pool) == [3, 0]
+        first.release()
+        assert await task == []
+
+    run(test)
+
+
+def test_a_late_death_does_not_remove_a_restarted_engine() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        task = submit(pool, 1)
+        await loads(pool)
+        pool.remove({FIRST})
+        pool.set_serving({FIRST})
+        first.die()
+        assert await loads(pool) == [1, 0] and pool.num_serving == 1 and deaths == []
+        first.release()
+        assert await task == []
+
+    run(test)
+
+
+def test_sessions_are_forgotten_beyond_a_limit() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        for number in range(MAX_SESSIONS + 10):
+            pool._select(str(number))
+        assert len(pool._engine_by_session) == MAX_SESSIONS and "0" not in pool._engine_by_session
+
+    run(test)
+
+
+def test_idle_seconds_count_serving_engines_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rlightning.rollout.engine_pool.time.monotonic", lambda: now[0])
+
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        pool.set_serving({FIRST, SECOND})
+        now[0] = 2.0
+        submit(pool, 1)
+        await loads(pool)
+        now[0] = 5.0
+        assert pool.take_idle_seconds() == (2 + 5) / 2
+        first.release()
+        await loads(pool)
+        pool.remove({SECOND})
+        now[0] = 6.0
+        assert pool.take_idle_seconds() == 1 / 2
+
+    async def start() -> None:
+        engines = (HeldEngine(), HeldEngine())
+        await test(EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None), *engines, [])
+
+    asyncio.run(start())
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
+    """An engine that holds weights; the last test of this file ends it."""
+    folder = tmp_path_factory.mktemp("pool")
+    actor = Actor(save_model(folder / "model"))
+    engine = Engine(engine_config(str(folder / "model"), folder / "engine.log"))
+    engine.start()
+    try:
+        send(engine, actor, 0)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def remote(engine: Engine) -> Iterator[RemoteEngine]:
+    """The engine through its rank's relay."""
+    key = b"key of the run" * 2
+    relay = EngineRelay([engine], "127.0.0.1", key)
+    peer: Peer = background_loop().run(connect(relay.url, key, {}, timeout=30, heartbeat_timeout=float("inf")))
+    try:
+        files = engine.config.files
+        assert isinstance(files, ModelFiles)
+        yield RemoteEngine(peer, EngineId(1, 0), files)
+    finally:
+        background_loop().run(peer.close())
+        relay.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread("test")
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def test_relayed_samples_are_those_of_the_engine(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
+    prompt, sampling = make_prompt("1+1="), Sampling(max_new_tokens=16, seed=3)
+    near = loop.run(engine.sample(prompt.token_ids, sampling, num_samples=3))
+    far = loop.run(remote.sample(prompt.token_ids, sampling, num_samples=3))
+    assert near == far and len(far) == 3
+    scores = [loop.run(one.score(prompt.token_ids)).tolist() for one in (engine, remote)]
+    assert scores[0] == scores[1]
+
+
+def test_relayed_death_is_the_engines_death(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
+    """The last test that needs the engine."""
+    pool = EnginePool({EngineId(1, 0): remote}, (found := threading.Event()).set)
+    loop.run(_call(pool.set_serving, {EngineId(1, 0)}))
+    request = loop.submit(pool.sample(make_prompt("1+1=").token_ids, LONG, num_samples=4))
+    assert engine.process is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
+    assert found.wait(60) and pool.num_serving == 0 and not request.done()
+    with pytest.raises(EngineDiedError, match="The engine died"):
+        loop.run(remote.sample([1], SHORT))
+    request.cancel()
+
+
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
