@@ -304,14 +304,14 @@ def set_environment(rollout: Any, environment: Any) -> None:
     """Give the rollout callback the environment that has a section of its own.
 
     Raises:
-        ConfigError: it takes none.
+        ConfigError: there is no such callback.
     """
     if environment is None:
         return
-    kind = find_callback("TransformersRollout")
-    if not isinstance(rollout, kind):
-        name = "rollout: null" if rollout is None else type(rollout).__name__
-        raise ConfigError(f"environment: {name} takes none. Use rollout.class_path={kind.__name__}.")
+    if not isinstance(rollout, find_callback("RolloutCallback")):
+        raise ConfigError(
+            "environment: this run has no rollout, which environments need. Leave either out, or neither."
+        )
     rollout.environment = environment
 
 

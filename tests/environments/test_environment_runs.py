@@ -8,7 +8,7 @@ from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
 from tiny import make_data, write_sums
 
-from rlightning.callbacks import TransformersRollout
+from rlightning.callbacks import TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments import Environment, Policy, SelfCorrection
 from rlightning.errors import ConfigError
@@ -47,6 +47,33 @@ def test_two_turns_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
             assert len(one.samples) == (1 if first.text.strip() == one.prompt.columns["answer"] else 2)
             assert [turn.message["content"] for turn in one.turns[1:2]] == [verdict] * (len(one.samples) - 1)
         assert len(batch.completion_lengths) == 8
+
+
+@pytest.mark.processes
+def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
+    witness, verdict = Witness(), "+"
+    rollout = VLLMRollout(
+        environment=SelfCorrection(verdict=verdict),
+        placement="standalone",
+        max_staleness=1,
+        max_new_tokens=8,
+        seed=0,
+        engine={"kv_cache_memory_bytes": 1 << 28},
+    )
+    module = make_module(folder)
+    make_trainer(tmp_path, 3, rollout, witness).fit(module, make_data(tmp_path))
+    num_turns = set()
+    for version, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
+        assert metrics["policy/rollout_gap_max"] < 1e-4 or version > 0
+        assert set(batch.weight_versions[batch.is_sampled].tolist()) <= {version - 1, version}
+        for one in batch.trajectories:
+            num_turns.add(len(one.samples))
+            assert [turn.message["content"] for turn in one.turns[1:2]] == [verdict] * (len(one.samples) - 1)
+        samples = [sample for one in batch.trajectories for sample in one.samples]
+        assert batch.num_sequences == batch.num_trajectories == 8
+        assert int(batch.is_sampled.sum()) == sum(len(sample.token_ids) for sample in samples)
+    assert 2 in num_turns
+    assert rollout.last["async/running"] + rollout.last["async/finished"] == 4
 
 
 @pytest.mark.long
@@ -97,8 +124,7 @@ def test_environment_stands_beside_rollout(project: Path, capsys: pytest.Capture
     code, errors = fit_here(capsys, "--config", "run.yaml")
     assert code == 0, errors
     elsewhere = ("--config", "run.yaml", "--trainer.default_root_dir", "elsewhere")
-    code, errors = fit_here(capsys, *elsewhere, "--rollout", "VLLMRollout")
-    refusal = "error: environment: VLLMRollout takes none. Use rollout.class_path=TransformersRollout"
-    assert code == 2 and refusal in errors
+    code, errors = fit_here(capsys, *elsewhere, "--rollout", "null")
+    assert code == 2 and "error: environment: this run has no rollout, which environments need." in errors
     code, errors = fit_here(capsys, *elsewhere, "--environment.verdikt", "no")
     assert code == 2 and "environment.verdikt: there is no such key. Did you mean 'verdict'?" in errors
