@@ -1,10 +1,10 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments.collector import Collector, StepPlan
 from rlightning.environments.runner import EnvironmentRunner
-from rlightning.errors import EngineDiedError, EngineError, EngineStartError
+from rlightning.errors import EngineError, EngineStartError
 from rlightning.hooks import fire
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
@@ -26,19 +26,14 @@ from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_options import EngineOptions, Placement
-from rlightning.rollout.engine_pool import EngineId, EnginePool
+from rlightning.rollout.engine_pool import EnginePool
 from rlightning.rollout.engine_relay import COLLECTOR_RANK, EngineNetwork
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.rank_engines import (
-    RankEngines,
-    check_group_size,
-    check_living,
-    colocated_engines,
-    standalone_engines,
-)
+from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.sampler import Request
+from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -142,7 +137,6 @@ class VLLMRollout(RolloutCallback):
         self.last: dict[str, float] = {}
         self._engines: RankEngines | None = None
         self._network: EngineNetwork | None = None
-        self._pool: EnginePool | None = None  # on rank 0
         self._runner: EnvironmentRunner | None = None  # on rank 0
         self._collector: Collector | None = None
         self._bottleneck: BottleneckMonitor | None = None
@@ -196,18 +190,19 @@ class VLLMRollout(RolloutCallback):
     def _make_collector(self, engines: RankEngines, files: ModelFiles) -> Collector:
         """Connect rank 0 to the engines of all ranks; a collective."""
         self._network = EngineNetwork(engines.engines, files)
+        sync = partial(WeightSync, self._trainer, self._module, engines, self.verification, self._room)
         if global_rank() != COLLECTOR_RANK:
-            return Collector(None, self.in_flight, self)
+            return Collector(None, self.in_flight, sync())
         pool = EnginePool(self._network.engines, lambda: collector.has_changed.set())
-        runner = EnvironmentRunner(
+        self._runner = runner = EnvironmentRunner(
             pool,
             self._module.tokenizer,
             self.environment,
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
         )
-        collector = Collector(runner, self.in_flight, self, lambda: runner.call(pool.take_idle_seconds))
-        self._pool, self._runner = pool, runner
+        take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
+        collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -237,7 +232,7 @@ class VLLMRollout(RolloutCallback):
             self._engines.close()
         if self._network is not None:
             self._network.close()
-        self._engines = self._network = self._pool = self._runner = self._collector = None
+        self._engines = self._network = self._runner = self._collector = None
 
     def ray_engines(self) -> "RayEngines | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
@@ -301,7 +296,7 @@ class VLLMRollout(RolloutCallback):
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
-            self.sync_weights()
+            self._running_collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -436,76 +431,12 @@ class VLLMRollout(RolloutCallback):
             self._is_started = True
             self._engines.start()
 
-    def sync_weights(self) -> None:
-        """Send the actor's current weights to all engines that need them, until each has them; a collective.
-
-        Raises:
-            EngineError: no engine is left.
-        """
-        engines, version = self._running_engines, self._module.weight_version
-        while True:
-            self._restart_dead(engines)
-            if not engines.is_colocated:  # they take weights only once they are up
-                self._wait_for_start(engines)
-            states = gather_objects(engines.states(version), name="weights are there")
-            check_living(states)
-            if not any(state.is_stale for state in states):
-                break
-            self._sync(engines)
-        if self._runner is not None and self._pool is not None:
-            serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
-            self._runner.call(self._pool.set_serving, serving)
-
-    def needs_sync(self) -> bool:
-        """Whether no engine serves, or, on rank 0, an engine could be brought back beside those that do."""
-        assert self._pool is not None
-        return self._pool.num_serving == 0 or self._running_engines.has_news()
-
-    def _wait_for_start(self, engines: RankEngines) -> None:
-        """Wait until there is an engine to send weights to. One that died meanwhile is found at the next sync."""
-        if engines.is_starting:
-            fire(self._trainer, self._module, "on_engine_start")
-            engines.wait_for_start()
-            fire(self._trainer, self._module, "on_engine_ready")
-
-    def _restart_dead(self, engines: RankEngines) -> None:
-        """Start what has died again."""
-        dead = engines.dead
-        if not dead:
-            return
-        if self._runner is not None and self._pool is not None:
-            self._runner.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
-        if engines.can_sleep:  # an engine that starts takes all of its memory at once
-            self._room.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
-        engines.restart_dead()
-
     def _rest(self) -> None:
         if self._engines is None or not self._engines.can_sleep:
             return
         self._engines.sleep()
         self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")
-
-    def _sync(self, engines: RankEngines) -> None:
-        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
-        module, version = self._module, self._module.weight_version
-        fire(self._trainer, module, "on_weight_sync_start", version)
-        if engines.can_sleep:
-            self._room.on_weight_sync_start(self._trainer, module, version)
-        # While the actor has the device: its memory may be somewhere else once the engine is awake.
-        is_due = self.verification.evaluate(module, engines.engines)
-        self._wait_for_start(engines)
-        engines.send_weights(module, version)
-        if engines.can_sleep:
-            fire(self._trainer, module, "on_engine_wake")
-            self._room.on_engine_wake(self._trainer, module)
-        engines.activate_weights(version)
-        for engine in engines.updated if is_due else ():
-            with contextlib.suppress(EngineDiedError):  # it is found dead at the next sync
-                self.verification.verify(module, engine)
-        if engines.can_sleep:
-            self._room.on_weight_sync_end(self._trainer, module, version)
-        fire(self._trainer, module, "on_weight_sync_end", version)
 
     # Configuration
 

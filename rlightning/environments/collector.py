@@ -43,8 +43,8 @@ class StepPlan(NamedTuple):
     weight_version: int
 
 
-class WeightSync(Protocol):
-    """How the collector has the sampler's weights brought up to date."""
+class Weights(Protocol):
+    """Brings the sampler's weights up to date."""
 
     def sync_weights(self) -> None:
         """Bring the actor's weights to all engines that need them; a collective."""
@@ -59,11 +59,11 @@ class Collector:
     Args:
         runner: of rank 0; None on the others.
         in_flight: prompts that earlier calls were handed, and have not returned.
-        weights: syncs them.
+        weights: of the sampler.
         take_idle_seconds: returns for how long engines have had nothing to do since its last call.
 
     Attributes:
-        has_changed: set it when :meth:`WeightSync.needs_sync` may have changed.
+        has_changed: set it when :meth:`Weights.needs_sync` may have changed.
         totals: of the step.
     """
 
@@ -71,11 +71,11 @@ class Collector:
         self,
         runner: EnvironmentRunner | None,
         in_flight: InFlight,
-        weights: WeightSync,
+        weights: Weights,
         take_idle_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.in_flight, self.has_changed, self.totals = in_flight, threading.Event(), StepTotals()
-        self._runner, self._weights, self._take_idle_seconds = runner, weights, take_idle_seconds
+        self._runner, self.weights, self._take_idle_seconds = runner, weights, take_idle_seconds
         self._running: dict[Future[list[Trajectory]], Group] = {}
         self._wait_seconds = 0.0
 
@@ -95,7 +95,7 @@ class Collector:
             sampling: how.
             on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called for rank 0's prompts.
         """
-        self._weights.sync_weights()
+        self.weights.sync_weights()
         received = exchange({COLLECTOR_RANK: list(requests)}, name="prompts")
         work = [(rank, request) for rank, handed in received.items() for request in handed]
         running = {
@@ -137,7 +137,7 @@ class Collector:
             on_completed: called for each group that is going to be taken, if there is one rank.
             plan: what the step takes.
         """
-        self._weights.sync_weights()
+        self.weights.sync_weights()
         self._wait_seconds = 0.0
         received = exchange({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
         num_wanted = sum(int(number) for _, number in received.values())
@@ -205,7 +205,7 @@ class Collector:
         """Wait, on all ranks, until rank 0 has what is asked for; sync weights whenever rank 0 says so."""
         while (instruction := gather_objects(self._next(is_done), name="trajectories")[COLLECTOR_RANK]) != "done":
             if instruction == "sync weights":
-                self._weights.sync_weights()
+                self.weights.sync_weights()
 
     def _next(self, is_done: Callable[[], bool]) -> Literal["done", "sync weights", "wait"]:
         if self._runner is None:
@@ -216,7 +216,7 @@ class Collector:
                 self.has_changed.clear()
                 if is_done():
                     return "done"
-                if self._weights.needs_sync():
+                if self.weights.needs_sync():
                     return "sync weights"
                 if time.monotonic() - started_at > intervals.RANK_SYNC_INTERVAL:
                     return "wait"

@@ -1,9 +1,9 @@
 """Runs environments: prompts in, groups of trajectories out, on an event loop in a thread of its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
@@ -12,8 +12,6 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.types.trajectory import Prompt, Trajectory
-
-T = TypeVar("T")
 
 COLUMN = "environment"
 """Of a prompt set, that names the environment of each row where a run has several."""
@@ -28,6 +26,9 @@ class EnvironmentRunner:
         environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
         max_length: tokens of the longest sequence.
         timeout: seconds that a trajectory may take; None: any time.
+
+    Attributes:
+        loop: the event loop.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class EnvironmentRunner:
         self._sampler, self._tokenizer = sampler, tokenizer
         self._environments = SingleTurn() if environments is None else environments
         self._max_length, self._timeout = max_length, timeout
-        self._thread = LoopThread("environments")
+        self.loop = LoopThread("environments")
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
         """Start to attempt a prompt, and return at once; cancelling the future cancels what is under way.
@@ -54,19 +55,11 @@ class EnvironmentRunner:
             ConfigError: the prompt names no environment of the run.
         """
         environment = find_environment(self._environments, request.prompt)
-        return self._thread.submit(self._attempt(request, environment))
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the event loop, and return what it returns."""
-
-        async def run() -> T:
-            return function(*arguments)
-
-        return self._thread.run(run())
+        return self.loop.submit(self._attempt(request, environment))
 
     def close(self) -> None:
         """Cancel what is under way, and end the thread. May be called twice."""
-        self._thread.close()
+        self.loop.close()
 
     async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
         started_at = monotonic()

@@ -6,7 +6,7 @@ import concurrent.futures
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from rlightning import intervals
@@ -181,6 +181,14 @@ class LoopThread:
             raise DeadlineExceededError(f"it took more than {timeout:g} s") from None
         finally:
             future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the loop, and return what it returns."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return self.run(run())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run a coroutine on the loop, and return at once. Cancelling the future cancels it."""
