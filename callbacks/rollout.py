@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlightning.environments import Environment, SingleTurn
+from rlightning.environments.collector import Collector
 from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
@@ -16,7 +17,6 @@ from rlightning.parallel.collectives import any_rank
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
-from rlightning.rollout.sampler import Request
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt, Trajectory
@@ -29,7 +29,8 @@ _OF_MODULE = ("model_path", "tokenizer", "max_model_length", "device", "weight_v
 class RolloutCallback(RLCallback, Generator):
     """Completes a module's prompts by a sampler that holds the actor's current weights.
 
-    A subclass starts its sampler in :meth:`start`, samples in :meth:`complete`, and ends it in :meth:`close`.
+    A subclass starts its sampler in :meth:`start`, gives the :attr:`collector` that samples from it, and ends it in
+    :meth:`close`.
 
     Args:
         temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
@@ -127,17 +128,13 @@ class RolloutCallback(RLCallback, Generator):
         """
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
 
+    @property
     @abstractmethod
-    def complete(
-        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Trajectory]]:
-        """Sync the weights if need be, and sample; a collective.
+    def collector(self) -> Collector:
+        """Completes the prompts of all ranks.
 
-        Args:
-            requests: this rank's prompts, each with the number of its random stream.
-            num_samples: trajectories of each.
-            sampling: how.
-            on_completed: see :meth:`generate`.
+        Raises:
+            EngineError: if there is no sampler.
         """
 
     @abstractmethod
@@ -226,17 +223,18 @@ class RolloutCallback(RLCallback, Generator):
             prompts: of this rank.
             num_samples: of each.
             sampling: how.
-            on_completed: called with each prompt as soon as its last trajectory has ended, unless the engine belongs to
-                another rank.
+            on_completed: called with each prompt when its last trajectory has ended; on other ranks than rank 0 within
+                ``intervals.DELIVERY_INTERVAL``.
 
         Raises:
             EngineError: if the sampler cannot go on.
         """
+        collector = self.collector
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
         try:
             requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-            return self.complete(requests, num_samples, sampling, on_completed)
+            return collector.generate(requests, num_samples, sampling, on_completed)
         except BaseException:
             self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
             raise

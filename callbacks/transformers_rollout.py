@@ -1,34 +1,31 @@
 """Rollouts by the model itself, in the trainer's process: no engine to install or to start."""
 
-from collections.abc import Sequence
-from concurrent.futures import as_completed
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
-from rlightning.environments.policy import GroupRequest
+from rlightning.environments.collector import Collector
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
-from rlightning.parallel.collectives import any_rank
-from rlightning.rollout import OnCompleted, Sampling
+from rlightning.parallel.collectives import any_rank, global_rank
+from rlightning.rollout import Sampling
+from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.requests import group_sampling
-from rlightning.rollout.sampler import Request
-from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import RolloutBatch, Trajectory
+from rlightning.rollout.transformers_sampler import SAMPLING_RANK, TransformersSampler, can_sleep, send_shards
+from rlightning.types import RolloutBatch
 
 
 class TransformersRollout(RolloutCallback):
     """Samples by Hugging Face's model in this process, on whatever device the actor is on; vLLM is not needed.
 
-    Each rank has a copy of the model, in ``dtype``, and completes its own prompts; with the first completions that are
-    asked for after the actor has changed it takes the actor's weights, gathered from all ranks where they are sharded.
-    A prompt's completions do not depend on the number of ranks, nor on what else is sampled, but for rounding. It is
+    Rank 0 has a copy of the model, in ``dtype``, and completes the prompts of all ranks. It takes the actor's weights,
+    gathered from all ranks where they are sharded, with the first completions that are asked for after the actor has
+    changed. A prompt's completions do not depend on what else is sampled, but for rounding. It is
     for small models, for machines without vLLM, and for tests; on a GPU vLLM samples many times as fast.
 
     A loop of your own uses it as it would use :class:`~rlightning.callbacks.VLLMRollout`, which says what is needed of
@@ -36,7 +33,7 @@ class TransformersRollout(RolloutCallback):
 
     Args:
         dtype: what the copy computes in; "auto" is bfloat16 on CUDA and float32 elsewhere.
-        max_sequences: completions that a rank decodes at once; more are faster, and take memory for their keys and
+        max_sequences: completions that are decoded at once; more are faster, and take memory for their keys and
             values.
         kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """
@@ -53,64 +50,47 @@ class TransformersRollout(RolloutCallback):
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: TransformersSampler | None = None
         self._runner: EnvironmentRunner | None = None
+        self._collector: Collector | None = None
+        self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
 
     @property
     def is_set_up(self) -> bool:
         """Whether there is a sampler."""
-        return self._sampler is not None
+        return self._collector is not None
 
     @property
-    def sampler(self) -> TransformersSampler:
-        """This rank's.
-
-        Raises:
-            EngineError: if there is none.
-        """
-        if self._sampler is None:
+    def collector(self) -> Collector:
+        """See :class:`RolloutCallback`."""
+        if self._collector is None:
             raise EngineError("There is no sampler: it has not been set up, or has been closed.")
-        return self._sampler
+        return self._collector
 
     @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that the model takes."""
-        return self.sampler.max_length
+        return int(self._module.max_model_length)
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Build the model, which has no weights yet."""
+        """Build the model, on rank 0; it has no weights yet."""
         module = self._module
-        trusted = trusts_remote_code(module)
-        name = self.dtype if self.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
-        sampler = TransformersSampler(
-            load_config(module.model_path, trust_remote_code=trusted),
-            replace(ModelFiles.read(module.model_path, trust_remote_code=trusted), tokenizer=module.tokenizer),
-            device=device,
-            dtype=getattr(torch, name),
-            max_length=module.max_model_length,
-            max_sequences=self.max_sequences,
-        )
-        sampler.sleep()
-        self.verification.begin_run(module, sampler.max_length, sampler.dtype, device)
-        self._sampler = sampler
-        self._runner = EnvironmentRunner(
-            sampler,
-            module.tokenizer,
-            self.environment,
-            max_length=sampler.max_length,
-            timeout=self.trajectory_timeout,
-        )
+        self._device, self._sampler_dtype = device, self._resolve_dtype(device)
+        self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
+        self._runner = self._start_sampler() if global_rank() == SAMPLING_RANK else None
+        self._collector = Collector(self._runner, InFlight(0), self)
 
     def close(self) -> None:
         """End the threads and free the model. May be called twice."""
-        if self._sampler is not None and self._runner is not None:
+        if self._collector is not None:
+            self._collector.close()
+        if self._sampler is not None:
             self._sampler.close()
-            self._runner.close()
-        self._sampler = self._runner = None
+        self._sampler = self._runner = self._collector = None
 
     def describe(self) -> str:
         """Return what samples, in a line; "" without a sampler."""
-        if self._sampler is None:
+        if self._collector is None:
             return ""
-        dtype = str(self.sampler.dtype).removeprefix("torch.")
+        dtype = str(self._sampler_dtype).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
@@ -122,40 +102,56 @@ class TransformersRollout(RolloutCallback):
         super().on_validation_end(trainer, module)
         self._rest()
 
-    def complete(
-        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Trajectory]]:
-        """Take the actor's weights, if they have changed, and attempt the prompts."""
-        assert self._runner is not None
-        if any_rank(self.sampler.weight_version != self._module.weight_version, name="weights are there"):
-            self._sync_weights()
-        groups = [
-            GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples) for prompt, stream in requests
-        ]
-        running = {self._runner.submit(group): place for place, group in enumerate(groups)}
-        try:
-            for future in as_completed(running):
-                if on_completed is not None:
-                    on_completed(groups[running[future]].prompt, future.result())
-            return [future.result() for future in running]
-        except BaseException:
-            for future in running:
-                future.cancel()
-            raise
-
-    def _sync_weights(self) -> None:
-        """Bring the actor's weights into the sampler; all ranks take part."""
-        trainer, module, sampler = self._trainer, self._module, self.sampler
-        fire(trainer, module, "on_weight_sync_start", module.weight_version)
-        is_due = self.verification.evaluate(module, [sampler])
-        sampler.update_weights(module, module.weight_version)
-        if sampler.can_sleep:
+    def sync_weights(self) -> None:
+        """Bring the actor's weights into the sampler, if they have changed; all ranks take part."""
+        trainer, module, sampler = self._trainer, self._module, self._sampler
+        version = module.weight_version
+        if not any_rank(sampler is not None and sampler.weight_version != version, name="weights are there"):
+            return
+        fire(trainer, module, "on_weight_sync_start", version)
+        is_due = self.verification.evaluate(module, [] if sampler is None else [sampler])
+        if sampler is None:
+            send_shards(module, self._sampler_dtype)
+        else:
+            sampler.update_weights(module, version)
+        if can_sleep(self._device):
             fire(trainer, module, "on_engine_wake")
-        if is_due:
+        if is_due and sampler is not None:
             self.verification.verify(module, sampler)
-        fire(trainer, module, "on_weight_sync_end", module.weight_version)
+        fire(trainer, module, "on_weight_sync_end", version)
+
+    def needs_sync(self) -> bool:
+        """Whether requests wait for weights: never."""
+        return False
+
+    def _resolve_dtype(self, device: torch.device) -> torch.dtype:
+        name = self.dtype if self.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    def _start_sampler(self) -> EnvironmentRunner:
+        module = self._module
+        trusted = trusts_remote_code(module)
+        self._sampler = TransformersSampler(
+            load_config(module.model_path, trust_remote_code=trusted),
+            replace(ModelFiles.read(module.model_path, trust_remote_code=trusted), tokenizer=module.tokenizer),
+            device=self._device,
+            dtype=self._sampler_dtype,
+            max_length=self.max_sequence_length,
+            max_sequences=self.max_sequences,
+        )
+        self._sampler.sleep()
+        return EnvironmentRunner(
+            self._sampler,
+            module.tokenizer,
+            self.environment,
+            max_length=self.max_sequence_length,
+            timeout=self.trajectory_timeout,
+        )
 
     def _rest(self) -> None:
-        if self._sampler is not None and self._sampler.can_sleep:
+        if self._collector is None or not can_sleep(self._device):
+            return
+        if self._sampler is not None:
             self._sampler.sleep()
-            fire(self._trainer, self._module, "on_engine_sleep")
+        fire(self._trainer, self._module, "on_engine_sleep")

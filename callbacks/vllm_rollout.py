@@ -32,7 +32,6 @@ from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
 from rlightning.rollout.requests import check_requests, with_run_seed
-from rlightning.rollout.sampler import Request
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -153,8 +152,7 @@ class VLLMRollout(RolloutCallback):
     @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that an engine takes."""
-        if self._engines is None:
-            raise EngineError(NO_ENGINE)
+        assert self._engines is not None, "there is a collector"
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
@@ -296,7 +294,7 @@ class VLLMRollout(RolloutCallback):
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
-            self._running_collector.weights.sync_weights()
+            self.collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -347,16 +345,6 @@ class VLLMRollout(RolloutCallback):
         """Return how training completions are sampled: on a GPU without the run's seed, which slows vLLM."""
         return with_run_seed(self.sampling, device)
 
-    def complete(
-        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
-    ) -> list[list[Trajectory]]:
-        """Wake the engines, send them the weights, and sample.
-
-        Raises:
-            EngineError: if an engine died for the second time in a step, or refused a request.
-        """
-        return self._running_collector.generate(requests, num_samples, sampling, on_completed)
-
     def collect_trajectories(
         self,
         prompts: Sequence[Prompt],
@@ -394,14 +382,13 @@ class VLLMRollout(RolloutCallback):
             requests += self._streams.assign(further, sampling, self._module.weight_version)
         version = self._module.weight_version
         plan = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
-        collector = self._running_collector
-        groups = collector.collect_trajectories(requests, num_samples, sampling, on_completed, plan)
+        groups = self.collector.collect_trajectories(requests, num_samples, sampling, on_completed, plan)
         self._log_totals(version)
         return groups
 
     def _log_totals(self, version: int) -> None:
         """Log what the step has taken so far; a collective."""
-        collector, engines = self._running_collector, self._running_engines
+        collector, engines = self.collector, self._running_engines
         metrics: dict[str, float] = {}
         if global_rank() == COLLECTOR_RANK:
             metrics = {STOPPED: float(collector.totals.num_stopped)}
@@ -419,7 +406,8 @@ class VLLMRollout(RolloutCallback):
         return self._engines
 
     @property
-    def _running_collector(self) -> Collector:
+    def collector(self) -> Collector:
+        """See :class:`RolloutCallback`."""
         if self._collector is None:
             raise EngineError(NO_ENGINE)
         self._start_engines()

@@ -15,6 +15,8 @@ HEARTBEAT_INTERVAL = 2.0
 """Between two heartbeats of an engine or a rank, and between two checks whether an engine's trainer is there."""
 RECONNECT_INTERVAL = 1.0
 """Between two tries to connect to an engine."""
+DELIVERY_INTERVAL = 1.0
+"""Between two deliveries of finished trajectories to the ranks of their prompts, while others are sampled."""
 RANK_SYNC_INTERVAL = 60.0
 """After which the rank that collects trajectories meets the other ranks, before their barrier takes it for lost."""
 

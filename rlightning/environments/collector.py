@@ -3,7 +3,7 @@
 ::
 
     rank 0     prompts of all ranks --> InFlight --> EnvironmentRunner x sampler --> groups to all ranks
-    others     wait, and take part in weight syncs, whenever rank 0 says so
+    others     wait for instructions of rank 0: to take part in a weight sync, to take what is finished
 """
 
 import threading
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from rlightning import intervals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
-from rlightning.parallel.collectives import exchange, gather_objects, world_size
+from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
@@ -24,6 +24,9 @@ from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_
 from rlightning.types import Prompt, Trajectory
 
 T = TypeVar("T")
+
+Instruction = Literal["done", "sync weights", "deliver", "wait"]
+"""What rank 0 has all ranks do next."""
 
 
 class StepPlan(NamedTuple):
@@ -93,32 +96,47 @@ class Collector:
             requests: prompts, each with the number of its random stream.
             num_samples: trajectories of each.
             sampling: how.
-            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called for rank 0's prompts.
+            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called a moment later on other ranks than
+                rank 0.
         """
         self.weights.sync_weights()
         received = exchange({COLLECTOR_RANK: list(requests)}, name="prompts")
-        work = [(rank, request) for rank, handed in received.items() for request in handed]
+        work = [(rank, place, one) for rank, handed in received.items() for place, one in enumerate(handed)]
         running = {
-            self._submit(prompt, stream, num_samples, sampling): place
-            for place, (_, (prompt, stream)) in enumerate(work)
+            self._submit(prompt, stream, num_samples, sampling): (rank, place) for rank, place, (prompt, stream) in work
         }
         done: dict[int, list[Trajectory]] = {}
+        finished: dict[int, list[tuple[int, list[Trajectory]]]] = {rank: [] for rank in received}
+
+        def deliver(groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
+            for place, trajectories in groups:
+                done[place] = trajectories
+                if on_completed is not None:
+                    on_completed(requests[place][0], trajectories)
 
         def is_done() -> bool:
-            for place, trajectories in _pop_done(running):
-                done[place] = trajectories
-                rank, (prompt, _) = work[place]
-                if on_completed is not None and rank == COLLECTOR_RANK:
-                    on_completed(prompt, trajectories)
+            for (rank, place), trajectories in _pop_done(running):
+                if rank == COLLECTOR_RANK:
+                    deliver([(place, trajectories)])
+                else:
+                    finished[rank].append((place, trajectories))
             return not running
 
+        def send_finished() -> None:
+            sent = exchange(finished, name="trajectories")
+            for groups in finished.values():
+                groups.clear()
+            if global_rank() != COLLECTOR_RANK:
+                deliver(sent[COLLECTOR_RANK])
+
         try:
-            self._wait(is_done)
+            self._wait(is_done, send_finished, lambda: any(finished.values()))
         except BaseException:
             _cancel(running)
             raise
-        groups = {rank: [done[i] for i, (owner, _) in enumerate(work) if owner == rank] for rank in received}
-        return next(iter(exchange(groups, name="trajectories").values()))
+        if world_size() > 1:
+            send_finished()
+        return [done[place] for place in range(len(requests))]
 
     def collect_trajectories(
         self,
@@ -201,13 +219,29 @@ class Collector:
         _cancel({future: group for future, group in self._running.items() if group in groups})
         self._running = {future: group for future, group in self._running.items() if group not in groups}
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait, on all ranks, until rank 0 has what is asked for; sync weights whenever rank 0 says so."""
-        while (instruction := gather_objects(self._next(is_done), name="trajectories")[COLLECTOR_RANK]) != "done":
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        deliver: Callable[[], None] = lambda: None,
+        has_deliveries: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait, on all ranks, until rank 0 has what is asked for, and follow its instructions meanwhile.
+
+        Args:
+            is_done: whether rank 0 has it.
+            deliver: sends to the ranks what is finished; a collective.
+            has_deliveries: whether, on rank 0, there is anything to send.
+        """
+        while True:
+            instruction = gather_objects(self._next(is_done, has_deliveries), name="trajectories")[COLLECTOR_RANK]
+            if instruction == "done":
+                return
             if instruction == "sync weights":
                 self.weights.sync_weights()
+            if instruction == "deliver":
+                deliver()
 
-    def _next(self, is_done: Callable[[], bool]) -> Literal["done", "sync weights", "wait"]:
+    def _next(self, is_done: Callable[[], bool], has_deliveries: Callable[[], bool]) -> Instruction:
         if self._runner is None:
             return "done"  # rank 0 decides
         started_at = time.monotonic()
@@ -218,7 +252,10 @@ class Collector:
                     return "done"
                 if self.weights.needs_sync():
                     return "sync weights"
-                if time.monotonic() - started_at > intervals.RANK_SYNC_INTERVAL:
+                seconds = time.monotonic() - started_at
+                if seconds > intervals.DELIVERY_INTERVAL and has_deliveries():
+                    return "deliver"
+                if seconds > intervals.RANK_SYNC_INTERVAL:
                     return "wait"
                 self.has_changed.wait(intervals.POLL_INTERVAL)
         finally:

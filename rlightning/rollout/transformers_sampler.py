@@ -30,6 +30,8 @@ from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 
+SAMPLING_RANK = 0
+"""The rank that has the sampler, where there are several."""
 MAX_PROMPT_TOKENS = 8192
 """That one forward pass computes, unless a single prompt is longer."""
 
@@ -146,6 +148,8 @@ class TransformersSampler:
     def update_weights(self, source: WeightSource, version: int) -> None:
         """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
 
+        Other ranks than rank 0, which have no sampler, call :func:`send_shards` meanwhile.
+
         Raises:
             EngineError: a weight is missing, or is none of the model's; the sampler has no weights then.
         """
@@ -156,13 +160,13 @@ class TransformersSampler:
             given = dict(source.named_weights())
             if faults := sorted(given.keys() ^ own.keys()):
                 raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
-            gather_into([own[name] for name in given], list(given.values()))
+            gather_into([own[name] for name in given], list(given.values()), destination=SAMPLING_RANK)
             self.weight_version = version
 
     @property
     def can_sleep(self) -> bool:
-        """Whether its memory is of a kind that the actor lacks; the CPU's is kept."""
-        return self.device.type != "cpu"
+        """See :func:`can_sleep`."""
+        return can_sleep(self.device)
 
     def sleep(self) -> None:
         """See :meth:`Sampler.sleep`."""
@@ -328,6 +332,24 @@ class TransformersSampler:
         for request in {sequence.request for sequence in sequences}:
             if not request.done.done():
                 request.done.set_exception(error)
+
+
+def can_sleep(device: torch.device) -> bool:
+    """Whether a sampler's memory is of a kind that the actor lacks; the CPU's is kept."""
+    return device.type != "cpu"
+
+
+@torch.no_grad()
+def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
+    """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler.
+
+    Args:
+        source: of the weights.
+        dtype: the sampler's.
+    """
+    weights = [tensor for _, tensor in source.named_weights()]
+    nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
+    gather_into(nothing, weights, destination=SAMPLING_RANK)
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:

@@ -132,7 +132,8 @@ def test_generate_keeps_order_and_leaves_flight_alone(make_run: Callable[..., Ru
 
 
 def test_weights_are_synced_while_requests_wait(make_run: Callable[..., Run]) -> None:
-    run = make_run(lambda index: run.num_syncs == 3)
+    run: Run = make_run()
+    run.sampler.answers = lambda index: run.num_syncs == 3
     run.num_needed = 3
     assert run.collect(1, 0) == [0]
     assert run.num_syncs == 3
