@@ -271,8 +271,8 @@ def test_keys_and_values_of_old_weights_are_forgotten(engine: Engine, actor: Act
 def test_an_update_waits_for_no_request(engine: Engine, actor: Actor) -> None:
     assert engine.process is not None
     with stopped(find_core(engine.process.pid)):
+        actor.perturb(1)
         unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
-    actor.perturb(1)
     send(engine, actor, 1)
     assert {len(sample["weight_versions"]) for sample in unfinished.result(60)} == {240}
     assert {sample["weight_versions"][-1] for sample in unfinished.result(60)} == {1}
