@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from rlightning.rpc.peer import Peer, RemoteError
 from rlightning.rpc.progress import CALL, track_tasks
 from rlightning.rpc.worker import Worker
 from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -123,7 +126,10 @@ class EnvironmentWorker:
         """Wait for trajectories that have been cancelled to clean up, and close the environment."""
         if self._trajectories:
             await asyncio.wait(self._trajectories, timeout=intervals.CANCEL_GRACE)
-        await self._environment.close()
+        try:
+            await self._environment.close()
+        except Exception:
+            log.exception("The environment could not be closed.")
 
 
 def find_class(path: str) -> type[Environment]:
