@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import logging
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -58,7 +59,9 @@ class RemotePolicy:
 
     async def _request(self, method: str, *arguments: Any) -> Sample:
         with raise_limits():
-            return Sample(*await self._trainer.call("request", self._key, method, *arguments))
+            sent = await self._trainer.call("request", self._key, method, *arguments)
+        token_ids, logprobs, weight_versions, text, finish_reason = sent
+        return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
 
 
 class EnvironmentWorker:

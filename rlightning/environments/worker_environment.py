@@ -1,6 +1,7 @@
 """An environment that runs in worker processes, perhaps of another interpreter; the policy stays in the trainer's."""
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -89,7 +90,7 @@ class WorkerEnvironment(Environment):
             ) from error
         self.environment, self.arguments = environment, dict(arguments or {})
         self.num_workers, self.max_trajectories = num_workers, max_trajectories
-        self.python = None if python is None else str(Path(python).expanduser())
+        self.python = None if python is None else os.path.expanduser(python)
         self.hang_timeout = hang_timeout
         self._workers: _Workers | None = None
 
@@ -189,8 +190,7 @@ class WorkerEnvironment(Environment):
         """Return why a worker did not start; its environment's own reason is a line already."""
         cause = error.__cause__
         if isinstance(cause, RemoteError):
-            line = cause.message if cause.type_name == ConfigError.__name__ else str(cause)
-            return ConfigError(line, cut(cause.traceback))
+            return ConfigError(cause.message, cut(cause.traceback))
         line, _, log = str(error).partition("\n")
         return ConfigError(f"environment.environment={self.environment}: {cut_line(line)}.", cut(log))
 
@@ -209,7 +209,8 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
         except RunError as error:
             errors.append(error)
             raise
-        return [sample.token_ids, sample.logprobs, sample.weight_versions, sample.text, sample.finish_reason]
+        arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
+        return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 
     async def chat(*observations: Message) -> list[Any]:
         return await send(policy.chat(*observations))

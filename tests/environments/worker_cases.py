@@ -20,6 +20,7 @@ class Deeds(Environment):
 
     def __init__(self, folder: str = "") -> None:
         self.folder = Path(folder)
+        self.num_running = 0
 
     async def close(self) -> None:
         (self.folder / f"closed {os.getpid()}").touch()
@@ -29,8 +30,12 @@ class Deeds(Environment):
         if deed == "forget":
             return None  # type: ignore[return-value]
         sample = await policy.chat()
+        num_running = 0
         if deed == "slow":
+            self.num_running += 1
+            num_running = self.num_running
             await asyncio.sleep(0.5)
+            self.num_running -= 1
         elif deed == "exit":
             os._exit(3)
         elif deed == "segfault":
@@ -62,7 +67,7 @@ class Deeds(Environment):
         return Outcome(
             reward=float(sample.logprobs[0]),
             turn_rewards=[1.0],
-            metrics={"pid": os.getpid(), "heavy": len(heavy), "python": float(sys.version_info[1])},
+            metrics={"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
             messages=[{"role": "assistant", "content": sample.text, "columns": prompt.columns}],
         )
 
