@@ -158,7 +158,8 @@ def find_class(path: str) -> type[Environment]:
         raise ConfigError(f"{what}: '{module_name}' has no class '{name}'. {did_you_mean(name, known)}")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         found = "class" if isinstance(kind, type) else type(kind).__name__
-        raise ConfigError(f"{what} is a {found} that is no Environment. Name a subclass of {Environment.__qualname__}.")
+        rule = "Name a subclass of rlightning.environments.Environment."
+        raise ConfigError(f"{what} is a {found} that is no environment. {rule}")
     return kind
 
 

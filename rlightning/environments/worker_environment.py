@@ -49,11 +49,10 @@ class _Workers(NamedTuple):
 
 
 class WorkerEnvironment(Environment):
-    """Runs another environment in worker processes: what it does there, and what it needs, is no matter of the trainer.
+    """Runs another environment in worker processes, which may crash, hang, and have other packages than the trainer.
 
-    Each process has one event loop, and many trajectories on it. One that ends or hangs costs the trajectories that it
-    has, which count as not sampled, and is replaced. Processes start with the first trajectories, or with
-    :meth:`check`.
+    Each process has one event loop, and many trajectories on it. If it ends or hangs, its trajectories count as not
+    sampled, and another one takes its place. Processes start with the first trajectories, or with :meth:`check`.
 
     Args:
         environment: dotted path of its class, which is imported in the workers only.
@@ -62,7 +61,7 @@ class WorkerEnvironment(Environment):
         max_trajectories: of a process at once; others wait, and their time does not count yet.
         python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later
             with msgpack; None: this process's.
-        hang_timeout: seconds for which a process's event loop may stand still, as in a call that blocks it.
+        hang_timeout: seconds for which code may block a process's event loop.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class WorkerEnvironment(Environment):
             EnvironmentFailedError: too many have ended in a row.
         """
         is_hung = isinstance(error, WorkerHungError)
-        how = f"stood still for {self.hang_timeout:g} s" if is_hung else f"ended ({error})"
+        how = f"did not respond for {self.hang_timeout:g} s" if is_hung else f"ended ({error})"
         line = f"its worker process {how}"
         details = f"{cut(error.stacks)}\n{line}".strip()
         if pool.deaths.num_restarts >= pool.deaths.max_restarts:

@@ -174,7 +174,7 @@ def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCapt
         for deed, error in (
             ("exit", r"^its worker process ended \(exit code 3\)$"),
             ("segfault", r"(?s)line \d+ in run\n.*its worker process ended \(SIGSEGV\)$"),
-            ("block", r"(?s)line \d+ in run\n.*its worker process stood still for 1\.5 s$"),
+            ("block", r"(?s)line \d+ in run\n.*its worker process did not respond for 1\.5 s$"),
         ):
             failed, beside, waiting = await attempt(environment, deed, "hold", "slow")
             assert failed.status == beside.status == "failed"
@@ -330,7 +330,7 @@ def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch
         ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.Class, such as my_package"),
         ("no_package.Deeds", {}, r"=no_package\.Deeds cannot be imported by .*/python: ModuleNotFoundError: No module"),
         ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class 'Deed'\. Did you mean 'Deeds'\?"),
-        ("worker_cases.Other", {}, r"Other is a class that is no Environment\. Name a subclass of Environment\."),
+        ("worker_cases.Other", {}, r"Other is a class that is no environment\. Name a subclass of rlightning\."),
         ("worker_cases.NeedsRoom", {}, r"cannot be made with no arguments: TypeError: .* argument: 'rooms'\. Change"),
         ("worker_cases.NeedsRoom", {"rooms": 0}, r"with the arguments rooms: OSError: no room is free\. Change"),
     ],
