@@ -77,6 +77,8 @@ class TransformersRollout(RolloutCallback):
         self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
         self._runner = self._start_sampler() if global_rank() == SAMPLING_RANK else None
         self._collector = Collector(self._runner, InFlight(0), self)
+        if self._runner is not None:
+            self._runner.check()
 
     def close(self) -> None:
         """End the threads and free the model. May be called twice."""

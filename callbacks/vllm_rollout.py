@@ -199,6 +199,7 @@ class VLLMRollout(RolloutCallback):
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
         )
+        runner.check()
         take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector

@@ -74,6 +74,10 @@ class RewardError(RunError, RuntimeError):
     """Too large a share of rewards failed; the details are the first failure's traceback."""
 
 
+class EnvironmentFailedError(RunError, RuntimeError):
+    """An environment's worker processes end again and again; the details are how the last one did."""
+
+
 class DeviceMemoryError(RunError, RuntimeError):
     """A device has no memory left."""
 

@@ -1,7 +1,30 @@
 """From prompts to finished trajectories. Importing this needs the standard library alone."""
 
+from typing import TYPE_CHECKING, Any
+
 from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 
-__all__ = ["Environment", "LimitReachedError", "Message", "Policy", "PolicyGroup", "SelfCorrection", "SingleTurn"]
+if TYPE_CHECKING:
+    from rlightning.environments.worker_environment import WorkerEnvironment
+
+__all__ = [
+    "Environment",
+    "LimitReachedError",
+    "Message",
+    "Policy",
+    "PolicyGroup",
+    "SelfCorrection",
+    "SingleTurn",
+    "WorkerEnvironment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what the trainer's process alone uses when it is asked for."""
+    if name == "WorkerEnvironment":
+        from rlightning.environments.worker_environment import WorkerEnvironment
+
+        return WorkerEnvironment
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

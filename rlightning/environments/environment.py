@@ -6,6 +6,7 @@ Workers of environments import this file in other interpreters: Python 3.10 and 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
@@ -50,8 +51,17 @@ class PolicyGroup(Protocol):
     async def sample_all(self) -> list[Outcome]:
         """Sample each trajectory's first turn, by one request; the outcome of each, which ends with it."""
 
-    async def run_each(self, run: Callable[[Policy], Awaitable[Outcome]]) -> list[Outcome]:
-        """Call ``run`` for each trajectory, all at once; what fails or takes too long is that trajectory's alone."""
+    async def run_each(
+        self,
+        run: Callable[[Policy], Awaitable[Outcome]],
+        places: AbstractAsyncContextManager[object] | None = None,
+    ) -> list[Outcome]:
+        """Call ``run`` for each trajectory, all at once; what fails or takes too long is that trajectory's alone.
+
+        Args:
+            run: makes the trajectory of a policy.
+            places: such as a semaphore; each trajectory enters it before its time begins to count.
+        """
 
 
 class Environment:
@@ -60,6 +70,12 @@ class Environment:
     An exception in it is a failure of the trajectory, which then counts as not sampled: it reaches no loss, baseline or
     mean. What the policy did wrong is no exception, but a reward.
     """
+
+    async def check(self) -> None:
+        """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
+
+    async def close(self) -> None:
+        """Free what it holds; called when no trajectory is left. It may be used again afterwards."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory.

@@ -8,11 +8,13 @@ in which nothing of before is trained again.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.environment import LimitReachedError, Message, Policy
-from rlightning.errors import EngineError
+from rlightning.errors import RunError
+from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
@@ -157,9 +159,18 @@ class RecordedGroup:
             policy.record(token_ids, sample)
         return [Outcome() for _ in samples]
 
-    async def run_each(self, run: Callable[[Policy], Awaitable[Outcome]]) -> list[Outcome]:
+    async def run_each(
+        self,
+        run: Callable[[Policy], Awaitable[Outcome]],
+        places: AbstractAsyncContextManager[object] | None = None,
+    ) -> list[Outcome]:
         """See :meth:`PolicyGroup.run_each`."""
-        return await asyncio.gather(*(self._run(run, policy) for policy in self._policies))
+
+        async def run_in_place(policy: Policy) -> Outcome:
+            async with places or nullcontext():
+                return await self._run(run, policy)
+
+        return await asyncio.gather(*map(run_in_place, self._policies))
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
         try:
@@ -167,8 +178,8 @@ class RecordedGroup:
                 return await run(policy)
         except LimitReachedError:
             return Outcome(status="truncated")
-        except EngineError:
-            raise  # the sampler's, which no trajectory can go on without
+        except RunError:
+            raise  # such as the sampler's: no trajectory can go on
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
@@ -185,12 +196,18 @@ class RecordedGroup:
         return [policy.finish(outcome, seconds) for policy, outcome in pairs]
 
 
-def failed_outcome(prompt: Prompt, error: Exception) -> Outcome:
-    """Return the outcome of a trajectory whose environment has raised, which counts as not sampled; log the error."""
-    text = f"{type(error).__name__}: {error}"
-    log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, text)
-    log.debug("Of prompt %d", prompt.index, exc_info=error)
-    return Outcome(status="failed", error=text)
+def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:
+    """Return the outcome of a trajectory whose environment has failed, which counts as not sampled; log the error.
+
+    Args:
+        prompt: of the trajectory.
+        error: that its environment has raised, or a line that says what happened.
+        details: the error as the trajectory has it, such as with its traceback; "": the line.
+    """
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))
+    log.debug("Of prompt %d: %s", prompt.index, details, exc_info=error if isinstance(error, Exception) else None)
+    return Outcome(status="failed", error=cut(details) or text)
 
 
 def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
 from rlightning.environments.single_turn import SingleTurn
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, RunError
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.types.trajectory import Prompt, Trajectory
@@ -44,12 +44,13 @@ class EnvironmentRunner:
         self._environments = SingleTurn() if environments is None else environments
         self._max_length, self._timeout = max_length, timeout
         self.loop = LoopThread("environments")
+        self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
         """Start to attempt a prompt, and return at once; cancelling the future cancels what is under way.
 
         Returns:
-            The trajectories, once all of them have ended; an EngineError if the sampler cannot go on.
+            The trajectories, once all of them have ended; a RunError if no trajectory can go on.
 
         Raises:
             ConfigError: the prompt names no environment of the run.
@@ -57,17 +58,30 @@ class EnvironmentRunner:
         environment = find_environment(self._environments, request.prompt)
         return self.loop.submit(self._attempt(request, environment))
 
+    def check(self) -> None:
+        """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
+        for environment in self._all_environments():
+            self.loop.run(environment.check())
+
     def close(self) -> None:
-        """Cancel what is under way, and end the thread. May be called twice."""
-        self.loop.close()
+        """Cancel what is under way, close the environments, and end the thread. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            for environment in self._all_environments():
+                self.loop.run(environment.close())
+            self.loop.close()
+
+    def _all_environments(self) -> list[Environment]:
+        environments = self._environments
+        return [environments] if isinstance(environments, Environment) else list(environments.values())
 
     async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
         started_at = monotonic()
         group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
         try:
             outcomes = await environment.run_group(request.prompt, group)
-        except EngineError:
-            raise  # the sampler's, which no trajectory can go on without
+        except RunError:
+            raise  # no trajectory can go on
         except Exception as error:  # user code
             outcomes = [failed_outcome(request.prompt, error)] * request.num_trajectories
         return group.finish(outcomes, monotonic() - started_at)

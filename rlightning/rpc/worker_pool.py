@@ -8,7 +8,8 @@
                             +--- others ------+---> WorkerHungError or WorkerDiedError of the call that it executed
 
 Which call that was the process has shown before (:mod:`rlightning.rpc.progress`). Where it cannot be known, as it was a
-thread's doing, each of its calls is run alone: the one that does it again was it.
+thread's doing, each of its calls is run alone: the one that does it again was it. Where calls may not be repeated, all
+that the process had end with it. A call may offer methods, which the worker calls meanwhile on the same connection.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import contextlib
 import itertools
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlightning import intervals
@@ -24,7 +25,7 @@ from rlightning.processes.liveness import Deadline, Heartbeat, RestartPolicy
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rpc.client import ProcessStartError, connect_process, end_process
 from rlightning.rpc.connection import ConnectionLostError, RPCError
-from rlightning.rpc.peer import DeadlineExceededError, Peer, RemoteError
+from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.worker import STACK_SIGNAL
 
@@ -67,9 +68,10 @@ class WorkerPool:
         setup: arguments of its ``setup``, called first.
         start_timeout: seconds for that.
         finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
+        may_repeat: whether calls run again after their worker ended for a reason that is not theirs.
 
     Attributes:
-        deaths: the budget of restarts that no call explains.
+        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts.
     """
 
     def __init__(
@@ -83,8 +85,9 @@ class WorkerPool:
         setup: Sequence[Any] = (),
         start_timeout: float = 300.0,
         finish_timeout: float = 0.0,
+        may_repeat: bool = True,
     ) -> None:
-        self.command, self.name, self.setup = command, name, setup
+        self.command, self.name, self.setup, self.may_repeat = command, name, setup, may_repeat
         self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
         self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
         self._workers: list[_Worker] = []
@@ -94,12 +97,24 @@ class WorkerPool:
         self._num_closed = 0
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
-    async def call(self, *arguments: Any, hang_timeout: float) -> Any:
-        """Run a call in a worker; it is repeated in another one if a worker ends for a reason that is not this call.
+    async def check(self) -> None:
+        """Start a worker if there is none, and return when it is ready.
+
+        Raises:
+            ProcessStartError: it did not start.
+        """
+        call = _Call(next(self._keys), float("inf"), {})
+        worker = await self._get_place(call)
+        del worker.calls[call.key]
+        self._dispatch()
+
+    async def call(self, *arguments: Any, hang_timeout: float, methods: Mapping[str, Method] | None = None) -> Any:
+        """Run a call in a worker, in another one if the first ends for a reason that is not this call.
 
         Args:
             arguments: plain data, for the worker's ``call``.
             hang_timeout: seconds for which it may keep its process from everything else.
+            methods: that the worker may call until this call ends, by ``request`` with the call's key and the name.
 
         Raises:
             WorkerError: it hung, or ended its process.
@@ -107,7 +122,7 @@ class WorkerPool:
             ProcessStartError: a worker did not start.
             ConnectionLostError: the pool was closed.
         """
-        call, num_closed = _Call(next(self._keys), hang_timeout), self._num_closed
+        call, num_closed = _Call(next(self._keys), hang_timeout, methods or {}), self._num_closed
         while True:
             worker = await self._get_place(call)
             try:
@@ -119,9 +134,7 @@ class WorkerPool:
                 end = await asyncio.shield(worker.ended)
                 if self._num_closed > num_closed:
                     raise ConnectionLostError("the pool was closed") from None
-                if end.culprit == call.key:
-                    raise end.error from None
-                if not end.may_repeat:
+                if end.culprit == call.key or not (end.may_repeat and self.may_repeat):
                     raise end.error from None
                 call.is_alone = end.culprit is None and len(end.calls) > 1
             else:
@@ -129,6 +142,7 @@ class WorkerPool:
                 return result
             finally:
                 worker.calls.pop(call.key, None)
+                call.cancel_requests()
                 self._dispatch()
 
     async def close(self) -> None:
@@ -149,6 +163,7 @@ class WorkerPool:
             self._waiting.appendleft(call)
         else:
             self._waiting.append(call)
+        self._start_workers(self._num_calls)
         self._dispatch()
         try:
             return await call.place
@@ -168,6 +183,8 @@ class WorkerPool:
                 self._waiting.popleft()
                 continue
             limit = self.max_calls + min(self.max_queued, len(self._waiting) // (2 * self.num_workers))
+            if self._num_starting:  # their share of the calls is left to them
+                limit = min(limit, -(-self._num_calls // self.num_workers))
             free = [worker for worker in self._workers if worker.has_place(call, limit)]
             if not free:
                 break
@@ -175,14 +192,24 @@ class WorkerPool:
             worker = min(free, key=lambda worker: len(worker.calls))
             worker.begin(call)
             call.place.set_result(worker)
-        num_starting = sum(worker.peer is None for worker in self._workers)
-        while len(self._workers) < self.num_workers and num_starting < len(self._waiting):
-            num_starting += 1
+        self._start_workers(len(self._workers) - self._num_starting + len(self._waiting))
+
+    def _start_workers(self, num_wanted: int) -> None:
+        """Have so many workers, or as many as there may be."""
+        while len(self._workers) < min(num_wanted, self.num_workers):
             worker = _Worker(self)
             self._workers.append(worker)
             life = asyncio.ensure_future(self._live(worker))
             self._lives.add(life)
             life.add_done_callback(self._lives.discard)
+
+    @property
+    def _num_calls(self) -> int:
+        return len(self._waiting) + sum(len(worker.calls) for worker in self._workers)
+
+    @property
+    def _num_starting(self) -> int:
+        return sum(worker.peer is None for worker in self._workers)
 
     def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = list(self._waiting), deque()
@@ -208,13 +235,37 @@ class _Call:
     """A call, and where it runs.
 
     Attributes:
+        methods: that its worker may call.
         is_alone: whether no other may run beside it.
     """
 
-    def __init__(self, key: int, hang_timeout: float) -> None:
-        self.key, self.hang_timeout = key, hang_timeout
+    def __init__(self, key: int, hang_timeout: float, methods: Mapping[str, Method]) -> None:
+        self.key, self.hang_timeout, self.methods = key, hang_timeout, methods
         self.is_alone = False
         self.place: asyncio.Future[_Worker]
+        self._requests: set[asyncio.Task[Any]] = set()
+
+    async def serve(self, method: str, *arguments: Any) -> Any:
+        """Call one of the methods for the worker."""
+        request = asyncio.ensure_future(self.methods[method](*arguments))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        try:
+            return await asyncio.shield(request)
+        except asyncio.CancelledError:
+            _cancel_once(request)
+            raise
+
+    def cancel_requests(self) -> None:
+        """Cancel what the worker has asked for: the call has ended."""
+        for request in self._requests:
+            _cancel_once(request)
+
+
+def _cancel_once(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task, unless it cleans up already: a second time would end that."""
+    if not task.cancelling():
+        task.cancel()
 
 
 class _End(NamedTuple):
@@ -287,7 +338,7 @@ class _Worker:
         fds = (self._progress.fd, self._stacks)
         command = [*self.pool.command, *map(str, fds)]
         self._process = process = ManagedProcess(command, name=name, pass_fds=fds)
-        self._connected, _ = await connect_process(process, {}, ready_timeout=timeout)
+        self._connected, _ = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
         try:
             await self._connected.call("setup", *setup, timeout=deadline.remaining)
         except ConnectionLostError:
@@ -298,6 +349,12 @@ class _Worker:
         except RemoteError as error:
             raise ProcessStartError(f"{name} could not be set up: {error}", error.traceback) from error
         self.peer = self._connected
+
+    async def _serve(self, key: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the call that the worker names."""
+        if key not in self.calls:
+            raise LookupError("the call has ended")
+        return await self.calls[key].serve(method, *arguments)
 
     async def watch(self) -> None:
         """Return when the process has ended, or hangs."""
@@ -343,7 +400,8 @@ class _Worker:
         is_known = progress.is_executing or keys == [progress.call]
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
         error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
-        may_repeat = culprit is not None or not keys or self.pool.deaths.take()
+        is_explained = not keys or (culprit is not None and self.pool.may_repeat)
+        may_repeat = is_explained or self.pool.deaths.take()
         self.ended.set_result(_End(culprit, error, keys, may_repeat))
 
     async def _write_stacks(self) -> None:

@@ -108,12 +108,18 @@ def test_rows_name_their_environment(folder: str, tmp_path: Path) -> None:
         make_trainer(tmp_path / "2", 1, make_rollout(environments)).fit(make_module(folder), data)
 
 
-CONFIG = """\
-model: {class_path: GRPO, init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}}
-environment: {class_path: SelfCorrection, init_args: {verdict: "+"}}
-rollout: {class_path: TransformersRollout, init_args: {max_new_tokens: 4}}
-data: {train: sums.jsonl, max_prompt_tokens: 16}
-trainer: {accelerator: cpu, max_steps: 1, default_root_dir: run}
+SECTION = 'environment: {class_path: SelfCorrection, init_args: {verdict: "+"}}'
+IN_WORKERS = """\
+environment:
+  class_path: rlightning.environments.WorkerEnvironment
+  init_args: {environment: rlightning.environments.SelfCorrection, arguments: {verdict: "+"}, num_workers: 2}
+"""
+CONFIG = f"""\
+model: {{class_path: GRPO, init_args: {{model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}}}}
+{SECTION}
+rollout: {{class_path: TransformersRollout, init_args: {{max_new_tokens: 4}}}}
+data: {{train: sums.jsonl, max_prompt_tokens: 16}}
+trainer: {{accelerator: cpu, max_steps: 1, default_root_dir: run}}
 """
 
 
@@ -123,6 +129,9 @@ def test_environment_stands_beside_rollout(project: Path, capsys: pytest.Capture
     (project / "run.yaml").write_text(CONFIG)
     code, errors = fit_here(capsys, "--config", "run.yaml")
     assert code == 0, errors
+    (project / "workers.yaml").write_text(CONFIG.replace(SECTION, IN_WORKERS))
+    code, errors = fit_here(capsys, "--config", "workers.yaml", "--trainer.default_root_dir", "workers")
+    assert code == 0 and "failed and counts" not in errors, errors
     elsewhere = ("--config", "run.yaml", "--trainer.default_root_dir", "elsewhere")
     code, errors = fit_here(capsys, *elsewhere, "--rollout", "null")
     assert code == 2 and "error: environment: this run has no rollout, which environments need." in errors

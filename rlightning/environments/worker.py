@@ -1,0 +1,168 @@
+"""The process that makes trajectories of another environment, many at once on one event loop.
+
+It may run in another interpreter than the trainer: Python 3.10, the standard library and msgpack, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from rlightning import intervals
+from rlightning.environments.environment import Environment, LimitReachedError, Message
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import describe_error
+from rlightning.rpc.peer import Peer, RemoteError
+from rlightning.rpc.progress import CALL, track_tasks
+from rlightning.rpc.worker import Worker
+from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def raise_limits() -> Iterator[None]:
+    """Raise a LimitReachedError of the other process as one of this process's own."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.type_name == LimitReachedError.__name__:
+            raise LimitReachedError(error.message) from None
+        raise
+
+
+class RemotePolicy:
+    """A :class:`~rlightning.environments.environment.Policy` in the trainer's process, which records the trajectory.
+
+    Args:
+        trainer: that process.
+        key: of the call that makes the trajectory.
+    """
+
+    def __init__(self, trainer: Peer, key: int) -> None:
+        self._trainer, self._key = trainer, key
+
+    async def chat(self, *observations: Message) -> Sample:
+        """See :meth:`Policy.chat`."""
+        return await self._request("chat", *observations)
+
+    async def sample(self, token_ids: Sequence[int]) -> Sample:
+        """See :meth:`Policy.sample`."""
+        return await self._request("sample", [int(token) for token in token_ids])
+
+    async def _request(self, method: str, *arguments: Any) -> Sample:
+        with raise_limits():
+            sent = await self._trainer.call("request", self._key, method, *arguments)
+        token_ids, logprobs, weight_versions, text, finish_reason = sent
+        return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
+
+
+class EnvironmentWorker:
+    """Makes the trajectories that the pool's process calls for."""
+
+    def __init__(self) -> None:
+        self._worker = Worker()
+        self._environment: Environment
+        self._trainer: Peer
+        self._trajectories: set[asyncio.Task[Outcome]] = set()
+
+    async def serve(self) -> None:
+        """Make trajectories until the connection ends."""
+        track_tasks(asyncio.get_running_loop(), self._worker.progress.show)
+        self._beat()
+        self._trainer = await self._worker.connect({"setup": self._set_up, "call": self._call, "finish": self._finish})
+        await self._trainer.wait_closed()
+
+    def _beat(self) -> None:
+        self._worker.progress.show(0, False)
+        asyncio.get_running_loop().call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
+
+    async def _set_up(self, path: str, arguments: dict[str, Any], search_path: list[str]) -> None:
+        """Make the environment.
+
+        Raises:
+            ConfigError: it cannot be found, is none, or cannot be made.
+        """
+        sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
+        kind = find_class(path)
+        try:
+            self._environment = kind(**arguments)
+            await self._environment.check()
+        except ConfigError:
+            raise
+        except Exception as error:
+            given = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
+            raise ConfigError(
+                f"environment.environment={path} cannot be made with {given}: {describe_error(error)}. Change "
+                "environment.arguments, or the class."
+            ) from error
+
+    async def _call(self, key: int, prompt: list[Any]) -> list[Any]:
+        """Make a trajectory; returns the fields of its outcome."""
+        CALL.set(key)
+        task = asyncio.ensure_future(self._run(Prompt(*prompt), RemotePolicy(self._trainer, key)))
+        self._trajectories.add(task)
+        task.add_done_callback(self._trajectories.discard)
+        outcome = await task
+        return [getattr(outcome, field.name) for field in fields(Outcome)]
+
+    async def _run(self, prompt: Prompt, policy: RemotePolicy) -> Outcome:
+        try:
+            outcome = await self._environment.run(prompt, policy)
+        except LimitReachedError as error:
+            raise LimitReachedError(str(error)) from None  # it may be of a subclass
+        except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, with all its trajectories
+            raise RuntimeError(f"the environment raised {describe_error(error)}") from error
+        if not isinstance(outcome, Outcome):
+            name, returned = type(self._environment).__name__, type(outcome).__name__
+            raise TypeError(f"{name}.run() returned {returned}, and has to return an Outcome: Outcome(reward=1.0).")
+        return outcome
+
+    async def _finish(self) -> None:
+        """Wait for trajectories that have been cancelled to clean up, and close the environment."""
+        if self._trajectories:
+            await asyncio.wait(self._trajectories, timeout=intervals.CANCEL_GRACE)
+        try:
+            await self._environment.close()
+        except Exception:
+            log.exception("The environment could not be closed.")
+
+
+def find_class(path: str) -> type[Environment]:
+    """Import an environment's class.
+
+    Raises:
+        ConfigError: there is none of this dotted path.
+    """
+    what = f"environment.environment={path}"
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{what} is no dotted path. Write module.Class, such as my_package.{path}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(
+            f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. Install it there, or put its "
+            "folder on PYTHONPATH."
+        ) from error
+    kind = getattr(module, name, None)
+    if kind is None:
+        known = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(f"{what}: '{module_name}' has no class '{name}'. {did_you_mean(name, known)}")
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        found = "class" if isinstance(kind, type) else type(kind).__name__
+        rule = "Name a subclass of rlightning.environments.Environment."
+        raise ConfigError(f"{what} is a {found} that is no environment. {rule}")
+    return kind
+
+
+def main() -> None:
+    """Make trajectories until the pool ends this process."""
+    asyncio.run(EnvironmentWorker().serve())

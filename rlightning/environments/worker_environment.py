@@ -1,0 +1,247 @@
+"""An environment that runs in worker processes, perhaps of another interpreter; the policy stays in the trainer's."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Awaitable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlightning import intervals
+from rlightning.environments.environment import Environment, Message, Policy, PolicyGroup
+from rlightning.environments.policy import failed_outcome
+from rlightning.environments.worker import raise_limits
+from rlightning.errors import ConfigError, EnvironmentFailedError, RunError, check_rules
+from rlightning.foreign_text import cut, cut_line
+from rlightning.processes.managed_process import python_command
+from rlightning.rewards.sources import INSTALLED
+from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
+from rlightning.rpc.connection import encode
+from rlightning.rpc.peer import Method
+from rlightning.rpc.worker_pool import WorkerError, WorkerHungError, WorkerPool
+from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+OLDEST_PYTHON = (3, 10)
+"""That a worker runs in."""
+PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import msgpack"
+PROBE_TIMEOUT = 60.0
+"""Seconds of an interpreter to start, from a slow disk too."""
+UNSENDABLE = (TypeError, ValueError, OverflowError)
+"""Errors of data that is not plain."""
+START_TIMEOUT = 300.0
+"""Seconds in which a worker must have made its environment."""
+
+
+class _Workers(NamedTuple):
+    """The processes of an event loop.
+
+    Attributes:
+        places: one for each trajectory that may be under way.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    pool: WorkerPool
+    places: asyncio.Semaphore
+
+
+class WorkerEnvironment(Environment):
+    """Runs another environment in worker processes, which may crash, hang, and have other packages than the trainer.
+
+    Each process has one event loop, and many trajectories on it. If it ends or hangs, its trajectories count as not
+    sampled, and another one takes its place. Processes start with the first trajectories, or with :meth:`check`.
+
+    Args:
+        environment: dotted path of its class, which is imported in the workers only.
+        arguments: of the class, in plain types.
+        num_workers: processes.
+        max_trajectories: of a process at once; others wait, and their time does not count yet.
+        python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later
+            with msgpack; None: this process's.
+        hang_timeout: seconds for which code may block a process's event loop.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        num_workers: int = 1,
+        max_trajectories: int = 128,
+        python: str | None = None,
+        hang_timeout: float = 60.0,
+    ) -> None:
+        rules = {
+            f"environment.num_workers={num_workers} must be at least 1": num_workers >= 1,
+            f"environment.max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
+            f"environment.hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
+        }
+        check_rules(rules)
+        try:
+            encode(dict(arguments or {}))
+        except UNSENDABLE as error:
+            raise ConfigError(
+                f"environment.arguments cannot be sent to a worker: {cut_line(error)} Use texts, numbers, and lists or "
+                "mappings of these."
+            ) from error
+        self.environment, self.arguments = environment, dict(arguments or {})
+        self.num_workers, self.max_trajectories = num_workers, max_trajectories
+        self.python = None if python is None else os.path.expanduser(python)
+        self.hang_timeout = hang_timeout
+        self._workers: _Workers | None = None
+
+    async def check(self) -> None:
+        """Start a worker.
+
+        Raises:
+            ConfigError: the interpreter or the environment cannot be used.
+        """
+        try:
+            await self._get_workers().pool.check()
+        except (ProcessStartError, OSError) as error:
+            raise self._describe_start(error) from error
+
+    async def close(self) -> None:
+        """Let the workers' environments close, and end the processes; later trajectories start others."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            await workers.pool.close()
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        """Make the trajectories of one prompt, each as soon as it has a place."""
+        return await group.run_each(partial(self.run, prompt), self._get_workers().places)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory in the worker that has the fewest, which calls this policy.
+
+        Raises:
+            LimitReachedError: the trajectory has no room for a further turn.
+            RunError: no trajectory can go on.
+        """
+        pool = self._get_workers().pool
+        errors: list[RunError] = []
+        methods = serve_policy(policy, errors)
+        try:
+            with raise_limits():
+                outcome = Outcome(*await pool.call([*prompt], hang_timeout=self.hang_timeout, methods=methods))
+        except ConnectionLostError:
+            outcome = Outcome(status="aborted", error="its workers were closed")
+        except RemoteError as error:  # of the environment's code
+            outcome = failed_outcome(prompt, str(error), error.traceback)
+        except WorkerError as error:
+            outcome = failed_outcome(prompt, *self._describe_end(pool, error))
+        except (ProcessStartError, OSError) as error:
+            raise self._describe_start(error) from error
+        except UNSENDABLE as error:
+            raise ConfigError(
+                f"Prompt {prompt.index} cannot be sent to a worker of {self.environment}: {cut_line(error)} Its "
+                "columns have to be texts, numbers, and lists or mappings of these."
+            ) from error
+        if errors:
+            raise errors[0]
+        return outcome
+
+    def _get_workers(self) -> _Workers:
+        """Return those of the running event loop.
+
+        Raises:
+            ConfigError: the interpreter cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        if self._workers is None or self._workers.loop is not loop:
+            if self.python is not None:
+                check_interpreter(self.python)
+            pool = WorkerPool(
+                python_command("rlightning.environments.worker", interpreter=self.python),
+                name="An environment worker",
+                num_workers=self.num_workers,
+                max_calls=self.max_trajectories,
+                setup=[self.environment, self.arguments, own_search_path()],
+                start_timeout=START_TIMEOUT,
+                finish_timeout=3 * intervals.CANCEL_GRACE,
+                may_repeat=False,
+            )
+            self._workers = _Workers(loop, pool, asyncio.Semaphore(self.num_workers * self.max_trajectories))
+        return self._workers
+
+    def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
+        """Return how a trajectory's worker ended, in a line and with the stacks of the worker's threads.
+
+        Raises:
+            EnvironmentFailedError: too many have ended in a row.
+        """
+        is_hung = isinstance(error, WorkerHungError)
+        how = f"did not respond for {self.hang_timeout:g} s" if is_hung else f"ended ({error})"
+        line = f"its worker process {how}"
+        details = f"{cut(error.stacks)}\n{line}".strip()
+        if pool.deaths.num_restarts >= pool.deaths.max_restarts:
+            raise EnvironmentFailedError(
+                f"Workers of {self.environment} ended {pool.deaths.num_restarts} times in a row, without a trajectory "
+                f"that came to its end; the last one {how}. Find out why, or raise environment.hang_timeout.",
+                details,
+            )
+        return line, details
+
+    def _describe_start(self, error: ProcessStartError | OSError) -> ConfigError:
+        """Return why a worker did not start; its environment's own reason is a line already."""
+        cause = error.__cause__
+        if isinstance(cause, RemoteError):
+            return ConfigError(cause.message, cut(cause.traceback))
+        line, _, log = str(error).partition("\n")
+        return ConfigError(f"environment.environment={self.environment}: {cut_line(line)}.", cut(log))
+
+
+def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
+    """Return the methods by which a worker samples.
+
+    Args:
+        policy: of the worker's trajectory.
+        errors: gets those that no trajectory can go on with; the worker gets them too.
+    """
+
+    async def send(request: Awaitable[Sample]) -> list[Any]:
+        try:
+            sample = await request
+        except RunError as error:
+            errors.append(error)
+            raise
+        arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
+        return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
+
+    async def chat(*observations: Message) -> list[Any]:
+        return await send(policy.chat(*observations))
+
+    async def sample(token_ids: list[int]) -> list[Any]:
+        return await send(policy.sample(token_ids))
+
+    return {"chat": chat, "sample": sample}
+
+
+def check_interpreter(python: str) -> None:
+    """Raise a ConfigError if an interpreter cannot run a worker."""
+    what = f"environment.python={python}"
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{what} cannot be started: {reason}. Give the path of an interpreter, such as my-venv/bin/python."
+        ) from error
+    version = re.match(r"(\d+)\.(\d+)\n", done.stdout)
+    if version is None:
+        raise ConfigError(f"{what} is no Python. Give the path of an interpreter, such as my-venv/bin/python.")
+    if tuple(map(int, version.groups())) < OLDEST_PYTHON:
+        raise ConfigError(f"{what} is Python {version[0].strip()}; workers need 3.10 or later. Give a newer one.")
+    if done.returncode:
+        raise ConfigError(f"{what} has no msgpack, which workers need. Install it: {python} -m pip install msgpack.")
+
+
+def own_search_path() -> list[str]:
+    """Return where this process finds modules that are not installed: the user's own, which workers find there too."""
+    installed = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    paths = [Path(entry).absolute() for entry in sys.path]
+    own = (path for path in paths if path.is_dir() and not INSTALLED.intersection(path.parts))
+    return [str(path) for path in own if installed.isdisjoint(map(str, (path, *path.parents)))]

@@ -1,0 +1,378 @@
+"""Environments in real worker processes: the same trajectories, and what a crash, a hang or a cancellation costs."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+import yaml
+
+from rlightning.environments import Environment, LimitReachedError, Message, SelfCorrection, WorkerEnvironment
+from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
+from rlightning.rollout import Sampling
+from rlightning.rpc import worker_pool
+from rlightning.types import Outcome, Prompt, Sample, Trajectory
+
+pytestmark = pytest.mark.processes
+
+DEEDS = "worker_cases.Deeds"
+HANG_TIMEOUT = 1.5
+
+
+def make_prompt(text: str, **columns: Any) -> Prompt:
+    return Prompt(3, text, [1, 2], columns)
+
+
+def make(folder: Path, **arguments: Any) -> WorkerEnvironment:
+    return WorkerEnvironment(DEEDS, {"folder": str(folder)}, **arguments)
+
+
+class CannedPolicy:
+    """Answers at once with one token, the first time; then it fails, or never answers.
+
+    Attributes:
+        num_cancelled: requests.
+    """
+
+    def __init__(self, text: str = "seven", error: Exception | None = None) -> None:
+        self.text, self.error = text, error
+        self.num_turns = self.num_cancelled = 0
+
+    async def chat(self, *observations: Message) -> Sample:
+        return await self.sample([])
+
+    async def sample(self, token_ids: Sequence[int]) -> Sample:
+        self.num_turns += 1
+        if self.num_turns > 1 and self.error is None:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                await asyncio.sleep(0.2)  # a second cancellation would show
+                raise
+        if self.num_turns > 1 and self.error is not None:
+            raise self.error
+        return Sample([7], [-0.1], [2], self.text, "stop")
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 300))
+
+
+async def wait_for(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# The same trajectories
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import tiny
+    import torch
+
+    from rlightning.models import load_config, load_policy
+    from rlightning.parallel.sharding import named_weights
+    from rlightning.rollout.model_files import ModelFiles
+    from rlightning.rollout.transformers_sampler import TransformersSampler
+
+    folder = tiny.save_byte_model(tmp_path_factory.mktemp("model"), hidden_size=64, initializer_range=0.1)
+    actor = load_policy(folder)
+    sampler = TransformersSampler(
+        load_config(folder),
+        ModelFiles.read(folder),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=96,
+        max_sequences=1,  # so that nothing depends on what is sampled at the same time
+    )
+    sampler.update_weights(SimpleNamespace(named_weights=lambda: named_weights(actor)), 3)
+    yield sampler
+    sampler.close()
+
+
+def test_two_turns_are_those_in_process_bit_for_bit(sampler: Any) -> None:
+    async def attempt(environment: Environment) -> list[list[Trajectory]]:
+        groups = []
+        for index, text in enumerate(("user: hi\nassistant: ", "user: 1+1\nassistant: ")):
+            prompt = Prompt(index, text, sampler.files.tokenizer(text).input_ids, {"answer": "x"})
+            request = GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11 + index), 3)
+            group = RecordedGroup(sampler, sampler.files.tokenizer, request, 96, timeout=120.0)
+            groups.append(group.finish(await environment.run_group(prompt, group), 0.0))
+        await environment.close()
+        return groups
+
+    path, arguments = "rlightning.environments.SelfCorrection", {"verdict": "no"}
+    here = asyncio.run(attempt(SelfCorrection("answer", "no")))
+    there = asyncio.run(attempt(WorkerEnvironment(path, arguments, num_workers=2)))
+    assert here == there
+    assert all(len(one.samples) == 2 for group in here for one in group)
+
+
+def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
+    columns = {"answer": "4", "levels": [1, 2.5, None, True], "nested": {"a": {"b": "\ud800"}}}
+
+    async def work() -> None:
+        environment = make(tmp_path)
+        outcome = await environment.run(make_prompt("answer", **columns), CannedPolicy())
+        assert outcome.reward == Sample([], [-0.1], [], "", "stop").logprobs[0] and outcome.turn_rewards == [1.0]
+        assert outcome.messages == [{"role": "assistant", "content": "seven", "columns": columns}]
+        with pytest.raises(ConfigError, match=r"^Prompt 3 cannot be sent to a worker of worker_cases\.Deeds: "):
+            await environment.run(make_prompt("answer", odd={1, 2}), CannedPolicy())
+        held = asyncio.ensure_future(environment.run(make_prompt("hold"), CannedPolicy()))
+        await wait_for(lambda: list(tmp_path.glob("hold *")))
+        await environment.close()
+        assert len(list(tmp_path.glob("closed *"))) == 1
+        assert (await held).status == "aborted"
+        assert (await environment.run(make_prompt("answer"), CannedPolicy())).status == "finished"
+        await environment.close()
+
+    run(work())
+
+
+# What goes wrong
+
+
+def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One worker, which is replaced again and again; what it had fails, what waits does not."""
+
+    async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
+        work = (environment.run(make_prompt(deed), CannedPolicy()) for deed in deeds)
+        return await asyncio.gather(*work)
+
+    async def work() -> None:
+        environment = make(tmp_path, max_trajectories=2, hang_timeout=HANG_TIMEOUT)
+        [first] = await attempt(environment, "answer")
+        pid = first.metrics["pid"]
+        for deed, error in (
+            ("raise", "ConnectionError: the sandbox is gone"),
+            ("sys.exit", "RuntimeError: the environment raised SystemExit: 4"),
+            ("forget", "TypeError: Deeds.run() returned NoneType, and has to return an Outcome: Outcome(reward=1.0)."),
+        ):
+            failed, other = await attempt(environment, deed, "slow")
+            assert failed.status == "failed" and failed.error is not None
+            assert failed.error.startswith("Traceback") and failed.error.rstrip().endswith(error)
+            assert other.status == "finished" and other.metrics["pid"] == pid
+        for deed, error in (
+            ("exit", r"^its worker process ended \(exit code 3\)$"),
+            ("segfault", r"(?s)line \d+ in run\n.*its worker process ended \(SIGSEGV\)$"),
+            ("block", r"(?s)line \d+ in run\n.*its worker process did not respond for 1\.5 s$"),
+        ):
+            failed, beside, waiting = await attempt(environment, deed, "hold", "slow")
+            assert failed.status == beside.status == "failed"
+            assert re.search(error, failed.error or ""), failed.error
+            assert waiting.status == "finished" and waiting.metrics["pid"] != pid
+            pid = waiting.metrics["pid"]
+        held = asyncio.ensure_future(attempt(environment, "hold"))
+        await wait_for(lambda: list(tmp_path.glob(f"hold {pid}")))
+        os.kill(int(pid), signal.SIGKILL)
+        assert (await held)[0].error == "its worker process ended (SIGKILL)"
+        await environment.close()
+
+    with caplog.at_level(logging.WARNING, "rlightning"):
+        run(work())
+    line = "A trajectory of prompt 3 failed and counts as not sampled: ConnectionError: the sandbox is gone"
+    assert line in [record.getMessage() for record in caplog.records]
+
+
+def test_limits_cross_as_themselves(tmp_path: Path) -> None:
+    async def work() -> None:
+        environment = make(tmp_path)
+        limit = LimitReachedError("9 tokens leave no room")
+        for deed, message in (("until the limit", str(limit)), ("no room", "no turn is left")):
+            with pytest.raises(LimitReachedError, match=f"^{message}$"):
+                await environment.run(make_prompt(deed), CannedPolicy(error=limit))
+        caught = await environment.run(make_prompt("catch the limit"), CannedPolicy(error=limit))
+        assert (caught.status, caught.error) == ("truncated", str(limit))
+        with pytest.raises(EngineError, match=r"^the engine is gone$"):
+            await environment.run(make_prompt("until the limit"), CannedPolicy(error=EngineError("the engine is gone")))
+        await environment.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("deed", ["hold", "ask forever"])
+def test_cancelled_trajectory_ends_in_its_worker(tmp_path: Path, deed: str) -> None:
+    async def work() -> None:
+        environment, policy = make(tmp_path), CannedPolicy()
+        trajectory = asyncio.ensure_future(environment.run(make_prompt(deed), policy))
+        await wait_for(lambda: list(tmp_path.glob(f"{deed} *")))
+        await wait_for(lambda: policy.num_turns == (2 if deed == "ask forever" else 1))
+        trajectory.cancel()
+        await asyncio.wait([trajectory])
+        await environment.close()
+        assert trajectory.cancelled() and (tmp_path / f"cleaned up {deed}").exists()
+        assert policy.num_cancelled == (deed == "ask forever")
+
+    run(work())
+
+
+def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path) -> None:
+    """Twenty of half a second in four places take two and a half, and each may take two."""
+
+    class Canned:
+        async def sample(self, *arguments: Any, **settings: Any) -> list[Sample]:
+            return [await CannedPolicy().chat()]
+
+    async def work() -> None:
+        environment = make(tmp_path, num_workers=2, max_trajectories=2)
+        await environment.check()
+        prompt = make_prompt("slow")
+        request = GroupRequest(prompt, Sampling(max_new_tokens=4), 20)
+        group = RecordedGroup(Canned(), None, request, 64, timeout=2.0)  # type: ignore[arg-type]
+        outcomes = await environment.run_group(prompt, group)
+        assert [outcome.status for outcome in outcomes] == ["finished"] * 20
+        assert len({outcome.metrics["pid"] for outcome in outcomes}) == 2
+        assert max(outcome.metrics["num_running"] for outcome in outcomes) == 2
+        await environment.close()
+
+    run(work())
+
+
+def test_workers_that_end_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "MAX_UNEXPLAINED_DEATHS", 2)
+
+    async def work() -> None:
+        environment = make(tmp_path)
+        assert (await environment.run(make_prompt("exit"), CannedPolicy())).status == "failed"
+        with pytest.raises(EnvironmentFailedError, match=r"ended 2 times in a row.* one ended \(exit code 3\)"):
+            await environment.run(make_prompt("exit"), CannedPolicy())
+        await environment.close()
+
+    run(work())
+
+
+def test_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from test_worker_environment import CannedPolicy, make, make_prompt\n"
+        "async def main():\n"
+        "    environment = make(Path(sys.argv[2]), num_workers=2)\n"
+        "    runs = [environment.run(make_prompt(deed), CannedPolicy()) for deed in ('hold', 'block')]\n"
+        "    runs.append(environment.run(make_prompt('hold'), CannedPolicy()))\n"
+        "    await asyncio.gather(*runs)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, script, Path(__file__).parent, tmp_path]) as trainer:
+        run(wait_for(lambda: len(list(tmp_path.glob("hold *"))) == 2))
+        pids = [int(path.name.split()[1]) for path in tmp_path.glob("hold *")]
+        assert all(map(is_running, pids))
+        trainer.kill()
+    run(wait_for(lambda: not any(map(is_running, pids))))
+
+
+# Interpreters, and what cannot start
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with msgpack, and nothing else."""
+    folder = tmp_path_factory.mktemp("other")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site_packages,) = (folder / "lib").glob("python*/site-packages")
+    (site_packages / "msgpack").symlink_to(Path(msgpack.__file__).parent)
+    return str(folder / "bin" / "python")
+
+
+def test_other_interpreter_needs_msgpack_alone(tmp_path: Path, other_python: str) -> None:
+    async def work() -> None:
+        environment = make(tmp_path, python=other_python)
+        await environment.check()
+        outcome = await environment.run(make_prompt("answer"), CannedPolicy())
+        assert (outcome.status, outcome.metrics["heavy"]) == ("finished", 0)
+        await environment.close()
+
+    run(work())
+
+
+def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "guess_number.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    section = next(text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "WorkerEnvironment" in text)
+    (tmp_path / "agents").symlink_to(Path(other_python).parents[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def work() -> None:
+        environment = WorkerEnvironment(**yaml.safe_load(section)["environment"]["init_args"])
+        await environment.check()
+        outcome = await environment.run(make_prompt("1+1=", answer="7"), CannedPolicy("7"))
+        assert (outcome.reward, outcome.metrics) == (1.0, {"turns": 1})
+        await environment.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "line"),
+    [
+        ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.Class, such as my_package"),
+        ("no_package.Deeds", {}, r"=no_package\.Deeds cannot be imported by .*/python: ModuleNotFoundError: No module"),
+        ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class 'Deed'\. Did you mean 'Deeds'\?"),
+        ("worker_cases.Other", {}, r"Other is a class that is no environment\. Name a subclass of rlightning\."),
+        ("worker_cases.NeedsRoom", {}, r"cannot be made with no arguments: TypeError: .* argument: 'rooms'\. Change"),
+        ("worker_cases.NeedsRoom", {"rooms": 0}, r"with the arguments rooms: OSError: no room is free\. Change"),
+    ],
+)
+def test_environment_that_cannot_be_made_is_one_line(
+    other_python: str, environment: str, arguments: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line) as raised:
+        asyncio.run(WorkerEnvironment(environment, arguments, python=other_python).check())
+    assert "\n" not in raised.value.line
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        (None, "cannot be started: No such file or directory. Give the path"),
+        ("echo hello", "is no Python. Give the path"),
+        ("echo 3.9", "is Python 3.9; workers need 3.10 or later."),
+        ("echo 3.10; exit 1", "has no msgpack, which workers need. Install it: "),
+    ],
+)
+def test_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Path, program: str | None, line: str) -> None:
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+    with pytest.raises(ConfigError, match=re.escape(f"environment.python={python} {line}")):
+        asyncio.run(make(tmp_path, python=str(python)).check())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"num_workers": 0}, "environment.num_workers=0 must be at least 1."),
+        ({"max_trajectories": 0}, "environment.max_trajectories=0 must be at least 1."),
+        ({"hang_timeout": 0}, "environment.hang_timeout=0 must be above 0 seconds."),
+        (
+            {"arguments": {"client": object()}},
+            "environment.arguments cannot be sent to a worker: A message holds",
+        ),
+    ],
+)
+def test_wrong_argument_is_one_line(arguments: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        WorkerEnvironment(DEEDS, **arguments)

@@ -1,0 +1,87 @@
+"""Environments that tests run in workers, also of an interpreter that has nothing but msgpack."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rlightning.environments import Environment, LimitReachedError, Policy
+from rlightning.types.trajectory import Outcome, Prompt
+
+
+class NoRoomError(LimitReachedError):
+    pass
+
+
+class Deeds(Environment):
+    """Samples a turn, and then does what the prompt says."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.folder = Path(folder)
+        self.num_running = 0
+
+    async def close(self) -> None:
+        (self.folder / f"closed {os.getpid()}").touch()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        deed = prompt.text
+        if deed == "forget":
+            return None  # type: ignore[return-value]
+        sample = await policy.chat()
+        num_running = 0
+        if deed == "slow":
+            self.num_running += 1
+            num_running = self.num_running
+            await asyncio.sleep(0.5)
+            self.num_running -= 1
+        elif deed == "exit":
+            os._exit(3)
+        elif deed == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif deed == "block":
+            time.sleep(3600)
+        elif deed == "raise":
+            raise ConnectionError("the sandbox is gone")
+        elif deed == "sys.exit":
+            sys.exit(4)
+        elif deed == "no room":
+            raise NoRoomError("no turn is left")
+        elif deed == "until the limit":
+            while True:
+                await policy.sample(list(sample.token_ids))
+        elif deed == "catch the limit":
+            try:
+                await policy.chat({"role": "user", "content": "more"})
+            except LimitReachedError as error:
+                return Outcome(status="truncated", error=str(error))
+        elif deed in ("hold", "ask forever"):
+            (self.folder / f"{deed} {os.getpid()}").touch()
+            try:
+                await (policy.chat({"role": "user", "content": "go on"}) if "ask" in deed else asyncio.sleep(3600))
+            finally:
+                await asyncio.sleep(0.05)
+                (self.folder / f"cleaned up {deed}").touch()
+        heavy = [name for name in ("torch", "numpy", "ray", "vllm", "transformers") if name in sys.modules]
+        return Outcome(
+            reward=float(sample.logprobs[0]),
+            turn_rewards=[1.0],
+            metrics={"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
+            messages=[{"role": "assistant", "content": sample.text, "columns": prompt.columns}],
+        )
+
+
+class NeedsRoom(Environment):
+    """Cannot be made without its argument, nor run without room."""
+
+    def __init__(self, rooms: int) -> None:
+        self.rooms = rooms
+
+    async def check(self) -> None:
+        if self.rooms < 1:
+            raise OSError("no room is free")
+
+
+class Other:
+    pass
