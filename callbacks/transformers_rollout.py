@@ -13,7 +13,8 @@ from rlightning.hooks import fire
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, global_rank
-from rlightning.rollout import Sampling
+from rlightning.rollout import Sampler, Sampling
+from rlightning.rollout.canary import InProcessSampler
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import SAMPLING_RANK, TransformersSampler, can_sleep, send_shards
@@ -48,7 +49,8 @@ class TransformersRollout(RolloutCallback):
         super().__init__(**kwargs)
         check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
         self.dtype, self.max_sequences = dtype, max_sequences
-        self._sampler: TransformersSampler | None = None
+        self._sampler: Sampler | None = None
+        self._verified: InProcessSampler | None = None
         self._runner: EnvironmentRunner | None = None
         self._collector: Collector | None = None
         self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
@@ -86,7 +88,7 @@ class TransformersRollout(RolloutCallback):
             self._collector.close()
         if self._sampler is not None:
             self._sampler.close()
-        self._sampler = self._runner = self._collector = None
+        self._sampler = self._verified = self._runner = self._collector = None
 
     def describe(self) -> str:
         """Return what samples, in a line; "" without a sampler."""
@@ -111,15 +113,15 @@ class TransformersRollout(RolloutCallback):
         if not any_rank(sampler is not None and sampler.weight_version != version, name="weights are there"):
             return
         fire(trainer, module, "on_weight_sync_start", version)
-        is_due = self.verification.evaluate(module, [] if sampler is None else [sampler])
+        is_due = self.verification.evaluate(module, [] if self._verified is None else [self._verified])
         if sampler is None:
             send_shards(module, self._sampler_dtype)
         else:
             sampler.update_weights(module, version)
         if can_sleep(self._device):
             fire(trainer, module, "on_engine_wake")
-        if is_due and sampler is not None:
-            self.verification.verify(module, sampler)
+        if is_due and self._verified is not None:
+            self.verification.verify(module, self._verified)
         fire(trainer, module, "on_weight_sync_end", version)
 
     def needs_sync(self) -> bool:
@@ -131,25 +133,37 @@ class TransformersRollout(RolloutCallback):
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def _start_sampler(self) -> EnvironmentRunner:
-        module = self._module
+    def make_sampler(self, module: Any, device: torch.device, dtype: torch.dtype) -> Sampler:
+        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md).
+
+        Args:
+            module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
+            device: of rank 0.
+            dtype: of the sampler.
+        """
         trusted = trusts_remote_code(module)
-        self._sampler = TransformersSampler(
+        return TransformersSampler(
             load_config(module.model_path, trust_remote_code=trusted),
             replace(ModelFiles.read(module.model_path, trust_remote_code=trusted), tokenizer=module.tokenizer),
-            device=self._device,
-            dtype=self._sampler_dtype,
+            device=device,
+            dtype=dtype,
             max_length=self.max_sequence_length,
             max_sequences=self.max_sequences,
         )
+
+    def _start_sampler(self) -> EnvironmentRunner:
+        module = self._module
+        self._sampler = self.make_sampler(module, self._device, self._sampler_dtype)
         self._sampler.sleep()
-        return EnvironmentRunner(
+        runner = EnvironmentRunner(
             self._sampler,
             module.tokenizer,
             self.environment,
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
         )
+        self._verified = InProcessSampler(self._sampler, runner.loop)
+        return runner
 
     def _rest(self) -> None:
         if self._collector is None or not can_sleep(self._device):

@@ -8,6 +8,7 @@ update.
 Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
+from rlightning.rollout.sampler import Sampler
+from rlightning.rpc.client import LoopThread
 from rlightning.types import RolloutBatch
 
 Floats = NDArray[np.float64]
@@ -204,6 +207,38 @@ class VerifiedSampler(Protocol):
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
+
+
+class InProcessSampler:
+    """A sampler of the trainer's process, as what is verified.
+
+    Args:
+        sampler: the one.
+        loop: on which it is called.
+    """
+
+    is_alive = True
+
+    def __init__(self, sampler: Sampler, loop: LoopThread) -> None:
+        self._sampler, self._loop = sampler, loop
+        self.is_verified = False
+
+    @property
+    def weight_version(self) -> int | None:
+        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        return self._sampler.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int | None) -> None:
+        self._sampler.weight_version = version
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See :class:`VerifiedSampler`."""
+
+        async def score() -> list[NDArray[np.float32]]:
+            return await asyncio.gather(*(self._sampler.score(sequence) for sequence in token_ids.tolist()))
+
+        return np.array(self._loop.run(score()), np.float32)
 
 
 class Verification:

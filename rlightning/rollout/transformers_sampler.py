@@ -81,10 +81,7 @@ class TransformersSampler:
 
     Attributes:
         weight_version: of the weights that it holds; None before the first came, and while it sleeps.
-        is_verified: whether it has been found to hold the actor's weights.
     """
-
-    is_alive = True
 
     def __init__(
         self,
@@ -100,7 +97,6 @@ class TransformersSampler:
         self.files, self.device, self.dtype = files, device, dtype
         self.max_length, self.max_sequences = max_length, max_sequences
         self.weight_version: int | None = None
-        self.is_verified = False
         self._shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
         self._cache = KeyValueCache()
         self._waiting: deque[_Sequence] = deque()
@@ -131,16 +127,13 @@ class TransformersSampler:
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :meth:`Sampler.score`."""
-        scores = self._thread.submit(self.score_all, np.array([token_ids]))
-        (logprobs,) = await asyncio.wrap_future(scores)
-        return np.asarray(logprobs)
+        return await asyncio.wrap_future(self._thread.submit(self._score, list(token_ids)))
 
-    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
-        batch = RolloutBatch.of_sequences(token_ids.tolist()).to(self.device)
+    def _score(self, token_ids: list[int]) -> NDArray[np.float32]:
+        batch = RolloutBatch.of_sequences([token_ids]).to(self.device)
         with self._model_lock, torch.inference_mode():
             logprobs, _ = compute_packed_logprobs(self.model, batch, 1.0, False)
-        return logprobs.view(token_ids.shape).cpu().numpy()
+        return logprobs.cpu().numpy()
 
     # Weights
 

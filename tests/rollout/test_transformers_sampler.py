@@ -161,8 +161,9 @@ def test_streams_do_not_depend_on_the_batch(
     few.close()
     assert tokens(together) == tokens(alone) == tokens(waiting)
     one, other, third = (pack(PROMPTS, groups).rollout_logprobs for groups in (together, alone, waiting))
-    torch.testing.assert_close(one, other, atol=1e-6, rtol=0.0)
-    torch.testing.assert_close(one, third, atol=1e-6, rtol=0.0)
+    # Products of other shapes add in other orders: a few units in the last place of float32, by the CPU's kernels.
+    torch.testing.assert_close(one, other, atol=5e-6, rtol=0.0)
+    torch.testing.assert_close(one, third, atol=5e-6, rtol=0.0)
     again = pack(PROMPTS, sample(loaded, PROMPTS)).rollout_logprobs
     assert torch.equal(one, again)
 

@@ -1,0 +1,53 @@
+"""The sampler of docs/samplers.md: a whole run with it, weights verified."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import Witness, make_module, make_trainer, save_model
+from tiny import make_data
+
+from rlightning.errors import EngineError
+
+
+def load_rollout_class() -> type:
+    page = (Path(__file__).parents[2] / "docs" / "samplers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, names)
+    rollout_class: type = names["GenerateRollout"]
+    return rollout_class
+
+
+@pytest.mark.long
+def test_sampler_of_the_page_runs_a_fit(tmp_path: Path) -> None:
+    witness = Witness()
+    rollout = load_rollout_class()(max_new_tokens=8, seed=0, verify_every=1)
+    module = make_module(save_model(tmp_path / "model"), lr=1e-3)
+    make_trainer(tmp_path, 3, rollout, witness).fit(module, make_data(tmp_path))
+    assert [event for event in witness.events if event.startswith("sync")] == ["sync 0", "sync 1", "sync 2"]
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps) and len(witness.steps) == 3
+
+
+@pytest.mark.long
+def test_sampler_that_keeps_old_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = load_rollout_class()(max_new_tokens=8, seed=0, verify_every=1)
+    make_sampler = rollout.make_sampler
+
+    def make_stale(*arguments: Any) -> Any:
+        sampler = make_sampler(*arguments)
+        update = sampler.update_weights
+
+        def update_once(source: Any, version: int) -> None:
+            if version == 0:
+                update(source, version)
+            sampler.weight_version = version
+
+        sampler.update_weights = update_once
+        return sampler
+
+    monkeypatch.setattr(rollout, "make_sampler", make_stale)
+    module = make_module(save_model(tmp_path / "model"), lr=1e-2)
+    with pytest.raises(EngineError, match="weights"):
+        make_trainer(tmp_path, 3, rollout).fit(module, make_data(tmp_path))
