@@ -421,8 +421,9 @@ class VLLMRollout(RolloutCallback):
             self._engines.start()
 
     def _rest(self) -> None:
-        if self._engines is None or not self._engines.can_sleep:
+        if self._engines is None or self._network is None or not self._engines.can_sleep:
             return
+        self._network.wait_until_idle()
         self._engines.sleep()
         self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")

@@ -132,7 +132,8 @@ class Collector:
         try:
             self._wait(is_done, send_finished, lambda: any(finished.values()))
         except BaseException:
-            _cancel(running)
+            if self._runner is not None:
+                self._runner.cancel(running)
             raise
         if world_size() > 1:
             send_finished()
@@ -186,8 +187,8 @@ class Collector:
 
     def close(self) -> None:
         """Cancel what is under way; what is in flight stays known. May be called twice."""
-        _cancel(self._running)
         if self._runner is not None:
+            self._runner.cancel(self._running)
             self._runner.close()
 
     def _submit(self, prompt: Prompt, stream: int, num_samples: int, sampling: Sampling) -> Future[list[Trajectory]]:
@@ -216,7 +217,8 @@ class Collector:
             self.in_flight.finish(group, trajectories)
 
     def _cancel(self, groups: Sequence[Group]) -> None:
-        _cancel({future: group for future, group in self._running.items() if group in groups})
+        assert self._runner is not None
+        self._runner.cancel([future for future, group in self._running.items() if group in groups])
         self._running = {future: group for future, group in self._running.items() if group not in groups}
 
     def _wait(
@@ -266,8 +268,3 @@ def _pop_done(running: dict[Future[list[Trajectory]], T]) -> Iterator[tuple[T, l
     """Remove what is done; yields its key and its trajectories."""
     for future in [future for future in running if future.done()]:
         yield running.pop(future), future.result()
-
-
-def _cancel(running: dict[Future[list[Trajectory]], T]) -> None:
-    for future in list(running):
-        future.cancel()

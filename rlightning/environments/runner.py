@@ -1,16 +1,20 @@
 """Runs environments: prompts in, groups of trajectories out, on an event loop in a thread of its own."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+from rlightning import intervals
 from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError, RunError
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
+from rlightning.rpc.peer import DeadlineExceededError
 from rlightning.types.trajectory import Prompt, Trajectory
 
 COLUMN = "environment"
@@ -44,6 +48,7 @@ class EnvironmentRunner:
         self._environments = SingleTurn() if environments is None else environments
         self._max_length, self._timeout = max_length, timeout
         self.loop = LoopThread("environments")
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
@@ -57,6 +62,15 @@ class EnvironmentRunner:
         """
         environment = find_environment(self._environments, request.prompt)
         return self.loop.submit(self._attempt(request, environment))
+
+    def cancel(self, futures: "Iterable[Future[list[Trajectory]]]") -> None:
+        """Cancel prompts, and return when nothing of them is requested of the sampler any more."""
+        if self._is_closed:
+            return
+        for future in futures:
+            future.cancel()
+        with suppress(DeadlineExceededError):  # an environment may ignore that it is cancelled
+            self.loop.run(self._wait_for_cancelled(), timeout=intervals.CANCEL_GRACE)
 
     def check(self) -> None:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
@@ -75,7 +89,18 @@ class EnvironmentRunner:
         environments = self._environments
         return [environments] if isinstance(environments, Environment) else list(environments.values())
 
+    async def _wait_for_cancelled(self) -> None:
+        await asyncio.sleep(0)  # in which those start that have just been submitted
+        await asyncio.sleep(0)
+        cancelled = [task for task in self._tasks if task.cancelling()]
+        if cancelled:
+            await asyncio.wait(cancelled)
+
     async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         started_at = monotonic()
         group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
         try:

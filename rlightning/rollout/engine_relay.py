@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from rlightning import intervals, rpc
 from rlightning.errors import EngineDiedError, RequestRefusedError
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
@@ -43,10 +45,16 @@ class EngineRelay:
     """
 
     def __init__(self, engines: Sequence[Engine], host: str, key: bytes) -> None:
-        self._engines = engines
+        self._engines, self._num_requests = engines, 0
         listener = rpc.listen(host, 0)
         self.url = f"tcp://{_bracketed(host)}:{listener.getsockname()[1]}"
         self._server = rpc.background_loop().run(self._start(listener, key))
+
+    def wait_until_idle(self) -> None:
+        """Return when no request is relayed, or after a moment: rank 0 has cancelled what it does not wait for."""
+        deadline = Deadline(intervals.CANCEL_GRACE)
+        while self._num_requests and not deadline.is_over:
+            time.sleep(intervals.TRANSFER_POLL_INTERVAL)
 
     def close(self) -> None:
         """Disconnect rank 0."""
@@ -64,7 +72,11 @@ class EngineRelay:
         process = self._engines[number].process
         if process is None:
             raise EngineDiedError("The engine is not running.")
-        return pack_arrays(await process.call(method, *arguments))
+        self._num_requests += 1
+        try:
+            return pack_arrays(await process.call(method, *arguments))
+        finally:
+            self._num_requests -= 1
 
 
 class RemoteEngine:
@@ -134,6 +146,11 @@ class EngineNetwork:
                 peer = self._connect(url, key)
                 ids = [EngineId(rank, number) for number in range(num_engines)]
                 self.engines |= {engine_id: RemoteEngine(peer, engine_id, files) for engine_id in ids}
+
+    def wait_until_idle(self) -> None:
+        """Return when this rank relays no request; call it before its engines sleep."""
+        if self._relay is not None:
+            self._relay.wait_until_idle()
 
     def close(self) -> None:
         """End the connections. May be called twice."""

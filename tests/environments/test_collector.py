@@ -146,3 +146,9 @@ def test_sampler_error_reaches_the_trainer(make_run: Callable[..., Run], caplog:
     with pytest.raises(EngineError, match="No engine is left of 2"):
         run.collect(1, 0)
     assert caplog.text == "", "it is no failure of the trajectory"
+
+
+def test_cancelled_requests_are_gone_when_cancel_returns(make_run: Callable[..., Run]) -> None:
+    run = make_run(lambda index: index < 2, max_staleness=0)
+    run.collect(1, 0, *range(10, 42))
+    assert run.sampler.num_held == 0, "an engine may sleep now"
