@@ -76,6 +76,8 @@ while not select.select([program], [], [], None)[0]:
     pass
 """
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+"""Signals whose handlers of the preloaded libraries a fork does not keep, as a new interpreter would not have them."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,8 @@ def main() -> None:
 def end(program: Program) -> NoReturn:
     """Run the program, and end this process as an interpreter ends, but without freeing object by object (3 s)."""
     code: Any = 0
+    for number in CRASHES:  # of a library that describes a crash for seconds before the process ends
+        signal.signal(number, signal.SIG_DFL)
     try:
         program.run()
     except SystemExit as stop:

@@ -367,6 +367,8 @@ class _Worker:
                 await self._has_news.wait()
                 continue
             await asyncio.wait([peer.closed], timeout=self._heartbeat.interval)
+            if self._process is not None and self._process.exit_code is not None:
+                return  # a process that it has forked may hold the connection open
             silent_seconds = self._heartbeat.tick()
             progress = self._progress.read()
             if progress.num_steps != num_steps:
