@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_server import START_BY_EXEC
+from fork_server import START_BY_EXEC, XDIST_WORKER
 from rank_processes import is_alive
 
 SHOW = """
@@ -66,6 +66,12 @@ def test_process_has_what_was_asked_for(script: Path, tmp_path: Path, how: dict[
 def test_modules_are_there_before_the_program_starts(script: Path) -> None:
     done = run(script, "import sys; print('vllm' in sys.modules, __import__('time').process_time() < 2)")
     assert done.stdout == "True True\n"
+
+
+def test_workers_of_xdist_are_forks_too() -> None:
+    line = repr("print('vllm' in sys.modules, sys.argv)") + "\n"
+    done = subprocess.run([sys.executable, "-u", *XDIST_WORKER], input=line, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "True ['-c']\n"
 
 
 @pytest.mark.parametrize(
