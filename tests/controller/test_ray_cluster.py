@@ -284,13 +284,15 @@ if sys.argv[1] == "killed":
 
 
 @pytest.mark.processes
-def test_next_run_removes_what_ray_left_of_a_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_run_removes_what_ray_left_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR")
     environment = os.environ | {"TMPDIR": "/tmp"}
+    script = tmp_path / "run.py"
+    script.write_text(RAY_RUN)
 
     def run(how: str) -> Path:
         done = subprocess.run(
-            [sys.executable, "-c", RAY_RUN, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, script, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
         return Path(done.stdout.strip()).parent
 
