@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import START_BY_EXEC, XDIST_WORKER
-from rank_processes import is_alive
+from waiting import still_running
 
 SHOW = """
 import os, sys, torch
@@ -109,4 +109,4 @@ def test_fork_server_of_a_program_ends_with_it(script: Path) -> None:
         command = Path(f"/proc/{process.pid}/cmdline").read_text()
         assert str(script) in command
         process.kill()
-    assert not is_alive(int(children[0]))
+    assert still_running([int(children[0])]) == []

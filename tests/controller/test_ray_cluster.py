@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project, rlightning
-from rank_processes import free_port, is_alive
+from rank_processes import free_port
 from ray_nodes import start_nodes
+from waiting import still_running, wait_for
 
 from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
@@ -218,9 +219,8 @@ def test_sigterm_saves_and_ends_a_controller_with_143(tmp_path: Path) -> None:
     try:
         # Its stacks and its worker's come first.
         process.send_signal(signal.SIGUSR1)
-        stacks, end = tmp_path / "run" / "stacks.txt", time.monotonic() + 120
-        while time.monotonic() < end and not (stacks.exists() and "=== rank 0" in stacks.read_text()):
-            time.sleep(0.1)
+        stacks = tmp_path / "run" / "stacks.txt"
+        wait_for(lambda: stacks.exists() and "=== rank 0" in stacks.read_text())
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=300)
     finally:
@@ -242,7 +242,7 @@ def test_killed_controller_leaves_no_process_of_ray(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=300)
     assert len(started) >= 5
-    assert [pid for pid in started if is_alive(pid)] == []
+    assert still_running(started) == []
 
 
 @pytest.mark.processes

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +27,6 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process goes on, after a minute."""
-    for _ in range(600):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX":
-                time.sleep(0.1)
-                continue
-        return False
-    return True
 
 
 # Scripts
