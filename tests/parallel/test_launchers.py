@@ -192,7 +192,7 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "torchrun")])
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), pytest.param(1, "torchrun", marks=pytest.mark.slow)])
 def test_foreseen_error_is_one_line_of_one_rank(project: Path, rank: int, by: str) -> None:
     run = f"foreseen-{rank}-{by}"
     code, output = failing(project, run, rank, "foreseen", by)
