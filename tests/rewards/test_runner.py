@@ -129,7 +129,7 @@ def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tm
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn", "block"])
+@pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn"])
 def test_async_reward_failure_fails_only_its_sample(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
 ) -> None:
