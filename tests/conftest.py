@@ -168,6 +168,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def make_runner() -> Iterator[Any]:
+    """Runners of rewards, of two workers that tolerate failures; closed at the end."""
+    from rlightning.rewards import RewardRunner
+
+    runners: list[RewardRunner] = []
+
+    def make(*rewards: Any, **options: Any) -> RewardRunner:
+        runners.append(RewardRunner(rewards, **{"num_workers": 2, "max_failed_share": 1.0, **options}))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+@pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process without a launcher, that has not resolved its execution mode, and has stored nothing."""
     from rlightning.controller import tensor_store

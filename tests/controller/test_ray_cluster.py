@@ -100,7 +100,7 @@ def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatc
     address = f"127.0.0.1:{port}"
     try:
         for variables in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another-one-" * 3}):
-            message = await_message(address, variables)
+            message = await_message(tmp_path / "join.py", address, variables)
             assert message.startswith(
                 f"trainer.strategy: the Ray cluster at address={address} asks for its authentication"
             )
@@ -110,14 +110,14 @@ def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatc
         head.wait(60)
 
 
-def await_message(address: str, variables: dict[str, str]) -> str:
+def await_message(script: Path, address: str, variables: dict[str, str]) -> str:
     """The mistake that a process of its own has at an address, once something listens there."""
-    program = (
+    script.write_text(
         "from rlightning.controller.cluster import join_cluster\n"
         "from rlightning.errors import ConfigError\n"
         f"try:\n    join_cluster({address!r}, {{}})\nexcept ConfigError as error:\n    print(error)\n"
     )
-    command, environ = [sys.executable, "-c", program], {**environment(), **variables}
+    command, environ = [sys.executable, str(script)], {**environment(), **variables}
     end = time.monotonic() + 300
     while True:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=True)
