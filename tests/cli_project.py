@@ -34,8 +34,6 @@ trainer:
 """
 
 OWN_CLASSES = """\
-import time
-
 from lightning.pytorch import Callback
 
 from rlightning.algorithms import SFT
@@ -57,12 +55,6 @@ class WrongInSetup(SFT):
 class Broken(SFT):
     def setup(self, stage):
         raise RuntimeError("not the user's mistake")
-
-
-class Slow(SFT):
-    def training_step(self, prompts, batch_idx):
-        print("in the step", flush=True)
-        time.sleep(120)
 
 
 class Announce(Callback):

@@ -15,8 +15,10 @@ from rlightning.scratch import ScratchFolder
 if not Path("/dev/nvidiactl").exists():  # a fork could not use CUDA, which imports may have begun to use
     fork_server.install()
 
-DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds by file, of the last run with ``--record-durations``: the longest start first, so that no worker idles."""
+HERE = Path(__file__).parent
+DURATIONS = HERE / "durations.json"
+"""By file, the seconds of its tests that are not slow and of those that are, of the last run with
+``--record-durations`` that had them: the longest start first, so that no worker idles."""
 LEFT_OUT = {
     "slow": "slow variants of kinds that are shown (make test-all runs them)",
     "processes": "tests that start processes (make test runs them)",
@@ -34,10 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "starts_processes" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
-    seconds: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    if config.getoption("randomly_seed", None) is None:
-        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))  # stable: within a file, as written
     chosen = config.getoption("-m")
+    if config.getoption("randomly_seed", None) is None:
+        kinds = 1 if "not slow" in chosen else 2
+        seconds = {name: sum(of_kind[:kinds]) for name, of_kind in read_durations().items()}
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))  # stable: within a file, as written
     left_out = [name for name in LEFT_OUT if f"not {name}" in chosen]
     for item in items:
         for name in left_out:
@@ -55,10 +58,27 @@ RAY_FOLDER = pytest.StashKey[ScratchFolder]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to count."""
-    config.stash[COUNTS], config.stash[SECONDS] = Counter(), defaultdict(float)
+    config.stash[COUNTS], config.stash[SECONDS] = Counter(), defaultdict(lambda: [0.0, 0.0])
     if not hasattr(config, "workerinput"):
         config.stash[RAY_FOLDER] = ScratchFolder("tests")
         os.environ["RAY_TMPDIR"] = str(config.stash[RAY_FOLDER].path)
+
+
+def read_durations() -> dict[str, list[float]]:
+    """What the file says; nothing if it is not there."""
+    found: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    return found
+
+
+def record_durations(measured: dict[str, list[float]]) -> None:
+    """Write what was measured over what was before; a file without a test of a kind keeps that kind's seconds."""
+    kept = read_durations()
+    for name, of_kind in measured.items():
+        before = kept.get(name, [0.0, 0.0])
+        kept[name] = [round(now, 1) or old for now, old in zip(of_kind, before, strict=True)]
+    there = {name: of_kind for name, of_kind in kept.items() if sum(of_kind) >= 1 and (HERE / name).exists()}
+    lines = [f"{json.dumps(name)}: {there[name]}" for name in sorted(there, key=lambda name: -sum(there[name]))]
+    DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def file_of(nodeid: str) -> str:
@@ -82,7 +102,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up a file's seconds."""
     if CONFIG is not None:
-        CONFIG.stash[SECONDS][file_of(report.nodeid)] += report.duration
+        CONFIG.stash[SECONDS][file_of(report.nodeid)]["slow" in report.keywords] += report.duration
 
 
 CONFIG: pytest.Config | None = None
@@ -102,9 +122,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if reporter is None or hasattr(config, "workeroutput") or config.option.collectonly:
         return
     if config.getoption("--record-durations"):
-        seconds = sorted(config.stash[SECONDS].items(), key=lambda item: -item[1])
-        rounded = {name: round(value, 1) for name, value in seconds if value >= 1}
-        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
+        record_durations(config.stash[SECONDS])
     counts = Counter(config.stash[COUNTS])
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -147,6 +165,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Lightning's log handlers keep the stderr of whichever test came first, which is closed by now.
     monkeypatch.setattr("logging.raiseExceptions", False)
     return tmp_path
+
+
+@pytest.fixture
+def make_runner() -> Iterator[Any]:
+    """Runners of rewards, of two workers that tolerate failures; closed at the end."""
+    from rlightning.rewards import RewardRunner
+
+    runners: list[RewardRunner] = []
+
+    def make(*rewards: Any, **options: Any) -> RewardRunner:
+        runners.append(RewardRunner(rewards, **{"num_workers": 2, "max_failed_share": 1.0, **options}))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ and the fork sets up what a fresh interpreter would have: arguments, environment
 ``sys.path``, ``__main__``. The new process is the caller's child (it can be waited for and killed, and dies with its
 parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
 
-Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always. Ray's raylet, which is
+Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
+pytest-xdist, so that the heavy modules are imported once for all of them. Ray's raylet, which is
 no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter: it has the fork
 server of the raylet's parent start the worker, and ends with it.
 
@@ -53,6 +54,8 @@ PRELOADED = (
     "torch.distributed.run",
 )
 SCRIPTS = ("rlightning", "torchrun")
+XDIST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""How execnet starts a worker."""
 MAX_BYTES = 1 << 17
 """Of a request, most of it the environment; a socket's buffer holds 208 KiB."""
 MAX_FILES = 64
@@ -85,7 +88,7 @@ class Program:
     """What a fork is to run, in the words of a command line.
 
     Attributes:
-        arguments: ``sys.argv`` to be, the module's or script's name first.
+        arguments: ``sys.argv`` to be, the module's or script's name first; or ``XDIST_WORKER``.
         is_module: whether that is a module's name.
         search_path: put before the installed packages in ``sys.path``.
         is_unbuffered: whether each line is written at once.
@@ -98,6 +101,10 @@ class Program:
 
     def run(self) -> None:
         """Run it as ``__main__``; it ends as the interpreter would end."""
+        if self.arguments == XDIST_WORKER:
+            sys.argv[:], text = self.arguments[:1], self.arguments[1]
+            exec(text, vars(sys.modules["__main__"]))
+            return
         sys.argv[:] = self.arguments
         if self.is_module:
             runpy.run_module(self.arguments[0], run_name="__main__", alter_sys=True)
@@ -157,6 +164,8 @@ def parse_command(command: Sequence[str], environment: dict[str, str]) -> Progra
     while rest and rest[0] in ("-u", "-P"):
         option = rest.pop(0)
         is_unbuffered, is_safe = is_unbuffered or option == "-u", is_safe or option == "-P"
+    if rest == XDIST_WORKER:
+        return Program(rest, False, ["", *own_path], is_unbuffered)
     if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         return None
     is_module = rest[0] == "-m"

@@ -1,6 +1,5 @@
 """A small net with odd sizes, sharded by torch's own functions, and processes to run it in."""
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,31 +7,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import finish, start_calls
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import start_processes
-
-multiprocessing.set_forkserver_preload(["rlightning.algorithms", "rlightning.parallel.fsdp"])
 
 
 def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> None:
-    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; raise what one of them raises.
-
-    On the CPU they are forks of a process that has done nothing but import: each would import for some seconds else.
-    """
+    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; fail if one of them fails."""
     (folder / "store").unlink(missing_ok=True)
-    method = "spawn" if device_type == "cuda" else "forkserver"
-    start_processes(_join, args=(work, num_ranks, folder, args, device_type), nprocs=num_ranks, start_method=method)
+    finish(start_calls(_join, num_ranks, folder, work, args, device_type))
 
 
-def _join(
-    rank: int, work: Callable[..., None], num_ranks: int, folder: Path, args: tuple[Any, ...], device_type: str
-) -> None:
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _join(folder: Path, work: Callable[..., None], args: tuple[Any, ...], device_type: str) -> None:
+    rank, num_ranks, _ = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"

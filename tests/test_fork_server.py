@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_server import START_BY_EXEC
-from rank_processes import is_alive
+from fork_server import START_BY_EXEC, XDIST_WORKER
+from waiting import still_running
 
 SHOW = """
 import os, sys, torch
@@ -68,6 +68,12 @@ def test_modules_are_there_before_the_program_starts(script: Path) -> None:
     assert done.stdout == "True True\n"
 
 
+def test_workers_of_xdist_are_forks_too() -> None:
+    line = repr("print('vllm' in sys.modules, sys.argv)") + "\n"
+    done = subprocess.run([sys.executable, "-u", *XDIST_WORKER], input=line, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "True ['-c']\n"
+
+
 @pytest.mark.parametrize(
     ("source", "code", "error"),
     [
@@ -103,4 +109,4 @@ def test_fork_server_of_a_program_ends_with_it(script: Path) -> None:
         command = Path(f"/proc/{process.pid}/cmdline").read_text()
         assert str(script) in command
         process.kill()
-    assert not is_alive(int(children[0]))
+    assert still_running([int(children[0])]) == []

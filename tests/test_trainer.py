@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,7 @@ def callbacks_of(trainer: Any) -> list[Any]:
     return [*own, *trainer.checkpoint_callbacks]
 
 
-@pytest.fixture(scope="module")
-def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("runs")
+def fit_run(folder: Path, model_folder: str) -> Run:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -65,8 +62,14 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     data = make_data(folder, validation=str(folder / "sums.jsonl"))
     trainer, module = make_trainer(folder / "first"), make_grpo(model_folder)
     trainer.fit(module, data)
-    yield Run(folder / "first", trainer, module, data, list(lines))
     logging.getLogger("rlightning").removeHandler(handler)
+    return Run(folder / "first", trainer, module, data, lines)
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One that no test changes."""
+    return fit_run(tmp_path_factory.mktemp("runs"), model_folder)
 
 
 def test_run_has_a_line_a_step_and_one_first_validation(run: Run) -> None:
@@ -88,14 +91,16 @@ def test_run_leaves_metrics_report_completions_and_checkpoints(run: Run) -> None
     assert isinstance(run.trainer.strategy.checkpoint_io, AtomicCheckpointIO)
 
 
-def test_same_trainer_validates_and_fits_again(run: Run) -> None:
+def test_same_trainer_validates_and_fits_again(model_folder: str, tmp_path: Path) -> None:
+    run = fit_run(tmp_path, model_folder)
     (metrics,) = run.trainer.validate(run.module, run.data, verbose=False)
     assert 0 <= metrics["val/sums/reward"] <= 1
     run.trainer.fit(run.module, run.data)  # its own checkpoints are no other run's
     run.trainer.test(run.module, run.data, ckpt_path="best", verbose=False)
 
 
-def test_folder_of_a_run_takes_no_other_but_goes_on(run: Run, model_folder: str) -> None:
+def test_folder_of_a_run_takes_no_other_but_goes_on(model_folder: str, tmp_path: Path) -> None:
+    run = fit_run(tmp_path, model_folder)
     other, data = make_trainer(run.folder, max_steps=3), run.data
     with pytest.raises(ConfigError, match=r"holds a run's checkpoints already.*fit\(\.\.\., ckpt_path='last'\)"):
         other.fit(make_grpo(model_folder), data)

@@ -9,18 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from engine_run import in_session, make_data, make_rollout, make_trainer, processes, save_model
+from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
 
 from rlightning.algorithms import GRPO
 from rlightning.hooks import RLCallback
+from rlightning.parallel.stop_signal import StopSignal, stop_signal
 from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt
 
@@ -165,6 +169,55 @@ def write_config(folder: Path, model_folder: str) -> Path:
     return path
 
 
+class HurryStop(Callback):
+    """Lets half of the grace period go by once the run is asked to stop."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        threading.Thread(target=self.hurry, args=(stop_signal(trainer),), daemon=True).start()
+
+    def hurry(self, stop: StopSignal) -> None:
+        while not stop.signum:
+            time.sleep(0.05)
+        stop.asked_at -= 0.51 * stop.grace_period
+
+
+@dataclass
+class Run:
+    """A run of the command line that has done two steps, and what it has started."""
+
+    process: "subprocess.Popen[bytes]"
+    output: Path
+    sessions: set[int]
+    memory: set[str]
+
+
+@contextlib.contextmanager
+def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
+    """One that has not ended before is killed."""
+    config, output = write_config(folder, model_folder), folder / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), *options],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 400
+        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        sessions = sessions_below(process.pid)
+        assert len(sessions) >= 2 and engine_files(scratch)
+        yield Run(process, output, sessions, shared_memory(sessions))
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize(
     ("number", "exit_codes"),
     [
@@ -176,34 +229,11 @@ def write_config(folder: Path, model_folder: str) -> Path:
 def test_a_signal(
     number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
 ) -> None:
-    config = write_config(tmp_path, model_folder)
-    environment = os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)}
-    output = tmp_path / "output"
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlightning", "fit", "--config", str(config)],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=tmp_path,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + 400
-        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
-            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-            time.sleep(0.2)
-        sessions = sessions_below(process.pid)
-        memory = shared_memory(sessions)
-        assert len(sessions) >= 2 and engine_files(scratch)
-        os.killpg(process.pid, number)  # as a terminal does
-        assert process.wait(END_SECONDS) in exit_codes, output.read_text()
-        assert leftovers(sessions, memory, scratch) == []
+    with started_run(model_folder, tmp_path, scratch) as run:
+        os.killpg(run.process.pid, number)  # as a terminal does
+        assert run.process.wait(END_SECONDS) in exit_codes, run.output.read_text()
+        assert leftovers(run.sessions, run.memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file() == (number != signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -213,39 +243,19 @@ def test_a_signal(
 def test_signal_while_engine_hangs_saves_within_grace(
     number: signal.Signals, model_folder: str, tmp_path: Path, scratch: Path
 ) -> None:
-    config = write_config(tmp_path, model_folder)
-    output = tmp_path / "output"
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), "--model.stop_grace", "60"],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": IMPORTABLE, "TMPDIR": str(scratch)},
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + 400
-        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
-            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-            time.sleep(0.2)
-        sessions = sessions_below(process.pid)
-        engines = [pid for session in sessions - {process.pid} for pid in processes(session)]
-        memory = shared_memory(sessions)
-        for pid in engines:
-            os.kill(pid, signal.SIGSTOP)
+    options = ("--model.stop_grace", "600", "--trainer.callbacks+=test_no_leftovers.HurryStop")
+    with started_run(model_folder, tmp_path, scratch, *options) as run:
+        for session in run.sessions - {run.process.pid}:
+            for pid in processes(session):
+                os.kill(pid, signal.SIGSTOP)
         time.sleep(1)  # for the trainer to be in a rollout
-        process.send_signal(number)
+        run.process.send_signal(number)
         started = time.monotonic()
-        assert process.wait(END_SECONDS) == 128 + number, output.read_text()
-        assert time.monotonic() - started < 61, output.read_text()
-        assert "is saved. Go on with:" in output.read_text() and "Traceback" not in output.read_text()
-        assert leftovers(sessions, memory, scratch) == []
+        assert run.process.wait(END_SECONDS) == 128 + number, run.output.read_text()
+        assert time.monotonic() - started < 61, run.output.read_text()
+        assert "is saved. Go on with:" in run.output.read_text() and "Traceback" not in run.output.read_text()
+        assert leftovers(run.sessions, run.memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_engine_exits_when_trainer_dies_despite_inherited_socket(

@@ -12,8 +12,9 @@ from controller_run import Record as StepRecord
 from controller_run import make_strategy, measured
 from engine_run import make_data, make_module, make_rollout, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_processes import each_run, is_alive
+from rank_processes import each_run
 from tiny import full_weights
+from waiting import still_running
 
 from rlightning.callbacks import (
     CompletionsTable,
@@ -115,7 +116,7 @@ class DieOnce(RLCallback):
         folder = Path(trainer.default_root_dir)
         pids = json.loads((folder / "engines-of-the-dead").read_text())
         kept = [engine.process.pid for engine in module.generator._engines.engines]
-        left = [pid for pid in pids if pid not in kept and is_alive(pid)]
+        left = still_running(set(pids) - set(kept))
         (folder / "engines.json").write_text(json.dumps({"before": pids, "kept": kept, "left": left}))
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project, rlightning
-from rank_processes import free_port, is_alive
+from rank_processes import free_port
 from ray_nodes import start_nodes
+from waiting import still_running, wait_for
 
 from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
@@ -99,7 +100,7 @@ def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatc
     address = f"127.0.0.1:{port}"
     try:
         for variables in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another-one-" * 3}):
-            message = await_message(address, variables)
+            message = await_message(tmp_path / "join.py", address, variables)
             assert message.startswith(
                 f"trainer.strategy: the Ray cluster at address={address} asks for its authentication"
             )
@@ -109,14 +110,14 @@ def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatc
         head.wait(60)
 
 
-def await_message(address: str, variables: dict[str, str]) -> str:
+def await_message(script: Path, address: str, variables: dict[str, str]) -> str:
     """The mistake that a process of its own has at an address, once something listens there."""
-    program = (
+    script.write_text(
         "from rlightning.controller.cluster import join_cluster\n"
         "from rlightning.errors import ConfigError\n"
         f"try:\n    join_cluster({address!r}, {{}})\nexcept ConfigError as error:\n    print(error)\n"
     )
-    command, environ = [sys.executable, "-c", program], {**environment(), **variables}
+    command, environ = [sys.executable, str(script)], {**environment(), **variables}
     end = time.monotonic() + 300
     while True:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=True)
@@ -218,9 +219,8 @@ def test_sigterm_saves_and_ends_a_controller_with_143(tmp_path: Path) -> None:
     try:
         # Its stacks and its worker's come first.
         process.send_signal(signal.SIGUSR1)
-        stacks, end = tmp_path / "run" / "stacks.txt", time.monotonic() + 120
-        while time.monotonic() < end and not (stacks.exists() and "=== rank 0" in stacks.read_text()):
-            time.sleep(0.1)
+        stacks = tmp_path / "run" / "stacks.txt"
+        wait_for(lambda: stacks.exists() and "=== rank 0" in stacks.read_text())
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=300)
     finally:
@@ -242,7 +242,7 @@ def test_killed_controller_leaves_no_process_of_ray(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=300)
     assert len(started) >= 5
-    assert [pid for pid in started if is_alive(pid)] == []
+    assert still_running(started) == []
 
 
 @pytest.mark.processes
@@ -284,13 +284,15 @@ if sys.argv[1] == "killed":
 
 
 @pytest.mark.processes
-def test_next_run_removes_what_ray_left_of_a_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_run_removes_what_ray_left_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR")
     environment = os.environ | {"TMPDIR": "/tmp"}
+    script = tmp_path / "run.py"
+    script.write_text(RAY_RUN)
 
     def run(how: str) -> Path:
         done = subprocess.run(
-            [sys.executable, "-c", RAY_RUN, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, script, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
         return Path(done.stdout.strip()).parent
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from controller_run import make_strategy
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_processes import finish, is_alive, start_controller
+from rank_processes import finish, start_controller
 from sft_run import SIZES, CountSteps, train, write_rows
 from tiny import save_model
+from waiting import still_running
 
 from rlightning import intervals
 from rlightning.controller.strategy import find_last
@@ -130,7 +131,7 @@ def run(
         "global_step": global_step,
         "num_steps": witness.num_steps,
         "begun": witness.begun,
-        "alive": [pid for pid in witness.process_ids if is_alive(pid)],
+        "alive": still_running(witness.process_ids),
     }
 
 

@@ -26,6 +26,7 @@ AS_INDUCTOR = aot_autograd(
     decompositions=select_decomp_table(),
 )
 """What decides about activations as inductor does, and compiles nothing."""
+OTHER_KINDS = ("glm4_moe", "solar_open", "exaone_moe", "opt", "gpt2")
 
 
 @pytest.mark.long
@@ -163,8 +164,14 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "solar_open", "exaone_moe", "opt", "gpt2"])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_compiled"),
+    [
+        *((kind, False) for kind in ("qwen3_moe", *OTHER_KINDS)),
+        ("qwen3_moe", True),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in OTHER_KINDS),
+    ],
+)
 def test_experts_and_layers_of_other_kinds_run_without_values(kind: str, is_compiled: bool) -> None:
     """Under autocast, in which torch has no grouped products without values; with biases that are buffers."""
     decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False, is_compiled=is_compiled)

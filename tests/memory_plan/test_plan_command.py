@@ -57,6 +57,8 @@ data: {train: rows.jsonl, max_prompt_tokens: 256}
 rollout: {max_new_tokens: 1024}
 trainer: {precision: bf16-mixed, max_steps: 3}
 """
+NOT_COMPILED = ["--model.compile", "false"]
+"""What a compiled layer keeps takes seconds to find out."""
 
 
 @pytest.fixture
@@ -111,7 +113,8 @@ def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[s
 
 @pytest.mark.long
 def test_sft_has_no_engine(project: Path) -> None:
-    text = plan(["--config", "run.yaml", "--model", "SFT", "--model.model", "model", "--device-memory", "80GB"])
+    options = ["--model", "SFT", "--model.model", "model", *NOT_COMPILED]
+    text = plan(["--config", "run.yaml", *options, "--device-memory", "80GB"])
     assert "engine" not in text and "sync" not in text
 
 
@@ -119,7 +122,7 @@ def test_sft_has_no_engine(project: Path) -> None:
 def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Path) -> None:
     config = {**json.loads((project / "model" / "config.json").read_text()), "max_position_embeddings": 1100}
     (project / "model" / "config.json").write_text(json.dumps(config))
-    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null", "--device-memory", "80GB"]
+    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null", *NOT_COMPILED, "--device-memory", "80GB"]
     assert "sequences of up to 1,100," in plan(options)  # 76 of a prompt, 1,024 of a completion
     with pytest.raises(ConfigError, match=r"max_new_tokens=1100 leaves a model of 1100 positions no room for a prompt"):
         plan([*options, "--rollout.max_new_tokens", "1100"])

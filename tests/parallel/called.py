@@ -1,10 +1,12 @@
-"""A program that calls a function of a test file: called.py MODULE FUNCTION FOLDER ARGUMENTS RETURNED.
+"""A program that calls a function of a test file: called.py CALL RETURNED.
 
-ARGUMENTS is a list, as JSON; what the function returns goes to the file RETURNED, as JSON. See rank_processes.py.
+CALL is the function and its arguments, as rank_processes.py writes it; what it returns goes to the file RETURNED, as
+JSON.
 """
 
-import importlib
+import base64
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -13,10 +15,10 @@ import torch
 
 def main() -> None:
     """Call it."""
-    module, name, folder, arguments, returned = sys.argv[1:]
+    call, returned = sys.argv[1:]
     torch.set_num_threads(1)
-    function = getattr(importlib.import_module(module), name)
-    result = function(Path(folder), *json.loads(arguments))
+    function, arguments = pickle.loads(base64.b64decode(call))
+    result = function(*arguments)
     Path(returned).write_text(json.dumps(result, default=str))
 
 

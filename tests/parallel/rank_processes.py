@@ -1,24 +1,22 @@
 """Functions and scripts of tests in processes of their own: on several ranks, or in one as a controller is."""
 
+import base64
 import contextlib
 import itertools
 import json
 import os
+import pickle
 import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent.parent
-FOLDERS = [TESTS, *(TESTS / name for name in ("callbacks", "controller", "models", "module", "parallel"))]
-PATHS = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-"""Where the processes find the tests' own modules."""
+TESTS = str(Path(__file__).parent.parent)
 _numbers = itertools.count()
 
 
@@ -29,18 +27,6 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process goes on, after a minute."""
-    for _ in range(600):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX":
-                time.sleep(0.1)
-                continue
-        return False
-    return True
 
 
 # Scripts
@@ -66,9 +52,11 @@ def _rank_variables(num_ranks: int) -> list[dict[str, str]]:
 
 
 def _start(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
+    paths = [path for path in sys.path if path.startswith(TESTS)]  # where the tests' own modules are
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **variables},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -129,7 +117,7 @@ class Call:
 
 
 def start_calls(work: Callable[..., Any], num_ranks: int, folder: Path, *args: Any) -> list[Call]:
-    """Call ``work(folder, *args)`` on ranks, with the variables that torch reads its rank from; ``args`` are JSON."""
+    """Call ``work(folder, *args)`` on ranks, with the variables that torch reads its rank from."""
     return [_call(work, folder, args, variables) for variables in _rank_variables(num_ranks)]
 
 
@@ -140,8 +128,8 @@ def start_controller(work: Callable[..., Any], folder: Path, *args: Any) -> Call
 
 def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables: dict[str, str]) -> Call:
     returned = folder / f"returned{next(_numbers)}.json"
-    command = [str(Path(__file__).with_name("called.py")), work.__module__, work.__qualname__]
-    process = _start([*command, str(folder), json.dumps(args), str(returned)], variables)
+    call = base64.b64encode(pickle.dumps((work, (folder, *args)))).decode()
+    process = _start([str(Path(__file__).with_name("called.py")), call, str(returned)], variables)
     return Call(process, returned, is_rank="RANK" in variables)
 
 

@@ -24,7 +24,7 @@ PAIR = """\
 """
 
 IMPORTS = """\
-import os, signal, sys
+import os, signal, sys, time
 from datetime import timedelta
 from multiprocessing.util import Finalize
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rlightning import intervals
 from rlightning.parallel import failure
 from rlightning.errors import EngineError
+from rlightning.parallel.stop_signal import stop_signal
 """
 
 CALLBACKS = """
@@ -68,6 +69,8 @@ class Fails(Callback):
                     sys.stderr.write(f"a collective ends after {usual.total_seconds():g} s\\n")
                     _set_pg_timeout(timedelta(seconds=10), world)  # from here on: the ranks' start takes its time
                 torch.distributed.all_reduce(torch.ones(1))
+            if self.how == "SIGINT":
+                self.hurry_stop(trainer)
             time.sleep(600 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
@@ -77,6 +80,14 @@ class Fails(Callback):
             raise ConfigError("width=3 cannot be halved. Use 4.")
         else:
             os.kill(os.getpid(), getattr(signal, self.how))
+            if self.how == "SIGINT" and self.others == "sleep":
+                self.hurry_stop(trainer)
+
+    def hurry_stop(self, trainer):
+        stop = stop_signal(trainer)
+        while not stop.signum:
+            time.sleep(0.1)
+        stop.asked_at -= 0.51 * stop.grace_period
 
     def on_exception(self, trainer, module, exception):
         sys.stderr.write(f"rank {trainer.global_rank} cleans up\\n")
@@ -181,7 +192,7 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "torchrun")])
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), pytest.param(1, "torchrun", marks=pytest.mark.slow)])
 def test_foreseen_error_is_one_line_of_one_rank(project: Path, rank: int, by: str) -> None:
     run = f"foreseen-{rank}-{by}"
     code, output = failing(project, run, rank, "foreseen", by)
@@ -233,7 +244,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
 
 
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
-    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "60")
+    code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
     assert output.count("interrupted\n") == 1
     assert all(f"rank {i} cleans up" in output for i in range(2))

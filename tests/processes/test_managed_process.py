@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import is_running, still_running
 
 from rlightning.processes.managed_process import ManagedProcess, python_command
 from rlightning.rpc import ConnectionLostError, ProcessStartError, connect_process, end_process
@@ -22,21 +23,6 @@ CHILD = Path(__file__).with_name("child.py")
 def start(*arguments: str, log_file: Path | None = None) -> ManagedProcess:
     command = [sys.executable, str(CHILD), *arguments]
     return ManagedProcess(command, name="test child", log_file=log_file)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-async def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it has not come about in a minute")
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -52,7 +38,7 @@ def test_child_answers_and_ends_with_all_that_it_started(tmp_path: Path) -> None
         grandchild = int(await peer.call("start_child", timeout=60))
         assert is_running(grandchild)
         assert await end_process(process, peer) == "SIGKILL" and process.exit_code == -signal.SIGKILL
-        await wait_for(lambda: not is_running(grandchild))
+        assert still_running([grandchild]) == []
         with pytest.raises(ConnectionLostError, match="test child"):
             await peer.call("describe")
 
@@ -107,7 +93,7 @@ def test_killed_parent_takes_a_child_that_holds_the_interpreter_with_it(tmp_path
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert all(is_running(pid) for pid in pids)
         parent.kill()
-    run(wait_for(lambda: not any(is_running(pid) for pid in pids)))
+    assert still_running(pids) == []
 
 
 def test_other_interpreter_loads_the_package_from_its_folder_alone(tmp_path: Path) -> None:

@@ -3,16 +3,15 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS, is_running, wait_for
 
 from rlightning.processes.process_group import end_group
 
 pytestmark = pytest.mark.processes
 
-PATIENCE_SECONDS = 60.0
 # A process that ignores signals, its child, and shared memory that nobody unlinks.
 STUBBORN = """
 import multiprocessing as mp, signal, sys, time
@@ -61,20 +60,6 @@ def start(tmp_path: Path, source: str, *arguments: str) -> tuple["subprocess.Pop
     return process, Path("/dev/shm") / name, int(child)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(memory: Path) -> bool:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while memory.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not memory.exists()
-
-
 def test_a_group_ends_and_takes_its_shared_memory_along(tmp_path: Path) -> None:
     process, memory, child = start(tmp_path, STUBBORN)
     assert memory.exists() and is_running(child)
@@ -99,7 +84,8 @@ def test_a_group_ends_itself(tmp_path: Path) -> None:
     (scratch / "socket").touch()
     process, memory, child = start(tmp_path, ENDS_ITSELF, str(scratch))
     assert process.wait(PATIENCE_SECONDS) == -9
-    assert wait_until_gone(memory) and not is_running(child) and not scratch.exists()
+    wait_for(lambda: not memory.exists())
+    assert not is_running(child) and not scratch.exists()
 
 
 def test_torch_memory_of_a_group_is_removed(tmp_path: Path) -> None:

@@ -63,8 +63,6 @@ async def misbehave(completion: str, folder: str) -> float:
         await asyncio.sleep(1.0)
     if completion == "block":
         time.sleep(3600)
-    if completion == "backtrack":
-        backtrack()
     if completion == "backtrack in a thread":
         threading.Timer(0.2, backtrack).start()
         await asyncio.sleep(3600)
@@ -75,9 +73,6 @@ async def misbehave(completion: str, folder: str) -> float:
         await asyncio.sleep(3600)
     if completion == "crash":
         os.abort()
-    if completion == "stop":
-        os.kill(os.getpid(), 19)
-        await asyncio.sleep(3600)
     return 1.0
 
 

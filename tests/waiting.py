@@ -1,0 +1,36 @@
+"""Waiting for what other processes and threads do."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+PATIENCE_SECONDS = 300.0
+"""That nothing takes on a machine that is not broken."""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Return once it holds.
+
+    Raises:
+        AssertionError: it does not in so many seconds.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process goes on; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def still_running(pids: Iterable[int], seconds: float = 60.0) -> list[int]:
+    """Those that go on after so many seconds."""
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not any(map(is_running, pids)), seconds)
+    return [pid for pid in pids if is_running(pid)]
