@@ -60,14 +60,8 @@ class Summary:
         for note, message in _MESSAGES.items():
             if note in self.notes:
                 count, first = self.notes[note]
-                logger.info(
-                    "%d of %d prompts of '%s' %s (first: %s).",
-                    count,
-                    self.num_rows,
-                    table.path,
-                    message,
-                    table.where(first),
-                )
+                found = f"{count} of {self.num_rows} prompts of '{table.path}'"
+                logger.info("%s %s (first: %s).", found, message, table.where(first))
         if self.num_overlong:
             self._report_overlong(table, limit, overlong)
         if Note.BEYOND_POSITIONS in self.notes:
@@ -91,7 +85,7 @@ class Summary:
             logger.warning("%s and are dropped; %s.", count, place)
 
 
-def summarize(num_tokens: NDArray[Any], notes: NDArray[Any], limit: int) -> Summary:
+def summarize(num_tokens: NDArray[np.integer[Any]], notes: NDArray[np.integer[Any]], limit: int) -> Summary:
     """Count over a set.
 
     Args:

@@ -1,9 +1,12 @@
 """From texts to tokens: the borders between special tokens, prompt and completion."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Tokens(NamedTuple):
@@ -31,7 +34,7 @@ def tokenize(
     begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a token.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: the model's, or what is called as one.
         prompts: texts.
         completions: as many, or None.
         has_special_tokens: whether the texts have their special tokens already, from a chat template.
@@ -44,7 +47,7 @@ def tokenize(
     ]
 
 
-def cut_prompt(tokenizer: Any, token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
+def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
     """Keep the end of a prompt, where the question's last words and the model's turn stand, and a first BOS token.
 
     Returns:
@@ -75,7 +78,7 @@ def _encode(
     if completions is None:
         return [(list(ids), len(ids)) for ids in tokenizer(list(prompts), **options)["input_ids"]]
     wholes = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    if getattr(tokenizer, "is_fast", False):
+    if tokenizer.is_fast:
         encoded = tokenizer(wholes, return_offsets_mapping=True, **options)
         rows = zip(encoded["input_ids"], encoded["offset_mapping"], prompts, strict=True)
         return [
@@ -92,7 +95,7 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return next(differing, min(len(left), len(right)))
 
 
-def _trim(tokenizer: Any, ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
+def _trim(tokenizer: "Tokenizer", ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
     """Leave out all but one BOS token in front, and EOS tokens after the prompt and the completion."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     prompt, completion = ids[:border], ids[border:]
