@@ -51,13 +51,9 @@ def is_chat(content: object) -> bool:
 def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: bool) -> list[Message]:
     """Return the messages as chat templates expect them: no field is null, each content is a text.
 
-    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM does.
-
-    Args:
-        messages: each with a role.
-        where: their row's place, for errors.
-        has_fixed_fields: whether the format of the file has every field in every row, null where it has no value
-            (Parquet, ``datasets``); then nulls in the arguments of tool calls are left out too.
+    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM
+    does. With ``has_fixed_fields``, where the format of the file has every field in every row (Parquet, ``datasets``),
+    nulls in the arguments of tool calls are left out too.
     """
     return [_clean(message, f"{where}: message {i}", has_fixed_fields) for i, message in enumerate(messages, 1)]
 

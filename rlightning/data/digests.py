@@ -18,12 +18,7 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
-    """Return a digest of each column of a prompt set.
-
-    Args:
-        rows: of the set, in their order; a row may lack a column.
-        columns: their names.
-    """
+    """Return a digest of each of these columns of a prompt set; a row may lack one."""
     digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
     for row in rows:
         for column, digest in digests.items():

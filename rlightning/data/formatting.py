@@ -35,17 +35,9 @@ _ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a row becomes what the model reads, by arguments of :class:`~rlightning.data.PromptDataModule`.
+    """How a row becomes what the model reads: arguments of :class:`~rlightning.data.PromptDataModule`.
 
-    Attributes:
-        column: its ``prompt_column``.
-        template: its ``prompt_template``.
-        system: its ``system_prompt``.
-        chat_template: see there, as for the others.
-        max_tokens: of a prompt.
-        completion_column: the column of a completion to learn; None: rows hold none.
-        temperature_column: None: all are sampled at the run's.
-        max_new_tokens_column: None: all have the run's.
+    ``completion_column`` names the column of a completion to learn, if there is one.
     """
 
     column: str = "prompt"

@@ -42,12 +42,7 @@ _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a Dat
 
 @dataclass(frozen=True, slots=True)
 class JoinedTable(RowTable):
-    """Several files as one set.
-
-    Attributes:
-        tables: of each file.
-        ends: the number of rows up to the end of each.
-    """
+    """Several files as one set; ``ends`` are the numbers of rows up to the end of each."""
 
     tables: Sequence[RowTable] = ()
     ends: Sequence[int] = ()
@@ -67,9 +62,7 @@ def paths_of(source: object) -> list[str]:
 def check_source(source: object, key: str) -> None:
     """Raise a ConfigError for what no prompts can be read from; nothing is read.
 
-    Args:
-        source: as the user gave it.
-        key: where it stands, such as ``data.train``.
+    ``key`` is where the source stands, such as ``data.train``.
     """
     if source is None or paths_of(source) or _is_table(source):
         return
@@ -119,15 +112,12 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
 
 
 def read_source(source: Any, limit: int | None, key: str) -> RowTable:
-    """Read a prompt set, whatever it is given as.
+    """Read a prompt set, whatever it is given as; it has at least one row.
 
     Args:
         source: a path, paths, or rows, as :func:`hold_rows` leaves them.
         limit: read only this many rows from the start.
         key: where the source stands, which names rows in memory.
-
-    Returns:
-        At least one row. Those of a list are the list's own.
     """
     if paths := paths_of(source):
         return _read_files(paths, limit)

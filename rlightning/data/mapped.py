@@ -45,12 +45,7 @@ _VERSION = 2  # of how rows become tokens, and of what is written; files of anot
 
 
 class MappedPrompts(LazySequence[Prompt]):
-    """Prompts whose tokens stay on disk; each is made when it is asked for.
-
-    Args:
-        rows: of the whole set.
-        folder: what :func:`map_prompts` has written.
-    """
+    """Prompts whose tokens stay on disk, in the folder that :func:`map_prompts` has written."""
 
     def __init__(self, rows: Sequence[Row], folder: Path) -> None:
         import datasets
@@ -109,7 +104,7 @@ def map_prompts(
     """Tokenise the rows of a large set, unless a process of this host has before.
 
     Args:
-        table: its rows are of :class:`~rlightning.data.rows.StoredRows`.
+        table: its rows are :class:`~rlightning.data.rows.StoredRows`.
         encoder: what turns rows into tokens.
         max_tokens: of a prompt.
         is_dropping: whether prompts with more are left out.

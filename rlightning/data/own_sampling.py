@@ -15,11 +15,6 @@ from rlightning.types.trajectory import TEMPERATURES
 def read_temperature(row: Row, column: str | None, where: str) -> float | None:
     """Return a row's own temperature; None where its cell is empty, or no column is named.
 
-    Args:
-        row: of a prompt set.
-        column: that holds temperatures.
-        where: the row's place, for the error.
-
     Raises:
         ConfigError: for what is no temperature above 0. Greedy completions are all alike: a set that is to have them
             is sampled at ``rollout.temperature=0``.
@@ -35,11 +30,7 @@ def read_temperature(row: Row, column: str | None, where: str) -> float | None:
 
 
 def read_limit(row: Row, column: str | None, where: str) -> int | None:
-    """Return a row's own limit on completion tokens, as :func:`read_temperature`.
-
-    Raises:
-        ConfigError: for what is no whole number of at least 1.
-    """
+    """Return a row's own limit on completion tokens, a whole number, as :func:`read_temperature`."""
     value = _read_number(row, column)
     if value is not None and not (value >= 1 and value.is_integer()):
         raise ConfigError(

@@ -41,12 +41,8 @@ def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
 def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> tuple[int, str]:
     """Return the limit on a run's prompts where none is set, and why it is that.
 
-    Args:
-        max_model_length: tokens of the longest sequence that the model takes.
-        callbacks: the one that samples completions among them, if any are sampled.
-
-    Raises:
-        ConfigError: if completions leave no room.
+    The callback that samples completions, if any are sampled, is among ``callbacks``. A ConfigError if they leave no
+    room.
     """
     samplings = (callback.sampling for callback in callbacks if isinstance(callback, Sampling))
     new_tokens = next((sampling.max_new_tokens for sampling in samplings if isinstance(sampling, Limited)), None)
@@ -60,12 +56,7 @@ def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> t
 def default_prompt_limit(max_model_length: int, max_new_tokens: int | None) -> int:
     """Return how many tokens a prompt may have: 1,024, or what the model's positions leave beside a completion.
 
-    Args:
-        max_model_length: tokens of the longest sequence that the model takes.
-        max_new_tokens: of a completion; None where no limit on it is known, which then is left one token.
-
-    Raises:
-        ConfigError: if nothing is left.
+    Where no limit on completions is known they are left one token. A ConfigError if nothing is left for the prompt.
     """
     room = max_model_length - (max_new_tokens or 1)
     if room < 1:

@@ -57,13 +57,9 @@ class StoredRows(LazySequence[Row]):
 
 
 class ArrowRows(StoredRows):
-    """A table of ``datasets``.
+    """A table of ``datasets``; with ``is_json`` its column ``row`` holds rows as JSON.
 
-    Args:
-        dataset: the table; with ``is_json`` its column ``row`` holds rows as JSON.
-        digest: see :class:`StoredRows`.
-        columns: see there.
-        is_json: whether rows are JSON, which holds what columns of one type each could not.
+    JSON holds what columns of one type each could not.
     """
 
     def __init__(self, dataset: "Dataset", *, digest: str, columns: Iterable[str], is_json: bool = False) -> None:
@@ -96,11 +92,7 @@ class HeldRows(StoredRows):
 
 
 class JoinedRows(StoredRows):
-    """The rows of several files, one after the other, each as it was read.
-
-    Args:
-        parts: of each file.
-    """
+    """The rows of several files, one after the other, each as it was read."""
 
     def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
         self._parts = parts
@@ -131,23 +123,18 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
 def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
     """Return in which of several parts a row stands, and where in it.
 
-    Args:
-        ends: the number of rows up to the end of each part.
-        row: counted from 0 over all parts.
+    ``ends`` are the numbers of rows up to the end of each part; ``row`` is counted from 0 over all parts.
     """
     part = bisect.bisect_right(ends, row)
     return part, row - (ends[part - 1] if part else 0)
 
 
 def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) -> tuple[ArrowRows, Sequence[int]]:
-    """Write rows of any types into a file of the cache, unless it is there.
+    """Write rows of any types into a file of the cache, unless it is there; return them and their places.
 
     Args:
         numbered: the rows, each after its place in its file.
         parts: what the rows follow from.
-
-    Returns:
-        The rows and their places.
     """
     from datasets import Dataset, Features, Value
     from datasets.arrow_writer import ArrowWriter

@@ -110,13 +110,9 @@ class PromptStream:
 class PromptLoader:
     """One epoch of steps from a stream that goes on from epoch to epoch.
 
-    An epoch has as many steps as fit into the set once. What is left over opens the next epoch, and so do the prompts
+    An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` where the stream
+    repeats fewer prompts (``trainer.overfit_batches``). What is left over opens the next epoch, and so do the prompts
     after those that a step took in addition: no prompt is skipped.
-
-    Args:
-        stream: the prompts.
-        num_prompts: of a step, on this rank.
-        num_steps: of an epoch, where the stream repeats fewer prompts (``trainer.overfit_batches``).
     """
 
     def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int | None = None) -> None:
@@ -140,12 +136,7 @@ class PromptLoader:
 
 
 class ChosenPrompts(LazySequence[Prompt]):
-    """Some of a prompt set, which may stay on disk.
-
-    Args:
-        prompts: the set.
-        places: of those that are chosen.
-    """
+    """The prompts of a set at some places; the set may stay on disk."""
 
     def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
         self._prompts, self._places = prompts, places

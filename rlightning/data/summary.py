@@ -86,13 +86,7 @@ class Summary:
 
 
 def summarize(num_tokens: NDArray[np.integer[Any]], notes: NDArray[np.integer[Any]], limit: int) -> Summary:
-    """Count over a set.
-
-    Args:
-        num_tokens: [rows], of the prompts before they are cut.
-        notes: [rows], flags of :class:`Note`.
-        limit: a prompt's most tokens.
-    """
+    """Count over a set: its prompts' tokens before they are cut [rows], and flags of :class:`Note` [rows]."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())
     return Summary(

@@ -28,16 +28,11 @@ class Tokens(NamedTuple):
 def tokenize(
     tokenizer: Any, prompts: Sequence[str], completions: Sequence[str] | None, *, has_special_tokens: bool
 ) -> list[Tokens]:
-    """Tokenise prompts, each with its completion as one text that is split by offsets afterwards.
+    """Tokenise prompts, each with its completion, if there are any, as one text that is split by offsets afterwards.
 
-    Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token that
-    begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a token.
-
-    Args:
-        tokenizer: the model's, or what is called as one.
-        prompts: texts.
-        completions: as many, or None.
-        has_special_tokens: whether the texts have their special tokens already, from a chat template.
+    Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token
+    that begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a
+    token. With ``has_special_tokens`` the texts have their special tokens already, from a chat template.
     """
     pairs = _encode(tokenizer, prompts, completions, add_special_tokens=not has_special_tokens)
     has_completion = completions is not None
@@ -50,8 +45,7 @@ def tokenize(
 def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
     """Keep the end of a prompt, where the question's last words and the model's turn stand, and a first BOS token.
 
-    Returns:
-        The tokens to keep, at most ``limit``, and those of them after the BOS token.
+    Returns the tokens to keep, at most ``limit``, and those of them after the BOS token.
     """
     head = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else []
     tail = token_ids[len(token_ids) - max(limit - len(head), 0) :]

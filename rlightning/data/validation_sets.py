@@ -39,11 +39,7 @@ class ValidationSet:
         return f"data.validation.{self.name}"
 
     def resolve(self, name: str) -> "ValidationSet":
-        """Return the same set with its name and its temperature filled in.
-
-        Raises:
-            ConfigError: if its settings cannot be.
-        """
+        """Return the same set with its name and its temperature filled in; a ConfigError if its settings cannot be."""
         check_source(self.path, f"data.validation.{name}")
         start, limit, samples = f"Validation set '{name}':", self.limit, self.samples_per_prompt
         default = 0.0 if samples == 1 else 1.0
@@ -71,12 +67,8 @@ _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
 def make_validation_sets(given: object) -> list[ValidationSet]:
     """Return the sets that ``PromptDataModule(validation=...)`` was given.
 
-    Args:
-        given: None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
-            :class:`ValidationSet`, or a mapping of its keys.
-
-    Raises:
-        ConfigError: if it is none of them.
+    That is None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
+    :class:`ValidationSet`, or a mapping of its keys. A ConfigError if it is none of them.
     """
     if given is None:
         return []

@@ -40,7 +40,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
-from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
+from rlightning.models.attention import kernel_obstacle, packed_inputs, padded_attention, varlen_attention
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import narrow_residuals
@@ -218,12 +218,11 @@ def _fake_model(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
-            ids = torch.zeros(1, tokens, dtype=torch.long)
+            ids = torch.zeros(tokens, dtype=torch.long)
             bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length
-            inputs = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            sizes = {"max_length_q": length, "max_length_k": length, "use_cache": False}
-            with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live:
-                yield model.eval(), inputs | sizes, live  # no dropout, as in training
+            inputs = packed_inputs(ids, ids, bounds, length)
+            with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
+                yield model.eval(), inputs, live  # no dropout, as in training
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
         # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
         # together; torch's partitioner has asserts, too.

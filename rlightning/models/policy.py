@@ -58,8 +58,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """Read a model's tokenizer; ``trust_remote_code`` is that of :func:`load_config`.
 
-    Raises:
-        ConfigError: if there is none, or it needs code that is not trusted.
+    A ConfigError if there is none, or it needs code that is not trusted.
     """
     try:
         tokenizer: Tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -126,14 +125,11 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold matrices that autocast casts in each forward in its dtype: the same results from half the memory.
+    """Hold matrices of a model that is not trained in the dtype of autocast, which casts them in each forward.
 
-    Those are the weights of linear layers and of the tokens' embedding (:func:`narrow_residuals`). What else there is,
-    such as norms and positions' embeddings, is computed in its own.
-
-    Args:
-        policy: that is not trained.
-        dtype: of autocast; that of the parameters changes nothing.
+    That gives the same results from half the memory. Those are the weights of linear layers and of the tokens'
+    embedding (:func:`narrow_residuals`). What else there is, such as norms and positions' embeddings, is computed in
+    its own.
     """
     embedding = policy.get_input_embeddings()
     cast: set[nn.Parameter] = set()

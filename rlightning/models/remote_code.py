@@ -17,10 +17,6 @@ TRUST = "trust_remote_code"
 def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Read a model's configuration. Its own code, once trusted, is what all later loads of this process find.
 
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        trust_remote_code: whether code of the model's may run.
-
     Raises:
         ConfigError: it needs code of its own, which is not trusted.
         OSError, ValueError: transformers cannot read it.
