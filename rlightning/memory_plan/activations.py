@@ -72,15 +72,7 @@ KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """How the decoder computes.
-
-    Attributes:
-        dtype: of the weights that the layers see.
-        is_autocast: whether linear layers cast to bfloat16.
-        gradient_checkpointing: whether a layer's activations are computed again.
-        is_compiled: whether layers are compiled.
-        tensor_parallel_size: ranks that split each layer.
-    """
+    """How the decoder computes: in which dtype it sees weights, and whether linear layers cast to bfloat16."""
 
     dtype: torch.dtype
     is_autocast: bool
@@ -105,17 +97,11 @@ def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) ->
 
 
 def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
-    """Return the bytes that a micro-batch's activations take in the whole decoder.
+    """Return the bytes that activations of a micro-batch of sequences of ``longest`` tokens take in the whole decoder.
 
-    Args:
-        config: the model's.
-        decoder: how it computes.
-        tokens: of the micro-batch.
-        longest: tokens of its sequences.
-
-    Returns:
-        Those of two layers of each kind, and what a third one adds to them as often as there are further layers. Of
-        compiled layers only what they keep is told apart; what is on top of that for a moment is taken for eager.
+    Those are the bytes of two layers of each kind, and what a third one adds to them as often as there are further
+    layers. Of compiled layers only what they keep is told apart; what is on top of that for a moment is taken for
+    eager.
 
     Raises:
         ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
@@ -255,12 +241,8 @@ AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
 
-    Args:
-        ignored: tensors whose storages are not counted, nor views of them.
-
-    Attributes:
-        now: bytes alive.
-        peak: the most that were, since :meth:`restart`.
+    The storages of ``ignored`` tensors are not counted. ``now`` are the bytes alive, ``peak`` the most that
+    were since :meth:`restart`.
     """
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:

@@ -53,15 +53,7 @@ class PlannedModule(ConfiguredModule, Protocol):
 
 
 def read_run(trainer: Trainer, module: object) -> Work:
-    """Return what a run is about to do.
-
-    Args:
-        trainer: with its devices set up.
-        module: a :class:`PlannedModule`.
-
-    Raises:
-        ConfigError: if it cannot be planned.
-    """
+    """Return what a run is about to do; the trainer's devices are set up. A ConfigError if it cannot be planned."""
     if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
@@ -118,9 +110,7 @@ def check_engine(trainer: object, module: object) -> None:
 def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
     """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the trainer's CUDA device, and why.
 
-    Args:
-        trainer: as of :func:`read_run`.
-        module: as of :func:`read_run`; of others, all layers are checkpointed.
+    All of them where the module is no :class:`PlannedModule`.
 
     Raises:
         ConfigError: if the update would not fit with all of them, with the arithmetic, and the keys that would help.

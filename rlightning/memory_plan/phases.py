@@ -8,6 +8,7 @@ from typing import Any
 
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Work
+from rlightning.models.counts import read_setting
 from rlightning.parallel.device import GIB
 from rlightning.rollout.vllm.memory import EngineMemory
 
@@ -85,12 +86,7 @@ class PhaseBytes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of every phase on a rank's device, and what follows from them.
-
-    Args:
-        work: the run.
-        device_memory: bytes of the device, as PyTorch reports them.
-    """
+    """Bytes of every phase on a device, whose memory is as PyTorch reports it, and what follows from them."""
 
     work: Work
     device_memory: int
@@ -142,12 +138,7 @@ class MemoryPlan:
         return self.update_of(self.tokens, self.count_checkpointed_layers())
 
     def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
-        """The worst moment of an update: after a micro-batch's forward or in a layer's backward.
-
-        Args:
-            tokens: of a micro-batch.
-            checkpointed_layers: whose activations are computed twice.
-        """
+        """The worst moment of an update: after a micro-batch's forward or in a layer's backward."""
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
@@ -254,7 +245,7 @@ class MemoryPlan:
 
     def longest_sequence(self) -> int:
         """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
-        positions: int | None = getattr(self.work.config.get_text_config(), "max_position_embeddings", None)
+        positions: int | None = read_setting(self.work.config, "max_position_embeddings")
         limits = [self.largest_microbatch(), positions or 1 << 30]
         if self.has_engine_share:
             share = self.suggested_utilization()

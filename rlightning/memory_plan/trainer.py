@@ -22,11 +22,7 @@ from rlightning.rollout.weights import plan_chunks
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes that the trainer takes of a device.
-
-    Args:
-        work: the run.
-    """
+    """Bytes that the trainer takes of a device."""
 
     work: Work
 

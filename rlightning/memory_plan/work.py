@@ -156,14 +156,9 @@ class Work:
     moved_each_step: frozenset[str] = frozenset()
 
     def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Add what callbacks do in each step: those that sample completions or move memory to the host.
+        """Add what a trainer's callbacks do in each step: those that sample completions or move memory to the host.
 
-        Args:
-            callbacks: of the trainer, in any order.
-            max_prompt_tokens: of the longest prompt.
-
-        Raises:
-            ConfigError: if the engines cannot be planned.
+        A ConfigError if the engines cannot be planned.
         """
         listed = list(callbacks)
         moved = [one.moved_each_step for one in listed if isinstance(one, PlannedOffload)]

@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -269,7 +270,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kernels(logits: Tensor) -> Any:
+def _kernels(logits: Tensor) -> ModuleType:
     """What has :func:`summarize_logits` and :func:`differentiate_logits` for such logits: Triton's, or this module."""
     if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels

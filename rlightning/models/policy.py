@@ -61,7 +61,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     A ConfigError if there is none, or it needs code that is not trusted.
     """
     try:
-        tokenizer: Tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
     except (OSError, RecursionError, ValueError) as error:
@@ -147,7 +147,7 @@ def narrow_residuals(policy: PreTrainedModel) -> None:
     They would in that of the embeddings, the masters' float32, which costs twice the memory and traffic between layers.
     """
 
-    def cast(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    def cast(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
         kind = embedded.device.type
         return embedded.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else embedded
 
