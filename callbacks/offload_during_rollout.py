@@ -73,7 +73,7 @@ class OffloadDuringRollout(RunCallback):
     def moved_each_step(self) -> frozenset[str]:
         """The parts of a phase that a memory plan leaves out while an engine is awake."""
         parts = {"optimizer_state"} if self.optimizer else set()
-        return frozenset(parts | ({"parameters", "reference_model"} if self.parameters else set()))
+        return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
     # Away
 

@@ -10,14 +10,23 @@ from rlightning.environments.collector import Collector
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
+from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, global_rank
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.canary import InProcessSampler
+from rlightning.rollout.decoding import CACHE_STEP
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.transformers_sampler import SAMPLING_RANK, TransformersSampler, can_sleep, send_shards
+from rlightning.rollout.transformers_sampler import (
+    MAX_PROMPT_TOKENS,
+    SAMPLING_RANK,
+    TransformersSampler,
+    can_sleep,
+    send_shards,
+)
+from rlightning.rollout.vllm.memory import read_engine
 from rlightning.types import RolloutBatch
 
 
@@ -71,6 +80,25 @@ class TransformersRollout(RolloutCallback):
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that the model takes."""
         return int(self._module.max_model_length)
+
+    def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
+        """Return what sampling takes of rank 0's CUDA device; see ``rlightning.memory_plan.work.PlannedRollout``."""
+        num_samples = work.batch.samples_per_prompt
+        most = min(self.max_sequences, work.batch.prompts_per_step * num_samples)
+        dtype = "bfloat16" if self.dtype == "auto" else self.dtype
+        arguments = {
+            "dtype": dtype,
+            "max_num_seqs": most,
+            "max_num_batched_tokens": max(MAX_PROMPT_TOKENS, max_prompt_tokens),
+            "max_model_len": work.longest,
+        }
+        copy = read_engine(work.config, arguments, block_tokens=CACHE_STEP)
+        # As sequences join the cache gets twice as many rows, beside those that are copied into them.
+        rows, copied = min(max(MAX_PROMPT_TOKENS // max_prompt_tokens, 1) * num_samples, most), 0
+        while rows < most:
+            rows, copied = 2 * rows, rows
+        copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
+        return RolloutMemory(engine=copy, bucket_bytes=0, itemsize=getattr(torch, dtype).itemsize)
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
         """Build the model, on rank 0; it has no weights yet."""

@@ -1,6 +1,6 @@
 """``rlightning plan``: the memory of a run, from its configuration and the model's, on any machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import DEVICES, OPTION, read_device_memory, split_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
-from rlightning.memory_plan.work import Parallelism, PlannedRollout, Work, read_precision
+from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory, Work, read_precision
 from rlightning.models import describe_length_limit, load_config, max_model_length
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_options, check_precision
@@ -90,11 +90,11 @@ def parse_work(args: list[str]) -> Work:
     batch = read_batch(model)
     batch.check_world_size(parallelism.ranks)
     check_precision(str(trainer["precision"]))
-    reference = model.get("reference_model") or model["model"]
+    kind = find_class(config["model"]["class_path"], [], "model.class_path")
     positions = max_model_length(model_config)
     work = Work(
         config=model_config,
-        reference=load_config(reference, trust_remote_code=trusts) if model.get("kl_coef") else None,
+        others=tuple(read_roles(kind, model)),
         batch=batch,
         longest=min(batch.max_tokens_per_microbatch, positions),
         precision=read_precision(trainer["precision"]),
@@ -103,14 +103,31 @@ def parse_work(args: list[str]) -> Work:
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
     )
-    if not getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True):
+    if not getattr(kind, "generates", True):
         return work
     callbacks = make_callbacks(config)
-    new_tokens = next((one.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
+    new_tokens = next((one.sampling.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
     prompt_tokens = arguments(config["data"]).get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)
     if new_tokens is not None:
         batch.check_sequence_length(prompt_tokens, new_tokens, positions, describe_length_limit(model_config))
     return work.beside(callbacks, prompt_tokens)
+
+
+def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
+    """Yield the models beside the actor; no module is built, so of an override of ``configure_roles`` only that it is.
+
+    Args:
+        kind: the module's class.
+        model: its arguments.
+    """
+    if model.get("kl_coef"):
+        reference = model.get("reference_model") or model["model"]
+        config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
+        yield RoleMemory(name="reference", config=config)
+    method = getattr(kind, "configure_roles", None)  # a module of the user's own may have none
+    if method is not None and method.__module__.partition(".")[0] != "rlightning":
+        name = f"what {kind.__name__}.configure_roles() adds"
+        yield RoleMemory(name=name, config=None, optimizer_states="float32")
 
 
 def read_batch(model: Mapping[str, Any]) -> BatchPlan:

@@ -3,12 +3,16 @@
 import difflib
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
 Message = dict[str, Any]
+"""With a role, and whatever else its template reads."""
 
 CONTINUES = "continue_final_message"
 """Of ``chat_template_arguments``: a final assistant message is the beginning of the completion."""
@@ -19,7 +23,7 @@ _OPEN_THOUGHT = re.compile(
 )
 
 
-def check_template_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
+def check_template_arguments(tokenizer: "Tokenizer", arguments: dict[str, Any]) -> None:
     """Refuse an argument that the tokenizer's chat template does not read."""
     if not arguments:
         return
@@ -38,30 +42,23 @@ def check_template_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
             raise ConfigError(f"chat_template_arguments: the chat template does not read '{key}'. {way_out}")
 
 
-def is_chat(content: Any) -> bool:
+def is_chat(content: object) -> bool:
     """Whether a cell is a list of messages, each with a role."""
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content)
-    )
+    messages = content if isinstance(content, list) else []
+    return bool(messages) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
 
 
 def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: bool) -> list[Message]:
     """Return the messages as chat templates expect them: no field is null, each content is a text.
 
-    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM does.
-
-    Args:
-        messages: each with a role.
-        where: their row's place, for errors.
-        has_fixed_fields: whether the format of the file has every field in every row, null where it has no value
-            (Parquet, ``datasets``); then nulls in the arguments of tool calls are left out too.
+    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM
+    does. With ``has_fixed_fields``, where the format of the file has every field in every row (Parquet, ``datasets``),
+    nulls in the arguments of tool calls are left out too.
     """
     return [_clean(message, f"{where}: message {i}", has_fixed_fields) for i, message in enumerate(messages, 1)]
 
 
-def render_chat(tokenizer: Any, messages: list[Message], arguments: dict[str, Any], where: str) -> str:
+def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: dict[str, Any], where: str) -> str:
     """Return the text of a chat up to where the model's turn begins."""
     ends_with_model = messages[-1]["role"] == "assistant"
     if ends_with_model and not arguments.get(CONTINUES):
@@ -71,14 +68,13 @@ def render_chat(tokenizer: Any, messages: list[Message], arguments: dict[str, An
         )
     options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # a template is a program of the model's author, which may raise anything
         kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
         reason = f"{kind}{cut_line(error)}".rstrip(".")
         raise ConfigError(
             f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
         ) from error
-    return text
 
 
 def find_open_thought(text: str) -> str | None:
@@ -122,7 +118,7 @@ def _read_text(message: Message, where: str) -> str:
     raise ConfigError(f"{where} has content={cut_value(content)}. Write a text, or a list of text parts.")
 
 
-def _read_part(part: Any, where: str) -> str:
+def _read_part(part: object, where: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         raise ConfigError(f"{where} is {cut_value(part)}. Only text is read: {{type: text, text: ...}}.")

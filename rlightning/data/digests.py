@@ -18,12 +18,7 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
-    """Return a digest of each column of a prompt set.
-
-    Args:
-        rows: of the set, in their order; a row may lack a column.
-        columns: their names.
-    """
+    """Return a digest of each of these columns of a prompt set; a row may lack one."""
     digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
     for row in rows:
         for column, digest in digests.items():
@@ -39,7 +34,7 @@ def digest_rows(rows: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def encode_value(value: Any) -> bytes:
+def encode_value(value: object) -> bytes:
     """Return a value as text, the same in every process: JSON, with Python's words for what JSON has not."""
     try:
         return json.dumps(value, sort_keys=True, default=_describe).encode()
@@ -47,7 +42,7 @@ def encode_value(value: Any) -> bytes:
         return _describe(value).encode("utf-8", "surrogatepass")
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, set | frozenset):  # whose order differs from process to process
         return f"{type(value).__name__} {sorted(map(_describe, value))}"
     if hasattr(value, "tolist"):  # of arrays, which repr() cuts
@@ -55,5 +50,5 @@ def _describe(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _add(digest: Any, encoded: bytes) -> None:
+def _add(digest: hashlib.blake2b, encoded: bytes) -> None:
     digest.update(len(encoded).to_bytes(8, "little") + encoded)

@@ -1,16 +1,14 @@
 """From rows to prompts: template, chat template, tokens, and the limit on their length."""
 
-import logging
 import string
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time, timedelta
 from numbers import Number
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rlightning.data.arrow_rows import Row
 from rlightning.data.chats import (
     Message,
     check_template_arguments,
@@ -19,9 +17,9 @@ from rlightning.data.chats import (
     is_chat,
     render_chat,
 )
-from rlightning.data.listed_rows import STORED_ROWS
 from rlightning.data.mapped import COLUMNS, OF_PROMPT, map_prompts
 from rlightning.data.own_sampling import read_limit, read_temperature
+from rlightning.data.rows import Row, StoredRows
 from rlightning.data.sources import RowTable
 from rlightning.data.summary import Note, summarize
 from rlightning.data.tokens import Tokens, check_characters, cut_prompt, tokenize
@@ -29,26 +27,17 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
 from rlightning.types import Prompt
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a row becomes what the model reads.
+    """How a row becomes what the model reads: arguments of :class:`~rlightning.data.PromptDataModule`.
 
-    Attributes:
-        column: the column that holds the prompt: text, or a list of chat messages.
-        template: a format string over the row's columns, used instead of ``column``.
-        system: the first message of every chat; before a plain text, with an empty line between.
-        chat_template: whether to apply the tokenizer's; None: where it has one.
-        chat_template_arguments: passed to the chat template, such as ``enable_thinking``.
-        max_tokens: of a prompt.
-        overlong: what to do with longer ones; "truncate" keeps their end.
-        completion_column: the column of a completion to learn; None: rows hold none.
-        temperature_column: the column of temperatures of the rows' own; None: all are sampled at the run's.
-        max_new_tokens_column: the column of limits on the rows' completions; None: all have the run's.
+    ``completion_column`` names the column of a completion to learn, if there is one.
     """
 
     column: str = "prompt"
@@ -63,9 +52,13 @@ class PromptFormat:
     max_new_tokens_column: str | None = None
 
     @property
-    def own_sampling(self) -> dict[str, str | None]:
-        """The columns of the rows' own sampling, by argument."""
-        return {name: getattr(self, name) for name in ("temperature_column", "max_new_tokens_column")}
+    def own_sampling(self) -> dict[str, str]:
+        """The columns of the rows' own sampling that are named, by argument."""
+        columns = {
+            "temperature_column": self.temperature_column,
+            "max_new_tokens_column": self.max_new_tokens_column,
+        }
+        return {name: column for name, column in columns.items() if column is not None}
 
     def without_missing(self, columns: Collection[str]) -> "PromptFormat":
         """Return the format of a set without the rows' own sampling, as far as the set has no column of it."""
@@ -75,7 +68,7 @@ class PromptFormat:
 
 def build_prompts(
     table: RowTable,
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     prompt_format: PromptFormat,
     *,
     vocab_size: int | None = None,
@@ -85,7 +78,7 @@ def build_prompts(
 
     Args:
         table: the rows.
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: the model's.
         prompt_format: how.
         vocab_size: rows of the model's embedding, which no token may be beyond; None: unknown.
         max_length: the model's positions, for prompts that have a completion; None: unknown.
@@ -96,16 +89,16 @@ def build_prompts(
     """
     encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
     require_columns(table, encoder.columns)
-    drop_above = prompt_format.max_tokens if prompt_format.overlong == "drop" else None
+    limit, is_dropping = prompt_format.max_tokens, prompt_format.overlong == "drop"
     prompts: Sequence[Prompt]
-    if isinstance(table.rows, STORED_ROWS):
-        prompts, summary = map_prompts(table, encoder, prompt_format.max_tokens, is_dropping=drop_above is not None)
+    if isinstance(table.rows, StoredRows):
+        prompts, summary = map_prompts(table, encoder, limit, is_dropping=is_dropping)
     else:
         prompts, lengths, notes = _encode_in_memory(table, encoder)
-        summary = summarize(np.array(lengths), np.array(notes), prompt_format.max_tokens)
-        if drop_above is not None and 0 < summary.num_overlong < len(prompts):
-            prompts = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= drop_above]
-    summary.report(table, prompt_format.max_tokens, prompt_format.overlong, max_length)
+        summary = summarize(np.array(lengths), np.array(notes), limit)
+        if is_dropping and 0 < summary.num_overlong < len(prompts):
+            prompts = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    summary.report(table, limit, prompt_format.overlong, max_length)
     return prompts
 
 
@@ -113,12 +106,10 @@ class PromptEncoder:
     """Turns rows into texts and tokens, and refuses those that cannot be used, by their place."""
 
     def __init__(
-        self, tokenizer: Any, prompt_format: PromptFormat, *, vocab_size: int | None, max_length: int | None
+        self, tokenizer: "Tokenizer", prompt_format: PromptFormat, *, vocab_size: int | None, max_length: int | None
     ) -> None:
-        self.tokenizer = tokenizer
-        self.format = prompt_format
-        self.vocab_size = vocab_size
-        self.max_length = max_length
+        self.tokenizer, self.format = tokenizer, prompt_format
+        self.vocab_size, self.max_length = vocab_size, max_length
         self.is_chat = _is_chat(tokenizer, prompt_format)
         if self.is_chat:
             check_template_arguments(tokenizer, prompt_format.chat_template_arguments)
@@ -129,7 +120,7 @@ class PromptEncoder:
             )
         template, column = prompt_format.template, prompt_format.column
         self.columns = [column] if template is None else _template_columns(template)
-        self.columns += [column for column in prompt_format.own_sampling.values() if column is not None]
+        self.columns += prompt_format.own_sampling.values()
         if prompt_format.completion_column is not None:
             self.columns.append(prompt_format.completion_column)
             if tokenizer.eos_token_id is None:
@@ -147,7 +138,7 @@ class PromptEncoder:
         import transformers
 
         tokenizer = self.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # of a fast one
         return {
             "format": asdict(self.format),
             "limits": [self.vocab_size, self.max_length],
@@ -164,65 +155,61 @@ class PromptEncoder:
         ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
         """
         rows = table.rows[start:stop]
-        places = range(start, stop)
-        rendered = [self._render(row, table, i) for row, i in zip(rows, places, strict=True)]
+        places = [table.where(place) for place in range(start, stop)]
+        rendered = [self._render(row, where, table) for row, where in zip(rows, places, strict=True)]
         completions = None
         if self.format.completion_column is not None:
-            completions = [self._read_completion(row, table, i) for row, i in zip(rows, places, strict=True)]
-        texts = [text for text, _ in rendered]
-        encoded = tokenize(self.tokenizer, texts, completions, has_special_tokens=self.is_chat)
+            completions = [self._read_completion(row, where) for row, where in zip(rows, places, strict=True)]
+        encoded = tokenize(self.tokenizer, [text for text, _ in rendered], completions, has_special_tokens=self.is_chat)
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for i, (text, note), tokens in zip(places, rendered, encoded, strict=True):
-            for name, value in self._finish(text, note, tokens, table, i).items():
-                columns[name].append(value)
-        for row, i in zip(rows, places, strict=True):
-            where = table.where(i)
-            columns["temperature"].append(read_temperature(row, self.format.temperature_column, where))
-            columns["max_new_tokens"].append(read_limit(row, self.format.max_new_tokens_column, where))
+        for row, where, (text, note), tokens in zip(rows, places, rendered, encoded, strict=True):
+            values = self._finish(text, note, tokens, where)
+            values["temperature"] = read_temperature(row, self.format.temperature_column, where)
+            values["max_new_tokens"] = read_limit(row, self.format.max_new_tokens_column, where)
+            for name, listed in columns.items():
+                listed.append(values[name])
         return columns
 
-    def _render(self, row: Row, table: RowTable, place: int) -> tuple[str, Note]:
+    def _render(self, row: Row, where: str, table: RowTable) -> tuple[str, Note]:
         """The text that the model reads."""
-        where = table.where(place)
-        content = self._read_content(row, table, place)
-        system = self.format.system
-        if not self.is_chat:
-            if not isinstance(content, str):
-                raise ConfigError(
-                    f"{where} holds chat messages, but no chat template is applied. Use chat_template=True, or texts."
-                )
-            text = content if system is None else f"{system}\n\n{content}"
-            check_characters(text, where, "prompt")
-            return text, Note(0)
-        arguments = self.format.chat_template_arguments
-        text = render_chat(self.tokenizer, _to_messages(content, system), arguments, where)
-        note = Note(0)
-        if isinstance(content, str) and content.startswith(self._special_tokens):
-            opening = next(token for token in self._special_tokens if content.startswith(token))
-            if text.startswith(opening) or opening == self.tokenizer.bos_token:
+        content, system, note = self._read_content(row, where, table), self.format.system, Note(0)
+        if self.is_chat:
+            arguments = self.format.chat_template_arguments
+            text = render_chat(self.tokenizer, _to_messages(content, system), arguments, where)
+            if isinstance(content, str) and self._is_rendered(content, text):
                 text, note = content, Note.RENDERED_BEFORE
                 if self.tokenizer.eos_token and text.endswith(self.tokenizer.eos_token):
                     text, note = text.removesuffix(self.tokenizer.eos_token), note | Note.DROPPED_EOS
+        elif isinstance(content, str):
+            text = content if system is None else f"{system}\n\n{content}"
+        else:
+            raise ConfigError(
+                f"{where} holds chat messages, but no chat template is applied. Use chat_template=True, or texts."
+            )
         check_characters(text, where, "prompt")
         return text, note
 
-    def _read_content(self, row: Row, table: RowTable, place: int) -> str | list[Message]:
-        where = table.where(place)
+    def _is_rendered(self, content: str, text: str) -> bool:
+        """Whether a prompt begins as the chat template's text does, with a special token."""
+        opening = next((token for token in self._special_tokens if content.startswith(token)), None)
+        return opening is not None and (text.startswith(opening) or opening == self.tokenizer.bos_token)
+
+    def _read_content(self, row: Row, where: str, table: RowTable) -> str | list[Message]:
         if self.format.template is not None:
             return _fill_template(self.format.template, row, where)
-        column = self.format.column
-        content = row[column]
+        content = row[self.format.column]
         if isinstance(content, str):
             return content
         if is_chat(content):
             return clean_messages(content, where, has_fixed_fields=table.has_fixed_fields)
-        rule = "Write a text, or a list of messages with role and content"
-        raise ConfigError(f"{where}: column '{column}' holds {cut_value(content)}. {rule}.")
+        raise ConfigError(
+            f"{where}: column '{self.format.column}' holds {cut_value(content)}. Write a text, or a list of messages "
+            "with role and content."
+        )
 
-    def _read_completion(self, row: Row, table: RowTable, place: int) -> str:
+    def _read_completion(self, row: Row, where: str) -> str:
         column = str(self.format.completion_column)
         text = row[column]
-        where = table.where(place)
         if not isinstance(text, str):
             raise ConfigError(
                 f"{where}: completion_column='{column}' holds {cut_value(text)}. It must be text: correct or remove "
@@ -231,9 +218,9 @@ class PromptEncoder:
         check_characters(text, where, "completion")
         return text
 
-    def _finish(self, text: str, note: Note, tokens: Tokens, table: RowTable, place: int) -> dict[str, Any]:
-        prompt = tokens.prompt
-        where = table.where(place)
+    def _finish(self, text: str, note: Note, tokens: Tokens, where: str) -> dict[str, Any]:
+        """A row's columns that follow from its text."""
+        prompt, completion, limit = tokens.prompt, tokens.completion, self.format.max_tokens
         if not prompt and text:
             raise ConfigError(
                 f"{where}: the prompt {cut_value(text)} ends within the completion's first token, and nothing before "
@@ -241,18 +228,23 @@ class PromptEncoder:
             )
         if not prompt:
             raise ConfigError(f"{where}: the prompt is empty. Remove the row or give it a text.")
-        note |= Note.DROPPED_BOS if tokens.has_dropped_bos else Note(0)
-        note |= Note.DROPPED_EOS if tokens.has_dropped_eos else Note(0)
-        note |= Note.INSIDE_THOUGHT if find_open_thought(text) else Note(0)
-        note |= Note.EMPTY_COMPLETION if tokens.completion is not None and not tokens.completion else Note(0)
-        num_tokens, limit = len(prompt), self.format.max_tokens
-        is_dropped = num_tokens > limit and self.format.overlong == "drop"
-        if num_tokens > limit and not is_dropped:
+        num_tokens, is_overlong = len(prompt), len(prompt) > limit
+        is_dropped = is_overlong and self.format.overlong == "drop"
+        found = {
+            Note.DROPPED_BOS: tokens.has_dropped_bos,
+            Note.DROPPED_EOS: tokens.has_dropped_eos,
+            Note.INSIDE_THOUGHT: find_open_thought(text) is not None,
+            Note.EMPTY_COMPLETION: completion is not None and not completion,
+        }
+        if is_overlong and not is_dropped:
             prompt, tail = cut_prompt(self.tokenizer, prompt, limit)
-            text = self.tokenizer.decode(prompt if self.is_chat else tail)
-        completion = None if tokens.completion is None else [*tokens.completion, self.tokenizer.eos_token_id]
-        if completion and self.max_length and len(prompt) + len(completion) > self.max_length and not is_dropped:
-            note |= Note.BEYOND_POSITIONS
+            text = str(self.tokenizer.decode(prompt if self.is_chat else tail))
+        if completion is not None:
+            completion = [*completion, self.tokenizer.eos_token_id]
+            is_beyond = self.max_length is not None and len(prompt) + len(completion) > self.max_length
+            found[Note.BEYOND_POSITIONS] = is_beyond and not is_dropped
+        for flag, is_so in found.items():
+            note |= flag if is_so else Note(0)
         self._check_vocabulary(prompt + (completion or []), where)
         return {
             "text": text,
@@ -277,22 +269,20 @@ def _encode_in_memory(table: RowTable, encoder: PromptEncoder) -> tuple[list[Pro
     lengths: list[int] = []
     notes: list[int] = []
     for start in range(0, len(table.rows), _ROWS_A_BATCH):
-        stop = min(start + _ROWS_A_BATCH, len(table.rows))
-        columns = encoder.encode(table, start, stop)
-        rows = table.rows[start:stop]
-        for i, row, *values in zip(range(start, stop), rows, *(columns[name] for name in OF_PROMPT), strict=True):
-            prompts.append(Prompt(index=i, columns=row, **dict(zip(OF_PROMPT, values, strict=True))))
+        rows = table.rows[start : start + _ROWS_A_BATCH]
+        columns = encoder.encode(table, start, start + len(rows))
+        for i, row, *values in zip(range(len(rows)), rows, *(columns[name] for name in OF_PROMPT), strict=True):
+            prompts.append(Prompt(index=start + i, columns=row, **dict(zip(OF_PROMPT, values, strict=True))))
         lengths += columns["num_tokens"]
         notes += columns["notes"]
     return prompts, lengths, notes
 
 
-def _is_chat(tokenizer: Any, prompt_format: PromptFormat) -> bool:
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if prompt_format.chat_template and not has_template:
-        name = getattr(tokenizer, "name_or_path", "")
+def _is_chat(tokenizer: "Tokenizer", prompt_format: PromptFormat) -> bool:
+    if prompt_format.chat_template and not tokenizer.chat_template:
+        name = tokenizer.name_or_path
         raise ConfigError(f"chat_template=True, but the tokenizer '{name}' has none. Use chat_template=False.")
-    return has_template if prompt_format.chat_template is None else prompt_format.chat_template
+    return bool(tokenizer.chat_template) if prompt_format.chat_template is None else prompt_format.chat_template
 
 
 def _template_columns(template: str) -> list[str]:
@@ -311,7 +301,7 @@ def _template_columns(template: str) -> list[str]:
 class _TemplateFormatter(string.Formatter):
     """Fills templates with texts, numbers and times; anything else would show as Python writes it, such as ``None``."""
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
+    def convert_field(self, value: object, conversion: Any) -> Any:  # as its base is typed
         """Check a value before ``!s``, ``!r`` or ``!a`` makes a text of it."""
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
             raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
@@ -330,8 +320,8 @@ def _fill_template(template: str, row: Row, where: str) -> str:
 
 def require_columns(table: RowTable, columns: list[str]) -> None:
     """Refuse a set in which a row lacks a column; nothing is read where every row is known to have them."""
-    missing_columns = [column for column in columns if column not in table.columns]
-    for column in missing_columns:
+    known = table.columns
+    for column in [column for column in columns if column not in known]:
         missing = [i for i, row in enumerate(table.rows) if column not in row]
         if len(missing) == len(table.rows):
             raise ConfigError(f"'{table.path}' has no column '{column}'. {did_you_mean(column, table.rows[0])}")

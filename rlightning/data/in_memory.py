@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from rlightning.data import sources
-from rlightning.data.arrow_rows import Row
-from rlightning.data.listed_rows import HeldRows, JoinedRows, locate_part
+from rlightning.data.rows import HeldRows, JoinedRows, Row, locate_part
 from rlightning.data.sources import RowTable, from_dataset, read_rows
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
 
 if TYPE_CHECKING:
+    import datasets
 
     class DataFrame(Protocol):
         """A table of pandas, polars or pyarrow."""
@@ -42,12 +42,7 @@ _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a Dat
 
 @dataclass(frozen=True, slots=True)
 class JoinedTable(RowTable):
-    """Several files as one set.
-
-    Attributes:
-        tables: of each file.
-        ends: the number of rows up to the end of each.
-    """
+    """Several files as one set; ``ends`` are the numbers of rows up to the end of each."""
 
     tables: Sequence[RowTable] = ()
     ends: Sequence[int] = ()
@@ -58,37 +53,36 @@ class JoinedTable(RowTable):
         return self.tables[table].where(place)
 
 
-def paths_of(source: Any) -> list[str]:
+def paths_of(source: object) -> list[str]:
     """Return the paths that a source names; none of rows."""
     listed = source if isinstance(source, list | tuple) else [source]
     return [str(path) for path in listed] if all(isinstance(path, str | Path) for path in listed) else []
 
 
-def check_source(source: Any, key: str) -> None:
+def check_source(source: object, key: str) -> None:
     """Raise a ConfigError for what no prompts can be read from; nothing is read.
 
-    Args:
-        source: as the user gave it.
-        key: where it stands, such as ``data.train``.
+    ``key`` is where the source stands, such as ``data.train``.
     """
     if source is None or paths_of(source) or _is_table(source):
         return
     kind = type(source).__name__
+    fault = ""
     if isinstance(source, Mapping):
-        named = [str(name) for name in source]
-        if all(_is_table(part) for part in source.values()) and named:
-            raise ConfigError(f"{key} has the splits {', '.join(named)}. Give one of them: data['{named[0]}'].")
-        raise ConfigError(f"{key} is a {kind}. Give rows: a list of dicts, one a prompt, or Dataset.from_dict(...).")
-    if hasattr(source, "batch_size") and hasattr(source, "dataset"):
-        raise ConfigError(
-            f"{key} is a {kind}, which gives batches. Give its rows: {key.split('.')[-1]}=loader.dataset."
-        )
-    if _is_of(source, "polars", "LazyFrame"):
-        raise ConfigError(f"{key} is a LazyFrame. Give its rows: frame.collect().")
-    if callable(source) and not isinstance(source, Iterable):
-        raise ConfigError(f"{key} is a function. Give what it returns: call it.")
-    if not isinstance(source, Iterable | Sequence) and not hasattr(source, "__getitem__"):
-        raise ConfigError(f"{key}={cut_value(source)} is no prompt set. Give {_FORMS}.")
+        fault = f" is a {kind}. Give rows: a list of dicts, one a prompt, or Dataset.from_dict(...)"
+        if source and all(map(_is_table, source.values())):
+            named = [str(name) for name in source]
+            fault = f" has the splits {', '.join(named)}. Give one of them: data['{named[0]}']"
+    elif hasattr(source, "batch_size") and hasattr(source, "dataset"):
+        fault = f" is a {kind}, which gives batches. Give its rows: {key.split('.')[-1]}=loader.dataset"
+    elif _is_of(source, "polars", "LazyFrame"):
+        fault = " is a LazyFrame. Give its rows: frame.collect()"
+    elif callable(source) and not isinstance(source, Iterable):
+        fault = " is a function. Give what it returns: call it"
+    elif not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+        fault = f"={cut_value(source)} is no prompt set. Give {_FORMS}"
+    if fault:
+        raise ConfigError(f"{key}{fault}.")
 
 
 def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
@@ -118,15 +112,12 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
 
 
 def read_source(source: Any, limit: int | None, key: str) -> RowTable:
-    """Read a prompt set, whatever it is given as.
+    """Read a prompt set, whatever it is given as; it has at least one row.
 
     Args:
         source: a path, paths, or rows, as :func:`hold_rows` leaves them.
         limit: read only this many rows from the start.
         key: where the source stands, which names rows in memory.
-
-    Returns:
-        At least one row. Those of a list are the list's own.
     """
     if paths := paths_of(source):
         return _read_files(paths, limit)
@@ -166,29 +157,33 @@ def _from_list(source: Sequence[Any], limit: int | None, key: str) -> RowTable:
             raise ConfigError(
                 f"{key}, row {place} is a {type(row).__name__}. Give a dict with a column for the prompt."
             )
-        name = next((name for name in row if not isinstance(name, str)), None)
-        if name is not None:
-            raise ConfigError(f"{key}, row {place} has the column {cut_value(name)}. A column's name must be text.")
+        _refuse_names(row, f"{key}, row {place}")
     rows: Sequence[Row] = chosen if all(isinstance(row, dict) for row in chosen) else [dict(row) for row in chosen]
     is_large = len(rows) > sources.MAX_ROWS_IN_MEMORY
     return RowTable(key, HeldRows(rows) if is_large else rows, "row", range(1, len(rows) + 1))
 
 
-def _is_table(source: Any) -> bool:
-    return any(_is_of(source, *names) for names in _TABLES)
+def _refuse_names(names: Iterable[object], where: str) -> None:
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"{where} has the column {cut_value(wrong)}. A column's name must be text.")
 
 
 _TABLES = (("datasets", "Dataset"), ("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"))
 
 
-def _is_of(source: Any, module: str, name: str) -> bool:
+def _is_table(source: object) -> bool:
+    return any(_is_of(source, *names) for names in _TABLES)
+
+
+def _is_of(source: object, module: str, name: str) -> bool:
     """Whether a source is of a class of a package, which then is imported already."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(source, kind)
 
 
-def _unpack(table: Any, key: str) -> Any:
-    """Return a table as one of ``datasets``, which shares its memory where it can, or as a list of rows."""
+def _unpack(table: Any, key: str) -> "datasets.Dataset | list[Row]":
+    """Return a table of any package as one of ``datasets``, which shares its memory where it can, or as rows."""
     import datasets
     import pyarrow
 
@@ -196,10 +191,8 @@ def _unpack(table: Any, key: str) -> Any:
         if table.format["type"] == "custom":
             raise ConfigError(f"{key} has a transform, which is not applied to rows. Use map() in place of it.")
         return table
-    names = [*table.column_names] if isinstance(table, pyarrow.Table) else [*table.columns]
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ConfigError(f"{key} has the column {cut_value(wrong)}. A column's name must be text.")
+    names = [*(table.column_names if isinstance(table, pyarrow.Table) else table.columns)]
+    _refuse_names(names, key)
     sources.refuse_duplicates(names, key)
     if isinstance(table, pyarrow.Table):
         return datasets.Dataset(table)

@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.data.arrow_rows import Row
 from rlightning.data.cache import cached_folder
 from rlightning.data.digests import digest_columns, digest_texts
-from rlightning.data.listed_rows import STORED_ROWS, HeldRows
+from rlightning.data.rows import HeldRows, LazySequence, Row, StoredRows
 from rlightning.data.sources import RowTable
 from rlightning.data.summary import Summary, summarize
 from rlightning.types import Prompt
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from rlightning.data.formatting import PromptEncoder
 
 COLUMNS = {
@@ -43,18 +44,15 @@ _ROWS_A_BATCH = 1000
 _VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
 
 
-class MappedPrompts(Sequence[Prompt]):
-    """Prompts whose tokens stay on disk; each is made when it is asked for.
-
-    Args:
-        rows: of the whole set.
-        folder: what :func:`map_prompts` has written.
-    """
+class MappedPrompts(LazySequence[Prompt]):
+    """Prompts whose tokens stay on disk, in the folder that :func:`map_prompts` has written."""
 
     def __init__(self, rows: Sequence[Row], folder: Path) -> None:
-        self._rows = rows
-        self._folder = folder
-        self._encoded = _open(folder)
+        import datasets
+
+        self._rows, self._folder = rows, folder
+        parts = [datasets.Dataset.from_file(file) for file in _files(folder)]  # one of each process that wrote
+        self._encoded = datasets.concatenate_datasets(parts).with_format("arrow")
         kept = folder / "kept.npy"
         self._kept: NDArray[np.int64] | None = np.load(kept, mmap_mode="r") if kept.is_file() else None
         self.fingerprint: str = json.loads((folder / "summary.json").read_text())["fingerprint"]
@@ -62,17 +60,11 @@ class MappedPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._encoded) if self._kept is None else len(self._kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
+    def read(self, places: range) -> list[Prompt]:
+        """See :meth:`LazySequence.read`."""
+        return [self._make(place if self._kept is None else int(self._kept[place])) for place in places]
 
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        row = place if self._kept is None else int(self._kept[place])
+    def _make(self, row: int) -> Prompt:
         (encoded,) = self._encoded[row : row + 1].to_pylist()
         return Prompt(index=row, columns=self._rows[row], **{name: encoded[name] for name in OF_PROMPT})
 
@@ -112,13 +104,13 @@ def map_prompts(
     """Tokenise the rows of a large set, unless a process of this host has before.
 
     Args:
-        table: its rows are of :data:`~rlightning.data.listed_rows.STORED_ROWS`.
+        table: its rows are :class:`~rlightning.data.rows.StoredRows`.
         encoder: what turns rows into tokens.
         max_tokens: of a prompt.
         is_dropping: whether prompts with more are left out.
     """
     rows = table.rows
-    assert isinstance(rows, STORED_ROWS)
+    assert isinstance(rows, StoredRows)
 
     def build(folder: Path) -> None:
         _map(table, encoder, folder)
@@ -170,7 +162,7 @@ def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
         )
 
 
-def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncoder") -> dict[str, list[Any]]:
+def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncoder") -> dict[str, list[object]]:
     return encoder.encode(table, batch["row"][0], batch["row"][-1] + 1)
 
 
@@ -182,8 +174,7 @@ def plain_forks() -> Iterator[None]:
     it ends because another has found a mistake.
     """
     name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
+    before, os.environ[name] = os.environ.get(name), "false"
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if is_main else None
     try:
@@ -191,9 +182,8 @@ def plain_forks() -> Iterator[None]:
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
@@ -201,15 +191,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(file) for file in folder.glob("prompts*.arrow"))
 
 
-def _open(folder: Path) -> Any:
-    """The columns of a folder as one table, however many processes wrote it."""
-    import datasets
-
-    parts = [datasets.Dataset.from_file(file) for file in _files(folder)]
-    return datasets.concatenate_datasets(parts).with_format("arrow")
-
-
-def _read_batches(folder: Path) -> Iterator[Any]:
+def _read_batches(folder: Path) -> "Iterator[pyarrow.RecordBatch]":
     """Read the columns of a folder once, without a mapping, whose pages would stay resident."""
     import pyarrow
 

@@ -19,7 +19,7 @@ from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choo
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, check_rules
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
@@ -83,14 +83,14 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         validation_batch_size: int = 256,
     ) -> None:
         super().__init__()
-        if validation_batch_size < 1:
-            raise ConfigError(f"validation_batch_size={validation_batch_size} must be at least 1.")
-        if seed is not None and seed < 0:
-            raise ConfigError(f"seed={seed} must be at least 0. Leave it out for that of seed_everything.")
+        rules = {
+            f"validation_batch_size={validation_batch_size} must be at least 1": validation_batch_size >= 1,
+            f"seed={seed} must be at least 0. Leave it out for that of seed_everything": seed is None or seed >= 0,
+        }
         for key, source, limit in (("train", train, train_limit), ("predict", predict, predict_limit)):
             check_source(source, f"data.{key}")
-            if limit is not None and limit < 1:
-                raise ConfigError(f"{key}_limit={limit} must be at least 1. Leave it out for all rows.")
+            rules[f"{key}_limit={limit} must be at least 1. Leave it out for all rows"] = limit is None or limit >= 1
+        check_rules(rules)
         self.validation_sets = make_validation_sets(validation)
         self.train, self.train_limit = train, train_limit
         self.predict, self.predict_limit = predict, predict_limit
@@ -107,9 +107,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             temperature_column=temperature_column,
             max_new_tokens_column=max_new_tokens_column,
         )
-        self.shuffle = shuffle
-        self.seed = seed
-        self.validation_batch_size = validation_batch_size
+        self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
         self.longest_limit = 0  # of the prompts' own, in the sets that have been read
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
@@ -120,23 +118,17 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read, check and tokenise the sets that ``stage`` needs."""
         self._settle_prompt_limit(stage)
-        own = [name for name, column in self.format.own_sampling.items() if column is not None]
-        if own and not getattr(self._module, "generates", True) and stage != "predict":
-            raise ConfigError(f"data.{own[0]} has no effect: {type(self._module).__name__} samples nothing. Remove it.")
+        own = next(iter(self.format.own_sampling), None)
+        if own is not None and not self._is_sampling(stage):
+            raise ConfigError(f"data.{own} has no effect: {type(self._module).__name__} samples nothing. Remove it.")
         if stage == "fit":
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
-            if stage != "fit" and not self.validation_sets:
-                raise ConfigError(
-                    "data.validation is not set, and there is nothing else to validate on. Give a prompt set."
-                )
+            _require(self.validation_sets or stage == "fit", "validation", "validate on")
             self.validation_sets = [_hold_validation(chosen) for chosen in self.validation_sets]
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
-            if self.predict is None:
-                raise ConfigError(
-                    "data.predict is not set, and there is nothing else to predict from. Give a prompt set."
-                )
+            _require(self.predict is not None, "predict", "predict from")
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
             table = read_source(self.predict, self.predict_limit, "data.predict")
             self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
@@ -183,7 +175,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Have the loader of ``predict`` leave out some prompts, whose completions are there already."""
         self._is_left_out = is_left_out
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: list[Prompt], device: object, dataloader_idx: int) -> list[Prompt]:
         """Leave prompts as they are: Lightning would walk through every token id, and refuses frozen dataclasses."""
         return batch
 
@@ -210,9 +202,16 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return copied
 
     @property
-    def _module(self) -> Any:
+    def _module(self) -> Any:  # of the user's own, maybe, with some of what the class's docstring says
         assert self.trainer is not None, "setup() needs the trainer that Lightning attaches"
         return self.trainer.lightning_module
+
+    def _own(self, name: str, default: Any = None) -> Any:
+        """What the trainer's module has under a name; it need not."""
+        return getattr(self._module, name, default)
+
+    def _is_sampling(self, stage: str) -> bool:
+        return stage == "predict" or self._own("generates", True)
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
@@ -222,9 +221,13 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     def _settle_prompt_limit(self, stage: str) -> None:
         """Choose the limit on prompts where none is set, and refuse one that leaves completions no room."""
-        before = self.max_prompt_tokens
+        before, trainer = self.max_prompt_tokens, self.trainer
+        assert trainer is not None
         if self._is_limit_chosen:
-            self.max_prompt_tokens, reason = choose_prompt_limit(self.trainer, self._module, stage)
+            callbacks = [*trainer.callbacks]  # type: ignore[attr-defined]  # set by a connector
+            callbacks += getattr(trainer.strategy, "worker_callbacks", ())  # of a controller's
+            length = self._module.max_model_length
+            self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())
             self.format = replace(self.format, max_tokens=self.max_prompt_tokens)
             if self.max_prompt_tokens != before:
                 self.validation_prompts = self.predict_prompts = None  # of an earlier stage, by another limit
@@ -233,8 +236,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         check_prompt_limit(self.format.max_tokens, self._module.max_model_length)
 
     def _setup_train(self) -> None:
-        if self.train is None:
-            raise ConfigError("data.train is not set, and there is nothing else to train on. Give a prompt set.")
+        _require(self.train is not None, "train", "train on")
         rank, num_ranks = self._rank_and_ranks
         prompts_per_step = self._module.prompts_per_step
         if prompts_per_step % num_ranks:
@@ -254,7 +256,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
-        limit = getattr(self.trainer, "overfit_batches", 0)
+        read_columns, limit = self._own("read_columns"), getattr(self.trainer, "overfit_batches", 0)
         if limit:  # always the same steps
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
@@ -264,7 +266,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             seed=(run_seed() or 0) if self.seed is None else self.seed,
             rank=rank,
             num_ranks=num_ranks,
-            columns=self._module.read_columns(sorted(table.columns)) if hasattr(self._module, "read_columns") else (),
+            columns=() if read_columns is None else read_columns(sorted(table.columns)),
         )
 
     def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
@@ -279,19 +281,18 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._build(table, own.without_missing(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
-        check_columns = getattr(self._module, "check_columns", None)
+        check_columns, check_answers = self._own("check_columns"), self._own("check_answers")
         if is_rewarded and check_columns is not None:
             _check_columns(check_columns, table)
-        completion_column = getattr(self._module, "completion_column", None) if is_rewarded else None
+        completion_column = self._own("completion_column") if is_rewarded else None
         prompts = build_prompts(
             table,
             self._module.tokenizer,
             replace(prompt_format, completion_column=completion_column),
-            vocab_size=getattr(self._module, "vocab_size", None),
+            vocab_size=self._own("vocab_size"),
             max_length=self._module.max_model_length,
         )
         self.longest_limit = max(self.longest_limit, longest_limit(prompts))
-        check_answers = getattr(self._module, "check_answers", None)
         if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
             check_answers(prompts, table.where)
         return prompts
@@ -299,6 +300,11 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
     def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
         rank, num_ranks = self._rank_and_ranks
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
+
+
+def _require(is_set: object, key: str, purpose: str) -> None:
+    if not is_set:
+        raise ConfigError(f"data.{key} is not set, and there is nothing else to {purpose}. Give a prompt set.")
 
 
 def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+from rlightning.data.mapped import MappedPrompts
+from rlightning.data.rows import Row
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
 from rlightning.python_values import to_number
@@ -11,13 +12,8 @@ from rlightning.types import Prompt
 from rlightning.types.trajectory import TEMPERATURES
 
 
-def read_temperature(row: dict[str, Any], column: str | None, where: str) -> float | None:
+def read_temperature(row: Row, column: str | None, where: str) -> float | None:
     """Return a row's own temperature; None where its cell is empty, or no column is named.
-
-    Args:
-        row: of a prompt set.
-        column: that holds temperatures.
-        where: the row's place, for the error.
 
     Raises:
         ConfigError: for what is no temperature above 0. Greedy completions are all alike: a set that is to have them
@@ -33,34 +29,28 @@ def read_temperature(row: dict[str, Any], column: str | None, where: str) -> flo
     return value
 
 
-def read_limit(row: dict[str, Any], column: str | None, where: str) -> int | None:
-    """Return a row's own limit on completion tokens; None where its cell is empty, or no column is named.
-
-    Raises:
-        ConfigError: for what is no whole number of at least 1.
-    """
+def read_limit(row: Row, column: str | None, where: str) -> int | None:
+    """Return a row's own limit on completion tokens, a whole number, as :func:`read_temperature`."""
     value = _read_number(row, column)
-    if value is None:
-        return None
-    if not (math.isfinite(value) and value >= 1 and value == int(value)):
+    if value is not None and not (value >= 1 and value.is_integer()):
         raise ConfigError(
             f"{where}: max_new_tokens_column='{column}' holds {cut_value(row[str(column)])}. A limit is a whole number "
             "of at least 1; an empty cell stands for rollout.max_new_tokens."
         )
-    return int(value)
+    return None if value is None else int(value)
 
 
 def longest_limit(prompts: Sequence[Prompt]) -> int:
     """Return the largest limit of a prompt's own; 0 where none has one."""
-    known: int | None = getattr(prompts, "longest_limit", None)  # of prompts that stay on disk
-    return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0) if known is None else known
+    if isinstance(prompts, MappedPrompts):
+        return prompts.longest_limit
+    return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0)
 
 
-def _read_number(row: dict[str, Any], column: str | None) -> float | None:
+def _read_number(row: Row, column: str | None) -> float | None:
     """A cell as a number, also where it is NumPy's or torch's, or a CSV file's text; NaN for what is none."""
     value = None if column is None else to_number(row[column])
-    is_empty = value is None or value == "" or (isinstance(value, float) and math.isnan(value))
-    if is_empty:
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return math.nan

@@ -4,17 +4,20 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlightning.data.arrow_rows import ArrowRows, Row, write_batches, write_json_rows
 from rlightning.data.cache import file_digest
-from rlightning.data.listed_rows import common_columns
+from rlightning.data.rows import ArrowRows, Row, common_columns, write_batches, write_json_rows
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import Dataset, DatasetDict
 
 MAX_BYTES_IN_MEMORY = 8 * 2**20
 """Of a text file; rows of larger ones stay on disk."""
@@ -33,8 +36,7 @@ class RowTable:
 
     Attributes:
         path: the set as the user named it.
-        rows: in the order of the file; a list, or for a large set one of
-            :data:`~rlightning.data.listed_rows.STORED_ROWS`.
+        rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` of a large set.
         unit: what ``places`` counts, "line" or "row".
         places: one a row, counted from 1.
         has_fixed_fields: whether each row has every field of every other, null where it has no value.
@@ -97,7 +99,7 @@ def _read_text(path: str, file: Path, limit: int | None) -> RowTable:
         return RowTable(path, [row for _, row in numbered], unit, [place for place, _ in numbered])
     parts = {"content": file_digest(file), "suffix": file.suffix, "limit": limit}
     rows, places = write_json_rows(islice(read(path, file), limit), parts)
-    return RowTable(path, rows, unit, places)  # type: ignore[arg-type]  # an array of int64, read alone
+    return RowTable(path, rows, unit, places)
 
 
 def _read_json_lines(path: str, file: Path) -> Iterator[tuple[int, Row]]:
@@ -142,15 +144,13 @@ def _is_flat(content: Any) -> bool:
     """Whether lists and objects are nested no deeper than ``MAX_NESTING``."""
     level = [content]
     for _ in range(MAX_NESTING):
-        level = [part for one in level if isinstance(one, dict | list) for part in _parts(one)]
+        level = [part for one in level if isinstance(one, dict) for part in one.values()] + [
+            part for one in level if isinstance(one, list) for part in one
+        ]
     return not any(isinstance(one, dict | list) for one in level)
 
 
-def _parts(container: Row | list[Any]) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
-
-
-def _require_object(row: Any, where: str) -> Row:
+def _require_object(row: object, where: str) -> Row:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is a JSON {type(row).__name__}. Write an object with a column for the prompt.")
     return row
@@ -173,12 +173,10 @@ def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
             refuse_duplicates(header, f"{path}, line 1")
             place = reader.line_num + 1
             for cells in reader:
+                if cells and len(cells) != len(header):
+                    rule = f"has {len(cells)} cells where the header has {len(header)}. Quote cells that hold commas."
+                    raise ConfigError(f"{path}, line {place} {rule}")
                 if cells:
-                    if len(cells) != len(header):
-                        rule = (
-                            f"has {len(cells)} cells where the header has {len(header)}. Quote cells that hold commas."
-                        )
-                        raise ConfigError(f"{path}, line {place} {rule}")
                     yield place, dict(zip(header, cells, strict=True))
                 place = reader.line_num + 1  # a quoted cell may span lines: a row stands where it begins
         except csv.Error as error:
@@ -186,18 +184,11 @@ def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
                 f"{path}, line {place} is not CSV: {error}. Correct the row that begins there."
             ) from error
         except UnicodeDecodeError as error:
-            line = _find_undecodable_line(file)
-            raise ConfigError(f"{path}, line {line} is not UTF-8: {error.reason}. Save the file as UTF-8.") from error
-
-
-def _find_undecodable_line(file: Path) -> int:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+            # Bytes are read ahead, so that the reader is not there yet.
+            with file.open("rb") as raw:
+                lines_in_bytes = enumerate(raw, 1)
+                place = next(number for number, line in lines_in_bytes if line.decode(errors="ignore").encode() != line)
+            raise ConfigError(f"{path}, line {place} is not UTF-8: {error.reason}. Save the file as UTF-8.") from error
 
 
 _READERS: dict[str, tuple[str, Callable[[str, Path], Iterator[tuple[int, Row]]]]] = {
@@ -228,7 +219,7 @@ def _read_parquet(path: str, file: Path, limit: int | None) -> RowTable:
     return RowTable(path, rows, "row", range(1, len(rows) + 1), has_fixed_fields=True)
 
 
-def _first_rows(batches: Iterator[Any], count: int) -> Iterator[Any]:
+def _first_rows(batches: "Iterator[pyarrow.RecordBatch]", count: int) -> "Iterator[pyarrow.RecordBatch]":
     for batch in batches:
         if count <= 0:
             return
@@ -236,7 +227,7 @@ def _first_rows(batches: Iterator[Any], count: int) -> Iterator[Any]:
         count -= batch.num_rows
 
 
-def _can_map(schema: Any) -> bool:
+def _can_map(schema: "pyarrow.Schema") -> bool:
     """Whether ``datasets`` knows each type of a schema."""
     import datasets
 
@@ -282,7 +273,7 @@ def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> Ro
     return from_dataset(path, loaded, None, limit)
 
 
-def from_dataset(path: str, loaded: Any, split: str | None, limit: int | None) -> RowTable:
+def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, limit: int | None) -> RowTable:
     """Return the rows of a ``datasets.Dataset``, or of one of several splits.
 
     Args:

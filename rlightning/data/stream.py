@@ -1,13 +1,14 @@
 """The endless, resumable order in which a run sees its prompts."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.data.digests import digest_columns, digest_texts
 from rlightning.data.mapped import MappedPrompts
+from rlightning.data.rows import LazySequence
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt
 
@@ -39,13 +40,9 @@ class PromptStream:
         num_ranks: int = 1,
         columns: Collection[str] = (),
     ) -> None:
-        self.prompts = prompts
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.position = 0
-        self.step_start = 0
+        self.prompts, self.shuffle, self.seed = prompts, shuffle, seed
+        self.rank, self.num_ranks = rank, num_ranks
+        self.position = self.step_start = 0
         self.fingerprint: str
         self.column_digests: dict[str, str]
         if isinstance(prompts, MappedPrompts):
@@ -113,18 +110,13 @@ class PromptStream:
 class PromptLoader:
     """One epoch of steps from a stream that goes on from epoch to epoch.
 
-    An epoch has as many steps as fit into the set once. What is left over opens the next epoch, and so do the prompts
+    An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` where the stream
+    repeats fewer prompts (``trainer.overfit_batches``). What is left over opens the next epoch, and so do the prompts
     after those that a step took in addition: no prompt is skipped.
-
-    Args:
-        stream: the prompts.
-        num_prompts: of a step, on this rank.
-        num_steps: of an epoch, where the stream repeats fewer prompts (``trainer.overfit_batches``).
     """
 
     def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int | None = None) -> None:
-        self.stream = stream
-        self.num_prompts = num_prompts
+        self.stream, self.num_prompts = stream, num_prompts
         self.num_steps = len(stream.prompts) // (num_prompts * stream.num_ranks) if num_steps is None else num_steps
 
     def __len__(self) -> int:
@@ -143,31 +135,18 @@ class PromptLoader:
         """Nothing to load."""
 
 
-class ChosenPrompts(Sequence[Prompt]):
-    """Some of a prompt set, which may stay on disk.
-
-    Args:
-        prompts: the set.
-        places: of those that are chosen.
-    """
+class ChosenPrompts(LazySequence[Prompt]):
+    """The prompts of a set at some places; the set may stay on disk."""
 
     def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
-        self._prompts = prompts
-        self._places = places
+        self._prompts, self._places = prompts, places
 
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self._prompts[place] for place in self._places[index]]
-        return self._prompts[self._places[index]]
+    def read(self, places: range) -> list[Prompt]:
+        """See :meth:`LazySequence.read`."""
+        return [self._prompts[self._places[place]] for place in places]
 
 
 class PromptBatches:
@@ -177,10 +156,7 @@ class PromptBatches:
     """
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.prompts, self.batch_size, self.rank, self.num_ranks = prompts, batch_size, rank, num_ranks
 
     def __len__(self) -> int:
         return -(-len(self.prompts) // self.batch_size)

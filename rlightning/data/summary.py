@@ -60,14 +60,8 @@ class Summary:
         for note, message in _MESSAGES.items():
             if note in self.notes:
                 count, first = self.notes[note]
-                logger.info(
-                    "%d of %d prompts of '%s' %s (first: %s).",
-                    count,
-                    self.num_rows,
-                    table.path,
-                    message,
-                    table.where(first),
-                )
+                found = f"{count} of {self.num_rows} prompts of '{table.path}'"
+                logger.info("%s %s (first: %s).", found, message, table.where(first))
         if self.num_overlong:
             self._report_overlong(table, limit, overlong)
         if Note.BEYOND_POSITIONS in self.notes:
@@ -91,14 +85,8 @@ class Summary:
             logger.warning("%s and are dropped; %s.", count, place)
 
 
-def summarize(num_tokens: NDArray[Any], notes: NDArray[Any], limit: int) -> Summary:
-    """Count over a set.
-
-    Args:
-        num_tokens: [rows], of the prompts before they are cut.
-        notes: [rows], flags of :class:`Note`.
-        limit: a prompt's most tokens.
-    """
+def summarize(num_tokens: NDArray[np.integer[Any]], notes: NDArray[np.integer[Any]], limit: int) -> Summary:
+    """Count over a set: its prompts' tokens before they are cut [rows], and flags of :class:`Note` [rows]."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())
     return Summary(

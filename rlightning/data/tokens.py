@@ -1,9 +1,12 @@
 """From texts to tokens: the borders between special tokens, prompt and completion."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Tokens(NamedTuple):
@@ -25,16 +28,11 @@ class Tokens(NamedTuple):
 def tokenize(
     tokenizer: Any, prompts: Sequence[str], completions: Sequence[str] | None, *, has_special_tokens: bool
 ) -> list[Tokens]:
-    """Tokenise prompts, each with its completion as one text that is split by offsets afterwards.
+    """Tokenise prompts, each with its completion, if there are any, as one text that is split by offsets afterwards.
 
-    Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token that
-    begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a token.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        prompts: texts.
-        completions: as many, or None.
-        has_special_tokens: whether the texts have their special tokens already, from a chat template.
+    Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token
+    that begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a
+    token. With ``has_special_tokens`` the texts have their special tokens already, from a chat template.
     """
     pairs = _encode(tokenizer, prompts, completions, add_special_tokens=not has_special_tokens)
     has_completion = completions is not None
@@ -44,11 +42,10 @@ def tokenize(
     ]
 
 
-def cut_prompt(tokenizer: Any, token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
+def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
     """Keep the end of a prompt, where the question's last words and the model's turn stand, and a first BOS token.
 
-    Returns:
-        The tokens to keep, at most ``limit``, and those of them after the BOS token.
+    Returns the tokens to keep, at most ``limit``, and those of them after the BOS token.
     """
     head = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else []
     tail = token_ids[len(token_ids) - max(limit - len(head), 0) :]
@@ -75,7 +72,7 @@ def _encode(
     if completions is None:
         return [(list(ids), len(ids)) for ids in tokenizer(list(prompts), **options)["input_ids"]]
     wholes = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    if getattr(tokenizer, "is_fast", False):
+    if tokenizer.is_fast:
         encoded = tokenizer(wholes, return_offsets_mapping=True, **options)
         rows = zip(encoded["input_ids"], encoded["offset_mapping"], prompts, strict=True)
         return [
@@ -92,7 +89,7 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return next(differing, min(len(left), len(right)))
 
 
-def _trim(tokenizer: Any, ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
+def _trim(tokenizer: "Tokenizer", ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
     """Leave out all but one BOS token in front, and EOS tokens after the prompt and the completion."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     prompt, completion = ids[:border], ids[border:]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlightning.argument_checks import checked
 from rlightning.data.in_memory import PromptSource, check_source, paths_of
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError, check_rules, did_you_mean
 
 
 @checked
@@ -39,27 +39,19 @@ class ValidationSet:
         return f"data.validation.{self.name}"
 
     def resolve(self, name: str) -> "ValidationSet":
-        """Return the same set with its name and its temperature filled in.
-
-        Raises:
-            ConfigError: if its settings cannot be.
-        """
+        """Return the same set with its name and its temperature filled in; a ConfigError if its settings cannot be."""
         check_source(self.path, f"data.validation.{name}")
-        if self.samples_per_prompt < 1:
-            raise ConfigError(
-                f"Validation set '{name}': samples_per_prompt={self.samples_per_prompt} must be at least 1."
-            )
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(
-                f"Validation set '{name}': limit={self.limit} must be at least 1. Leave it out for all rows."
-            )
-        default = 0.0 if self.samples_per_prompt == 1 else 1.0
+        start, limit, samples = f"Validation set '{name}':", self.limit, self.samples_per_prompt
+        default = 0.0 if samples == 1 else 1.0
         temperature = default if self.temperature is None else self.temperature
-        if temperature == 0 and self.samples_per_prompt > 1:
-            samples = f"samples_per_prompt={self.samples_per_prompt}"
-            raise ConfigError(
-                f"Validation set '{name}': {samples} at temperature=0 are all alike. Use a temperature above 0."
-            )
+        alike = f"{start} samples_per_prompt={samples} at temperature=0 are all alike. Use a temperature above 0"
+        check_rules(
+            {
+                f"{start} samples_per_prompt={samples} must be at least 1": samples >= 1,
+                f"{start} limit={limit} must be at least 1. Leave it out for all rows": limit is None or limit >= 1,
+                alike: temperature != 0 or samples == 1,
+            }
+        )
         return replace(self, name=name, temperature=temperature)
 
 
@@ -72,15 +64,11 @@ else:  # what a configuration file can hold; jsonargparse converts to this type
 _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
 
 
-def make_validation_sets(given: Any) -> list[ValidationSet]:
+def make_validation_sets(given: object) -> list[ValidationSet]:
     """Return the sets that ``PromptDataModule(validation=...)`` was given.
 
-    Args:
-        given: None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
-            :class:`ValidationSet`, or a mapping of its keys.
-
-    Raises:
-        ConfigError: if it is none of them.
+    That is None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
+    :class:`ValidationSet`, or a mapping of its keys. A ConfigError if it is none of them.
     """
     if given is None:
         return []
@@ -116,6 +104,6 @@ def _to_set(chosen: Any, name: str) -> ValidationSet:
     return ValidationSet(**chosen)
 
 
-def _name_of(source: Any) -> str:
+def _name_of(source: object) -> str:
     """The name of a set given alone: "test" of data/test.jsonl, "gsm8k" of openai/gsm8k:main:test."""
     return Path(str(source).split(":")[0]).stem if isinstance(source, str | Path) else "validation"

@@ -20,7 +20,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,11 +36,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
-from rlightning.models.attention import kernel_obstacle, padded_attention, varlen_attention
+from rlightning.models.attention import kernel_obstacle, packed_inputs, padded_attention, varlen_attention
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import narrow_residuals
@@ -72,15 +72,7 @@ KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """How the decoder computes.
-
-    Attributes:
-        dtype: of the weights that the layers see.
-        is_autocast: whether linear layers cast to bfloat16.
-        gradient_checkpointing: whether a layer's activations are computed again.
-        is_compiled: whether layers are compiled.
-        tensor_parallel_size: ranks that split each layer.
-    """
+    """How the decoder computes: in which dtype it sees weights, and whether linear layers cast to bfloat16."""
 
     dtype: torch.dtype
     is_autocast: bool
@@ -88,18 +80,16 @@ class Decoder:
     is_compiled: bool = False
     tensor_parallel_size: int = 1
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """What forward passes run in."""
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.is_autocast else nullcontext()
+
 
 @cache_by_config
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
     """Return activations as a function of a micro-batch's tokens: [4] bytes for none, and [4] bytes more for each.
 
-    Args:
-        config: the model's.
-        decoder: how it computes.
-        longest: tokens of each sequence.
-
-    Raises:
-        ConfigError: as :func:`measure_activations`.
+    The micro-batch has sequences of ``longest`` tokens; errors are those of :func:`measure_activations`.
     """
     some, more = (np.array(measure_activations(config, decoder, longest * n, longest)) for n in (2, 4))
     slope = (more - some) / (2 * longest)
@@ -107,29 +97,29 @@ def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) ->
 
 
 def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
-    """Return the bytes that a micro-batch's activations take in the whole decoder.
+    """Return the bytes that activations of a micro-batch of sequences of ``longest`` tokens take in the whole decoder.
 
-    Args:
-        config: the model's.
-        decoder: how it computes.
-        tokens: of the micro-batch.
-        longest: tokens of its sequences.
-
-    Returns:
-        Those of two layers of each kind, and what a third one adds to them as often as there are further layers. Of
-        compiled layers only what they keep is told apart; what is on top of that for a moment is taken for eager.
+    Those are the bytes of two layers of each kind, and what a third one adds to them as often as there are further
+    layers. Of compiled layers only what they keep is told apart; what is on top of that for a moment is taken for
+    eager.
 
     Raises:
         ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
     """
+
+    def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
+        """What a layer of a kind adds, and what there is beside the layers."""
+        two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
+        return three - two, 3 * two - 2 * three
+
     layers, rest = np.zeros(4), np.full(4, -np.inf)
     for kind, count in group_layers(config).items():
-        layer, beside = _trace_layer(config, decoder, kind, tokens, longest)
+        layer, beside = trace_layer(kind, decoder)
         if decoder.is_compiled:
-            eager = replace(decoder, gradient_checkpointing=False)
-            whole = _trace_layer(config, eager, kind, tokens, longest)[0] if decoder.gradient_checkpointing else layer
-            saved = max(whole @ KEPT - _trace_compiled(config, decoder, kind, tokens, longest), 0)
-            if decoder.gradient_checkpointing:  # the backward has the activations of a layer at a time
+            is_checkpointed = decoder.gradient_checkpointing
+            eager = trace_layer(kind, replace(decoder, gradient_checkpointing=False))[0] if is_checkpointed else layer
+            saved = max(eager @ KEPT - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            if is_checkpointed:  # the backward has the activations of a layer at a time
                 beside -= saved * BACKWARD
             else:
                 layer -= saved * UPDATE
@@ -138,26 +128,18 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     return ActivationBytes(*(layers + rest).tolist())
 
 
-def _trace_layer(
-    config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int
-) -> tuple[Bytes, Bytes]:
-    """What a layer of a kind adds, and what there is beside the layers."""
-    two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
-    return three - two, 3 * two - 2 * three
-
-
 def _trace(config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int) -> Bytes:
     with _fake_model(config, decoder, layers, tokens, longest) as (model, inputs, live):
         if decoder.gradient_checkpointing:
             checkpoint_layers(model, len(layers))
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
-        with _autocast(decoder), torch.no_grad():
+        with decoder.autocast(), torch.no_grad():
             hidden = model.base_model(**inputs).last_hidden_state
         scoring = live.peak
         del hidden
         live.restart()
-        with _autocast(decoder):
+        with decoder.autocast():
             hidden = model.base_model(**inputs).last_hidden_state
         kept, forward = live.now, live.peak
         live.restart()
@@ -174,7 +156,7 @@ def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, token
     given: dict[str, Any] = {}
     num_bytes = 0
 
-    def take(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def take(layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         given.update(kwargs, hidden_states=args[0])
 
     def count(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -184,7 +166,7 @@ def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, token
         num_bytes = sum(size for storage, size in _storages(results).items() if storage not in inputs)
         return boxed_nop(gm, example_inputs)
 
-    with _fake_model(config, decoder, [kind], tokens, longest) as (model, inputs, _), _autocast(decoder):
+    with _fake_model(config, decoder, [kind], tokens, longest) as (model, inputs, _), decoder.autocast():
         (layer,) = decoder_layers(model)
         hook = layer.register_forward_pre_hook(take, with_kwargs=True)
         model.base_model(**inputs)
@@ -201,7 +183,7 @@ def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, token
     return num_bytes
 
 
-def _storages(nodes: Iterable[Any]) -> dict[int, int]:
+def _storages(nodes: Iterable[object]) -> dict[int, int]:
     """The memory that nodes of a graph stand for, those that are tensors: an identity and bytes."""
     values = (node.meta.get("val") for node in nodes if isinstance(node, torch.fx.Node))
     storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
@@ -211,19 +193,21 @@ def _storages(nodes: Iterable[Any]) -> dict[int, int]:
 @contextmanager
 def _fake_model(
     config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int
-) -> Iterator[tuple[Any, dict[str, Any], "LiveBytes"]]:
+) -> Iterator[tuple[PreTrainedModel, dict[str, Any], "LiveBytes"]]:
     """The model with the given layers, and its inputs; inside, tensors have no memory, and their bytes are counted."""
     config = shrink(config, layers, decoder.tensor_parallel_size)
+    length = min(longest, tokens)
     try:
         # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            model: Any = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
-            inputs = _inputs(tokens, longest)
-            given = [value for value in inputs.values() if isinstance(value, Tensor)]
-            with LiveBytes([*model.parameters(), *model.buffers(), *given]) as live:
+            ids = torch.zeros(tokens, dtype=torch.long)
+            bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length
+            inputs = packed_inputs(ids, ids, bounds, length)
+            with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
                 yield model.eval(), inputs, live  # no dropout, as in training
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
         # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
@@ -234,19 +218,6 @@ def _fake_model(
             f"({type(error).__name__}: {cut_line(lines[0], 160)}). Measure it on a GPU; memory/peak_gib is among the "
             "metrics."
         ) from error
-
-
-def _inputs(tokens: int, longest: int) -> dict[str, Any]:
-    """Those of a micro-batch of sequences of equal length."""
-    length = min(longest, tokens)
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)
-    tensors = {"input_ids": ids, "position_ids": ids, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    return {**tensors, "max_length_q": length, "max_length_k": length, "use_cache": False}
-
-
-def _autocast(decoder: Decoder) -> Any:
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if decoder.is_autocast else nullcontext()
 
 
 def attention_as_on_cuda(
@@ -270,12 +241,8 @@ AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
 
-    Args:
-        ignored: tensors whose storages are not counted, nor views of them.
-
-    Attributes:
-        now: bytes alive.
-        peak: the most that were, since :meth:`restart`.
+    The storages of ``ignored`` tensors are not counted. ``now`` are the bytes alive, ``peak`` the most that
+    were since :meth:`restart`.
     """
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
@@ -287,6 +254,7 @@ class LiveBytes(TorchDispatchMode):
         """Begin to look for a new peak, among what is made from now on and what is alive."""
         self.peak = self.now
 
+    # Typed as torch types it.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
         result = grouped_product(*args, **kwargs or {}) if is_product else func(*args, **(kwargs or {}))
@@ -308,7 +276,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: Any) -> Tensor:
+def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
     """Experts' products without values in any dtype, as autocast leaves them; torch's own are in bfloat16 alone."""
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
@@ -317,16 +285,16 @@ def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: Any) ->
 
 def group_layers(config: PreTrainedConfig) -> Counter[int]:
     """Return the number of layers of each kind, by the first layer of that kind."""
-    text_config: Any = config.get_text_config()
+    text_config = config.get_text_config()
     lists = list(layer_lists(text_config).values())
-    firsts: dict[tuple[Any, ...], int] = {}
+    firsts: dict[tuple[object, ...], int] = {}
     return Counter(
         firsts.setdefault(tuple(values[layer] for values in lists), layer)
         for layer in range(text_config.num_hidden_layers)
     )
 
 
-def layer_lists(text_config: Any) -> dict[str, list[Any]]:
+def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
     """Return what a configuration lists layer by layer, such as ``layer_types``, ``mlp_layer_types``."""
     return {
         name: value
@@ -338,7 +306,7 @@ def layer_lists(text_config: Any) -> dict[str, list[Any]]:
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
     """Return the same architecture with the given layers only, a rank's part of each, and next to no vocabulary."""
     small = copy.deepcopy(config)
-    text_config: Any = small.get_text_config()
+    text_config: Any = small.get_text_config()  # each architecture's has attributes of its own
     heads, size = text_config.num_attention_heads, tensor_parallel_size
     if size > 1 or vars(text_config).get("head_dim", 0) is None:
         text_config.head_dim = head_size(config)

@@ -79,11 +79,15 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
-    """Return what makes the engine fit beside the trainer."""
+    """Return what makes the engine, or the sampler in the trainer's process, fit beside the trainer."""
+    memory = plan.device_memory
     if plan.work.engine is None:
         return []
-    engine, memory = plan.engine, plan.device_memory
-    available, suggested = plan.available_utilization(), plan.suggested_utilization()
+    if not plan.has_engine_share:
+        needed = max(parts.total for parts in (plan.sync(), plan.generate()))
+        way = "lower rollout.max_sequences or rollout.max_new_tokens"
+        return [f"Sampling needs {_gib(needed)} of {_gib(memory)}: {way}."] if needed > memory else []
+    engine, available, suggested = plan.engine, plan.available_utilization(), plan.suggested_utilization()
     if engine.utilization > available:
         way = MORE_ROOM if suggested is None else f"lower it to {suggested:.2f}"
         return [

@@ -1,63 +1,101 @@
 """What a run decides by its plan: layers that are checkpointed, and whether an engine can start beside it at all."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import Trainer
+from transformers import PreTrainedConfig
 
 from rlightning.data.prompt_limit import PROMPT_TOKENS
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import sum_up
-from rlightning.memory_plan.work import Parallelism, Work, read_precision
-from rlightning.models import load_config
+from rlightning.memory_plan.work import Checkpointing, Parallelism, RoleMemory, Work, read_precision
 from rlightning.models.layers import should_compile
+from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
+from rlightning.types.batch_plan import BatchPlan
+
+ACTOR = "actor"
+"""The role that a :class:`~rlightning.memory_plan.work.Work` is about; what it is stands in module/roles.py."""
 
 
-def read_run(trainer: Any, module: Any) -> Work:
-    """Return what a run is about to do.
+class PlannedRole(Protocol):
+    """A :class:`~rlightning.module.roles.ModelRole`, whose package imports this one."""
 
-    Args:
-        trainer: Lightning's, with its devices set up.
-        module: an :class:`~rlightning.module.RLModule`.
+    optimizer: AdamWSettings | None
+    config: PreTrainedConfig | None
 
-    Raises:
-        ConfigError: if it cannot be planned.
-    """
-    if getattr(module, "plan", None) is None:
+
+class ConfiguredModule(Protocol):
+    """A :class:`~rlightning.module.policy_module.PolicyModule`, whose actor is all that is known."""
+
+    model_config: PreTrainedConfig
+
+
+@runtime_checkable
+class PlannedModule(ConfiguredModule, Protocol):
+    """An :class:`~rlightning.module.RLModule`, as far as memory is concerned."""
+
+    plan: BatchPlan | None
+    gradient_checkpointing: Checkpointing
+    compiles_layers: bool | None
+    generates: bool
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest sequence that the model's positions allow."""
+
+    def configure_roles(self) -> Mapping[str, PlannedRole]:
+        """Return the run's models by name."""
+
+
+def read_run(trainer: Trainer, module: object) -> Work:
+    """Return what a run is about to do; the trainer's devices are set up. A ConfigError if it cannot be planned."""
+    if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
-    strategy = trainer.strategy
+    strategy, roles = trainer.strategy, dict(module.configure_roles())
     parallelism = Parallelism.of(strategy, trainer.world_size)
-    trusts = module.trust_remote_code
+    actor = roles.pop(ACTOR).optimizer or AdamWSettings()
     work = Work(
         config=module.model_config,
-        reference=load_config(module.reference_path, trust_remote_code=trusts) if module.kl_coef else None,
+        others=tuple(
+            RoleMemory(
+                name=name,
+                config=role.config,
+                optimizer_states=None if role.optimizer is None else role.optimizer.optimizer_states,
+            )
+            for name, role in roles.items()
+        ),
         batch=module.plan,
         longest=min(module.plan.max_tokens_per_microbatch, module.max_model_length),
         precision=read_precision(trainer.precision),
         gradient_checkpointing=module.gradient_checkpointing,
         is_compiled=should_compile(module.compiles_layers, strategy.root_device, parallelism.tensor_parallel_size)[0],
-        optimizer_states=module.optimizer_states,
+        optimizer_states=actor.optimizer_states,
         parallelism=parallelism,
     )
-    max_prompt_tokens = getattr(trainer.datamodule, "max_prompt_tokens", None) or PROMPT_TOKENS
-    return work.beside(trainer.callbacks if module.generates else (), max_prompt_tokens)
+    # A data module of the user's may not have a limit.
+    max_prompt_tokens = getattr(getattr(trainer, "datamodule", None), "max_prompt_tokens", None) or PROMPT_TOKENS
+    callbacks = trainer.callbacks if module.generates else ()  # type: ignore[attr-defined]  # set by a connector
+    return work.beside(callbacks, max_prompt_tokens)
 
 
-def plan_run(trainer: Any, module: Any) -> MemoryPlan:
+def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
     """Return the plan of a run on the trainer's CUDA device; see :func:`read_run`."""
     device = trainer.strategy.root_device
     return MemoryPlan(read_run(trainer, module), torch.cuda.get_device_properties(device).total_memory)
 
 
-def check_engine(trainer: Any, module: Any) -> None:
+def check_engine(trainer: object, module: object) -> None:
     """Refuse an engine for which the run's device has no room, whatever the trainer moves away, before it is started.
 
     Raises:
         ConfigError: with the arithmetic, and the keys that would help.
     """
-    if getattr(trainer, "strategy", None) is None or trainer.strategy.root_device.type != "cuda":
+    if not isinstance(trainer, Trainer) or trainer.strategy.root_device.type != "cuda":
         return
     try:
         plan = plan_run(trainer, module)
@@ -69,12 +107,10 @@ def check_engine(trainer: Any, module: Any) -> None:
         raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
 
 
-def decide_checkpointing(trainer: Any, module: Any) -> tuple[int, str]:
+def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
     """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the trainer's CUDA device, and why.
 
-    Args:
-        trainer: as of :func:`read_run`.
-        module: as of :func:`read_run`; of others, all layers are checkpointed.
+    All of them where the module is no :class:`PlannedModule`.
 
     Raises:
         ConfigError: if the update would not fit with all of them, with the arithmetic, and the keys that would help.

@@ -1,6 +1,7 @@
 """How much memory a device has, and how fast it multiplies."""
 
 import re
+from argparse import ArgumentParser
 
 from rlightning.errors import ConfigError
 
@@ -42,33 +43,17 @@ UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
 
 def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
-    """What ``--device-memory`` says, and the options that are left.
-
-    Raises:
-        ConfigError: it says nothing.
-    """
-    size, rest = None, []
-    words = iter(options)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name != OPTION:
-            rest.append(word)
-            continue
-        size = value if equals else next(words, None)
-        if not size:
-            raise ConfigError(f"{OPTION}: its value is missing. Write {OPTION} 80GB.")
-    return size, rest
+    """Return what ``--device-memory`` says, and the options that are left; a ConfigError if it says nothing."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(OPTION, dest="size", nargs="?", const="")
+    known, rest = parser.parse_known_args(options)
+    if known.size == "":
+        raise ConfigError(f"{OPTION}: its value is missing. Write {OPTION} 80GB.")
+    return known.size, rest
 
 
 def read_device_memory(text: str) -> int:
-    """Bytes of a device.
-
-    Args:
-        text: a number with its unit (GB of 10^9 bytes, GiB of 2^30), or a GPU's name.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Return the bytes of a device: a number with its unit (GB of 10^9 bytes, GiB of 2^30), or a GPU's name."""
     named = {name.upper(): size for name, size in DEVICES.items()}.get(text.strip().upper())
     if named is not None:
         return int(named * UNITS["GIB"])
@@ -81,10 +66,9 @@ def read_device_memory(text: str) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Operations a second that a device could make at most in bfloat16; None for one that is not in the table.
+    """Return operations a second that a device could make at most in bfloat16; None for one that is not in the table.
 
-    Args:
-        device_name: as ``torch.cuda.get_device_name()`` has it, such as "NVIDIA H100 80GB HBM3".
+    Its name is as ``torch.cuda.get_device_name()`` has it, such as "NVIDIA H100 80GB HBM3".
     """
     if "MIG" in device_name.split():
         return None  # a part of the device

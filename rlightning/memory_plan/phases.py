@@ -1,12 +1,14 @@
 """Bytes on a rank's device in each phase of a step, and what fits: every decision about memory follows from these."""
 
 from bisect import bisect_right
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Work
+from rlightning.models.counts import read_setting
 from rlightning.parallel.device import GIB
 from rlightning.rollout.vllm.memory import EngineMemory
 
@@ -21,72 +23,70 @@ FRESH_FRAGMENTATION = 0.06
 """Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
 FREE_SHARE = 0.1
 """Of the device, that the update leaves free where it is chosen how many layers are checkpointed."""
-STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "reference_model"})
+STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "frozen_models"})
 MOVES = (STATE, STATE | MODELS)
 """What waits in the host's memory while an engine is awake that lacks room: the first that is enough."""
 
-_transient, _engine = {"kind": "transient"}, {"kind": "engine"}
+
+def _part(kind: str = "", name: str = "") -> int:
+    """A field; "transient" comes and goes within the phase, "engine" is paid for by the engine's share."""
+    part: int = field(default=0, metadata={"kind": kind, "name": name})
+    return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBytes:
     """Bytes of a rank's device at the peak of a phase."""
 
-    parameters: int = 0
-    reference_model: int = 0
-    optimizer_state: int = 0
-    gradients: int = 0
-    gathered_parameters: int = 0
-    activations: int = field(default=0, metadata=_transient)
-    logits_chunk: int = field(default=0, metadata=_transient)
-    layer_backward: int = field(default=0, metadata={"name": "a layer's backward", **_transient})
-    attention_workspace: int = field(default=0, metadata=_transient)
-    weight_bucket: int = 0
-    gathering_window: int = 0
-    allocator_slack: int = field(default=0, metadata={"name": "allocator's slack"})
-    contexts: int = field(default=0, metadata={"name": "CUDA contexts"})
-    engine_weights: int = field(default=0, metadata={"name": "engine's weights", **_engine})
-    engine_activations: int = field(default=0, metadata={"name": "engine's activations", **_engine})
-    kv_cache: int = field(default=0, metadata={"name": "KV cache", **_engine})
+    parameters: int = _part()
+    frozen_models: int = _part()
+    optimizer_state: int = _part()
+    gradients: int = _part()
+    gathered_parameters: int = _part()
+    activations: int = _part("transient")
+    logits_chunk: int = _part("transient")
+    layer_backward: int = _part("transient", "a layer's backward")
+    attention_workspace: int = _part("transient")
+    weight_bucket: int = _part()
+    gathering_window: int = _part()
+    allocator_slack: int = _part(name="allocator's slack")
+    contexts: int = _part(name="CUDA contexts")
+    engine_weights: int = _part("engine", "engine's weights")
+    engine_activations: int = _part("engine", "engine's activations")
+    kv_cache: int = _part("engine", "KV cache")
 
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(astuple(self))
+        return sum(size for _, _, size in self._parts())
 
     @property
     def transient(self) -> int:
         """What comes and goes within the phase."""
-        return self._sum("transient")
+        return sum(size for kind, _, size in self._parts() if kind == "transient")
 
     @property
     def engine(self) -> int:
         """What the engine's share of the device pays for."""
-        return self._sum("engine")
+        return sum(size for kind, _, size in self._parts() if kind == "engine")
 
     @property
     def tensors(self) -> int:
         """Tensors of the trainer: without other processes, the driver, and what PyTorch's allocator holds."""
         return self.total - self.engine - self.contexts - self.allocator_slack
 
-    def _sum(self, kind: str) -> int:
-        sizes = zip(fields(self), astuple(self), strict=True)
-        return sum(size for part, size in sizes if part.metadata.get("kind") == kind)
-
     def by_name(self) -> dict[str, int]:
         """Bytes of each part that there is, by the name that a user reads."""
-        sizes = zip(fields(self), astuple(self), strict=True)
-        return {part.metadata.get("name", part.name.replace("_", " ")): size for part, size in sizes if size}
+        return {name: size for _, name, size in self._parts() if size}
+
+    def _parts(self) -> Iterator[tuple[str, str, int]]:
+        for part in fields(self):
+            yield part.metadata["kind"], part.metadata["name"] or part.name.replace("_", " "), getattr(self, part.name)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of every phase on a rank's device, and what follows from them.
-
-    Args:
-        work: the run.
-        device_memory: bytes of the device, as PyTorch reports them.
-    """
+    """Bytes of every phase on a device, whose memory is as PyTorch reports it, and what follows from them."""
 
     work: Work
     device_memory: int
@@ -98,8 +98,7 @@ class MemoryPlan:
     def with_engine(self, **changes: Any) -> "MemoryPlan":
         """The plan of a run whose engine is another."""
         assert self.work.rollout is not None
-        engine = replace(self.engine, **changes)
-        return self.with_work(rollout=replace(self.work.rollout, engine=engine))
+        return self.with_work(rollout=replace(self.work.rollout, engine=replace(self.engine, **changes)))
 
     @cached_property
     def trainer(self) -> TrainerMemory:
@@ -113,6 +112,11 @@ class MemoryPlan:
         return self.work.engine
 
     @property
+    def has_engine_share(self) -> bool:
+        """Whether engines take a share of the device; a sampler in the trainer's process takes what it needs."""
+        return self.work.engine is not None and self.engine.num_engines > 0
+
+    @property
     def tokens(self) -> int:
         """Of a full micro-batch."""
         return self.work.batch.max_tokens_per_microbatch
@@ -120,33 +124,27 @@ class MemoryPlan:
     # The phases of a step
 
     def phases(self) -> dict[str, PhaseBytes]:
-        """Those that the run has: "sync", "generate", "score", "update"."""
-        phases = {"update": self.update()}
-        if self.work.is_scored:
-            phases = {"score": self.score(), **phases}
-        if self.work.engine is not None:
-            phases = {"generate": self.generate(), **phases}
-        if self.work.rollout is not None:
-            phases = {"sync": self.sync(), **phases}
-        return phases
+        """Those that the run has, in their order."""
+        phases = {
+            "sync": self.sync if self.work.rollout is not None else None,
+            "generate": self.generate if self.work.engine is not None else None,
+            "score": self.score if self.work.is_scored else None,
+            "update": self.update,
+        }
+        return {name: count() for name, count in phases.items() if count is not None}
 
     def update(self) -> PhaseBytes:
         """The update of full micro-batches."""
         return self.update_of(self.tokens, self.count_checkpointed_layers())
 
     def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
-        """The worst moment of an update: after a micro-batch's forward or in a layer's backward.
-
-        Args:
-            tokens: of a micro-batch.
-            checkpointed_layers: whose activations are computed twice.
-        """
+        """The worst moment of an update: after a micro-batch's forward or in a layer's backward."""
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
         layer = trainer.layer_backward(activations)
         is_in_layer, most = layer + workspace > logits, max(logits, layer + workspace)
-        kept = max(int(activations.kept), int(activations.forward) - most)
+        kept = max(int(activations.kept), int(activations.forward) - most) + trainer.others_activations(tokens)
         # Moments are taken out when activations are gone.
         moments = max(0, trainer.moments_at_a_time() - kept - most)
         return self._with_slack(
@@ -202,7 +200,7 @@ class MemoryPlan:
         trainer, engine = self.trainer, self.work.engine
         parts = PhaseBytes(
             parameters=trainer.parameters(),
-            reference_model=trainer.reference_model(),
+            frozen_models=trainer.frozen_models(),
             optimizer_state=trainer.optimizer_state(),
             weight_bucket=trainer.weight_bucket(),
             contexts=CONTEXT_BYTES + (0 if engine is None else engine.num_engines * ENGINE_CONTEXT_BYTES),
@@ -210,13 +208,8 @@ class MemoryPlan:
         return parts if engine is None or engine.can_sleep else self._with_awake_engine(parts)
 
     def _with_awake_engine(self, parts: PhaseBytes) -> PhaseBytes:
-        engine, cache = self.engine, self.engine.kv_cache(self.device_memory)
-        return replace(
-            parts,
-            engine_weights=engine.weights,
-            engine_activations=engine.activations,
-            kv_cache=max(cache, 0),
-        )
+        engine, cache = self.engine, max(self.engine.kv_cache(self.device_memory), 0)
+        return replace(parts, engine_weights=engine.weights, engine_activations=engine.activations, kv_cache=cache)
 
     # What follows
 
@@ -242,8 +235,7 @@ class MemoryPlan:
 
     def moved(self) -> PhaseBytes:
         """Those parts of the trainer that wait in the host's memory while the engine is awake."""
-        away = self.away()
-        return PhaseBytes(**{name: size for name, size in asdict(self._models).items() if name in away})
+        return PhaseBytes(**{name: getattr(self._models, name) for name in self.away()})
 
     def largest_microbatch(self) -> int:
         """The most tokens of a micro-batch whose update fits, with "auto" if all layers are checkpointed; 0 if none."""
@@ -253,16 +245,13 @@ class MemoryPlan:
 
     def longest_sequence(self) -> int:
         """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
-        positions: int | None = getattr(self.work.config.get_text_config(), "max_position_embeddings", None)
+        positions: int | None = read_setting(self.work.config, "max_position_embeddings")
         limits = [self.largest_microbatch(), positions or 1 << 30]
-        if self.work.engine is not None:
+        if self.has_engine_share:
             share = self.suggested_utilization()
-            limits.append(0 if share is None else self.longest_cached(share))
+            engine = self.engine if share is None else replace(self.engine, utilization=share)
+            limits.append(0 if share is None else engine.longest_sequence(self.device_memory))
         return min(limits)
-
-    def longest_cached(self, utilization: float) -> int:
-        """Tokens of the longest sequence that the KV cache of an engine with another share has room for."""
-        return self.with_engine(utilization=utilization).engine.longest_sequence(self.device_memory)
 
     def available_utilization(self) -> float:
         """The largest share of the device that nothing else needs, in hundredths, rounded down; maybe below 0."""

@@ -36,13 +36,20 @@ def conclude(plan: MemoryPlan) -> str:
 def describe(plan: MemoryPlan) -> str:
     """Return what the plan is for, in two lines."""
     work, parallelism = plan.work, plan.work.parallelism
+    unknown = describe_unknown(plan)
     return (
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
         f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{describe_spread(parallelism)}, "
         f"{plan.device_memory / GIB:.1f} GiB each\n"
         f"micro-batches of {plan.tokens:,} tokens, sequences of up to {work.longest:,}, "
-        f"gradient_checkpointing: {describe_checkpointing(plan)}"
+        f"gradient_checkpointing: {describe_checkpointing(plan)}" + (f"\n{unknown}" if unknown else "")
     )
+
+
+def describe_unknown(plan: MemoryPlan) -> str:
+    """Return which models are not counted; "" if all are."""
+    names = [role.name for role in plan.work.others if role.config is None]
+    return f"not counted: {', '.join(names)}" if names else ""
 
 
 def describe_spread(parallelism: Parallelism) -> str:
@@ -64,7 +71,8 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
 def describe_phases(plan: MemoryPlan) -> str:
     """Return each phase's total in one line."""
     sizes = (f"{TITLES.get(phase, phase)} {parts.total / GIB:.1f}" for phase, parts in plan.phases().items())
-    return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB"
+    unknown = describe_unknown(plan)
+    return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB" + (f" ({unknown})" if unknown else "")
 
 
 def sum_up(phase: str, parts: PhaseBytes) -> str:
@@ -113,13 +121,20 @@ def describe_moved(plan: MemoryPlan) -> str:
 def describe_engine(plan: MemoryPlan) -> str:
     """Return what the engine does with its share, and which one to give it."""
     engine, memory = plan.engine, plan.device_memory
+    moved = describe_moved(plan)
+    if not plan.has_engine_share:
+        return (
+            f"The sampler's copy of the model takes {engine.weights / GIB:.1f} GiB, and its KV cache of "
+            f"{engine.max_sequences:,} sequences of {plan.work.longest:,} tokens {engine.kv_cache(memory) / GIB:.1f}."
+            + (f"\nMeanwhile, {moved}, or it would lack room." if moved else "")
+        )
     text = (
         f"gpu_memory_utilization {engine.utilization:g} is {engine.utilization * memory / GIB:.1f} GiB: "
         f"weights {engine.weights / GIB:.1f}, activations {engine.activations / GIB:.1f}, KV cache "
         f"{max(engine.kv_cache(memory), 0) / GIB:.1f}, which holds {engine.num_sequences(memory):,} sequences of "
         f"{plan.work.longest:,} tokens at once (the engine works on up to {engine.max_sequences:,})."
     )
-    if moved := describe_moved(plan):
+    if moved:
         text += f"\nWhile it is awake, {moved}, or it would lack room."
     suggested = plan.suggested_utilization()
     if suggested is None:

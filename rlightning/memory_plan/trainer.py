@@ -6,15 +6,15 @@ tensor-parallel rank's part of it.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from rlightning.memory_plan.activations import KEPT, UPDATE, ActivationBytes, Bytes, Decoder, fit_activations
 from rlightning.memory_plan.work import Work
 from rlightning.models.counts import Weights, count_weights, head_size
 from rlightning.models.output_layer import chunk_tokens
-from rlightning.optim import StoredMomentsAdamW
+from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.rollout.weights import plan_chunks
@@ -22,11 +22,7 @@ from rlightning.rollout.weights import plan_chunks
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes that the trainer takes of a device.
-
-    Args:
-        work: the run.
-    """
+    """Bytes that the trainer takes of a device."""
 
     work: Work
 
@@ -35,7 +31,17 @@ class TrainerMemory:
         """The actor's."""
         return self._count(self.work.config)
 
-    def _count(self, config: Any) -> Weights:
+    @cached_property
+    def _trained(self) -> list[tuple[Weights, OptimizerStates]]:
+        """Weights of the trained models, the actor first, and how their moments are kept."""
+        others = (
+            (self._count(role.config), role.optimizer_states)
+            for role in self.work.others
+            if role.config is not None and role.optimizer_states is not None
+        )
+        return [(self.weights, self.work.optimizer_states), *others]
+
+    def _count(self, config: PreTrainedConfig) -> Weights:
         parallelism = self.work.parallelism
         return count_weights(
             config, tensor_parallel_size=parallelism.tensor_parallel_size, shard_size=parallelism.shard_size
@@ -48,6 +54,11 @@ class TrainerMemory:
         return count
 
     @property
+    def _held(self) -> int:
+        """Bytes of the trained models' weights, as they are kept: masters, or a rank's shard of them."""
+        return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
+
+    @property
     def _is_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload == "parameters"
 
@@ -58,58 +69,65 @@ class TrainerMemory:
     # What stays
 
     def parameters(self) -> int:
-        """The actor's, as they are kept: masters, or a rank's shard of them."""
-        return 0 if self._is_on_host else self.work.master_itemsize * self.weights.held
+        """Those of the models that are trained."""
+        return 0 if self._is_on_host else self._held
 
-    def reference_model(self) -> int:
-        """The reference's parameters, held as they are computed with."""
-        if self.work.reference is None or self._is_on_host:
+    def frozen_models(self) -> int:
+        """Those of the models that are not, held as they are computed with."""
+        if self._is_on_host:
             return 0
-        return self.work.compute_itemsize * self._count(self.work.reference).held
+        frozen = (role.config for role in self.work.others if role.optimizer_states is None)
+        return self.work.compute_itemsize * sum(self._count(config).held for config in frozen if config is not None)
 
     def optimizer_state(self) -> int:
         """AdamW's two moments, as they are kept between steps."""
         if self._is_state_on_host:
             return 0
-        return int(bytes_per_parameter(self.work.optimizer_states, self.work.master_itemsize) * self.weights.held)
+        itemsize = self.work.master_itemsize
+        return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
 
     def moments_at_a_time(self) -> int:
         """Those that a step has on the device as it computes with them, where it takes them out of another form."""
-        if self._is_on_host or (self.work.optimizer_states == "float32" and not self._is_state_on_host):
+        if self._is_on_host:
             return 0
-        most, largest = (2 * self.work.master_itemsize * size for size in (self.weights.held, self.weights.largest))
-        return min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most)
+        number = 2 * self.work.master_itemsize
+        stored = (weights for weights, states in self._trained if states != "float32" or self._is_state_on_host)
+        sizes = ((number * weights.held, number * weights.largest) for weights in stored)
+        return max((min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most) for most, largest in sizes), default=0)
 
     def gradients(self) -> int:
         """As the optimizer reads them, and what strategies keep beside that."""
-        work, parallelism = self.work, self.work.parallelism
-        own = 0 if self._is_on_host else work.master_itemsize * self.weights.held
+        parallelism = self.work.parallelism
+        total = 0 if self._is_on_host else self._held
         if parallelism.has_gradient_buckets:
-            own += work.master_itemsize * self.weights.held
+            total += self._held
         if parallelism.kind == "fsdp" and not parallelism.reduce_every_microbatch:
-            own += 4 * (self.weights.layers + self.weights.root)
-        return own
+            total += 4 * sum(weights.layers + weights.root for weights, _ in self._trained)
+        return total
 
     # What comes and goes
 
     def gathered_parameters(self) -> int:
         """FSDP's whole weights in the forward's dtype: embedding and output layer, and two layers, or all of them."""
-        parallelism, weights = self.work.parallelism, self.weights
+        parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
-        layers = min(2 * weights.layer, weights.layers) if parallelism.reshard_after_forward else weights.layers
-        return self.work.compute_itemsize * (weights.root + layers)
+        return self.work.compute_itemsize * sum(
+            weights.root
+            + (min(2 * weights.layer, weights.layers) if parallelism.reshard_after_forward else weights.layers)
+            for weights, _ in self._trained
+        )
 
     def weight_bucket(self) -> int:
         """That weights travel to the engine through; to a remote one, from rank 0."""
         rollout = self.work.rollout
-        if rollout is None:
+        if rollout is None or not rollout.bucket_bytes:
             return 0
         dtype = torch.bfloat16 if rollout.itemsize == 2 else torch.float32
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """What gathers shards for the bucket, beyond it (parallel/gathering.py)."""
+        """What gathers shards for the engine, beyond the bucket (parallel/gathering.py)."""
         rollout, parallelism = self.work.rollout, self.work.parallelism
         if rollout is None or parallelism.kind != "fsdp":
             return 0
@@ -124,8 +142,7 @@ class TrainerMemory:
         [V, E] in float32, and under autocast its weights in bfloat16. At the end the gradient is cast where it has to
         be, when the logits are gone.
         """
-        work, head = self.work, self.weights.head
-        text_config: Any = work.config.get_text_config()
+        work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
         chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if work.is_autocast else 0)
@@ -156,19 +173,23 @@ class TrainerMemory:
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
-        """Those of a micro-batch, where the first layers keep their inputs only and the others everything.
+        """The actor's of a micro-batch, where the first layers keep their inputs only and the others everything.
 
         The backward begins with the others, so its peak is theirs.
         """
-        if checkpointed_layers == self.num_layers:
-            return ActivationBytes(*self._traced(tokens, is_checkpointed=True).tolist())
-        found = self._traced(tokens, is_checkpointed=False)
-        if checkpointed_layers:
-            saved = (found - self._traced(tokens, is_checkpointed=True)) @ KEPT
-            found = found - saved * checkpointed_layers / self.num_layers * UPDATE
-        return ActivationBytes(*found.tolist())
+        traced = self._trace(self.work.config, tokens, is_checkpointed=checkpointed_layers == self.num_layers)
+        if 0 < checkpointed_layers < self.num_layers:
+            saved = (traced - self._trace(self.work.config, tokens, is_checkpointed=True)) @ KEPT
+            traced = traced - saved * checkpointed_layers / self.num_layers * UPDATE
+        return ActivationBytes(*traced.tolist())
 
-    def _traced(self, tokens: int, *, is_checkpointed: bool) -> Bytes:
+    def others_activations(self, tokens: int) -> int:
+        """What the other trained models keep of a micro-batch: one backward pass is that of all losses."""
+        trained = (role.config for role in self.work.others if role.optimizer_states is not None)
+        kept = (self._trace(config, tokens, is_checkpointed=False) @ KEPT for config in trained if config is not None)
+        return sum(map(int, kept))
+
+    def _trace(self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool) -> Bytes:
         work = self.work
         decoder = Decoder(
             dtype=torch.float32 if work.precision == "32-true" or work.is_autocast else torch.bfloat16,
@@ -177,5 +198,5 @@ class TrainerMemory:
             is_compiled=work.is_compiled,
             tensor_parallel_size=work.parallelism.tensor_parallel_size,
         )
-        fixed, slope = fit_activations(work.config, decoder, work.longest)
+        fixed, slope = fit_activations(config, decoder, work.longest)
         return fixed + slope * tokens

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import CPUOffload
+from rlightning.rollout import Sampling
 from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
 
@@ -28,11 +29,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def read_precision(name: object) -> Precision:
-    """Return Lightning's name for a precision.
-
-    Raises:
-        ConfigError: if it is not one that can be planned.
-    """
+    """Return Lightning's name for a precision, or raise a ConfigError if it is not one that can be planned."""
     if str(name) not in PRECISIONS:
         raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
     return PRECISIONS[str(name)]
@@ -44,7 +41,8 @@ class RolloutMemory:
 
     Attributes:
         engine: on the rank's device; None if it has devices of its own.
-        bucket_bytes: what weights are sent through, see :func:`~rlightning.rollout.weights.plan_chunks`.
+        bucket_bytes: of the buffer that weights are sent through (:func:`~rlightning.rollout.weights.plan_chunks`);
+            0 where they are gathered into their place.
         itemsize: bytes of a weight that is sent.
     """
 
@@ -57,17 +55,10 @@ class RolloutMemory:
 class PlannedRollout(Protocol):
     """The callback that samples completions, as far as memory is concerned."""
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens of the longest training completion."""
+    sampling: Sampling
 
     def plan_memory(self, work: "Work", max_prompt_tokens: int) -> RolloutMemory:
-        """Return what sampling takes of a rank's CUDA device.
-
-        Args:
-            work: the run.
-            max_prompt_tokens: of the longest prompt.
-        """
+        """Return what sampling takes of a rank's CUDA device, with prompts of at most so many tokens."""
 
 
 @runtime_checkable
@@ -81,16 +72,13 @@ class PlannedOffload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How actor and reference are spread over the ranks.
+    """How the models are spread over the ranks.
 
     Attributes:
         kind: everything on one device, a copy on each, or shards.
         ranks: in all.
         tensor_parallel_size: see :class:`~rlightning.parallel.FSDP` for this and the next four.
         shard_size: data-parallel ranks that share one copy, all of them unless hybrid.
-        cpu_offload: see there.
-        reshard_after_forward: see there.
-        reduce_every_microbatch: see there.
         has_gradient_buckets: whether DDP keeps its buckets beside the gradients.
     """
 
@@ -104,7 +92,7 @@ class Parallelism:
     has_gradient_buckets: bool = False
 
     @classmethod
-    def of(cls, strategy: Any, ranks: int) -> "Parallelism":
+    def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
         """Read a strategy that knows its devices."""
         if isinstance(strategy, FSDP):
             return cls(
@@ -123,25 +111,40 @@ class Parallelism:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """A model beside the actor, such as a reference or a critic.
+
+    Attributes:
+        name: of its role.
+        config: None if it is no Hugging Face model, of which nothing is known.
+        optimizer_states: how AdamW's moments are kept; None if the model is frozen.
+    """
+
+    name: str
+    config: PreTrainedConfig | None
+    optimizer_states: OptimizerStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """A run, as far as memory is concerned.
 
     Attributes:
         config: the actor's.
-        reference: the reference model's, where there is one.
+        others: the models beside it.
         batch: the arithmetic of a step.
         longest: tokens of the longest sequence, prompt and completion.
         precision: Lightning's name for it.
-        gradient_checkpointing: whether activations are computed twice, in all layers or in as few as fit.
+        gradient_checkpointing: whether the actor's activations are computed twice, in all layers or in as few as fit.
         is_compiled: whether layers are compiled.
-        optimizer_states: how AdamW's moments are kept.
+        optimizer_states: how the actor's moments are kept.
         parallelism: how the models are spread over the ranks.
         rollout: None without rollouts.
         moved_each_step: parts that a callback moves to the host in each step.
     """
 
     config: PreTrainedConfig
-    reference: PreTrainedConfig | None = None
+    others: tuple[RoleMemory, ...] = ()
     batch: BatchPlan
     longest: int
     precision: Precision = "bf16-mixed"
@@ -153,22 +156,16 @@ class Work:
     moved_each_step: frozenset[str] = frozenset()
 
     def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Add what callbacks do in each step: those that sample completions or move memory to the host.
+        """Add what a trainer's callbacks do in each step: those that sample completions or move memory to the host.
 
-        Args:
-            callbacks: of the trainer, in any order.
-            max_prompt_tokens: of the longest prompt.
-
-        Raises:
-            ConfigError: if the engines cannot be planned.
+        A ConfigError if the engines cannot be planned.
         """
         listed = list(callbacks)
         moved = [one.moved_each_step for one in listed if isinstance(one, PlannedOffload)]
         work = replace(self, moved_each_step=frozenset().union(*moved))
         for one in listed:
             if isinstance(one, PlannedRollout):
-                longest = min(self.longest, max_prompt_tokens + one.max_new_tokens)
-                work = replace(work, longest=longest)
+                work = replace(work, longest=min(self.longest, max_prompt_tokens + one.sampling.max_new_tokens))
                 return replace(work, rollout=one.plan_memory(work, max_prompt_tokens))
         return work
 
@@ -195,4 +192,4 @@ class Work:
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities are computed before the update."""
-        return self.reference is not None or self.batch.optimizer_steps > 1
+        return self.batch.optimizer_steps > 1 or any(role.optimizer_states is None for role in self.others)

@@ -5,7 +5,7 @@ convolution, a bias on attention scores) would run, and let each packed sequence
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,19 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value, describe_error
-from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.counts import build_empty, head_size, is_set_for_all_layers, num_experts, num_key_value_heads
+from rlightning.models.attention import PACKED_ATTENTION, packed_inputs
+from rlightning.models.counts import (
+    build_empty,
+    head_size,
+    is_set_for_all_layers,
+    num_experts,
+    num_key_value_heads,
+    read_setting,
+)
+from rlightning.models.finite import find_not_finite
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
-from rlightning.parallel.sharding import local_tensor, named_weights
+from rlightning.parallel.sharding import named_weights
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
@@ -29,39 +37,33 @@ _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as 
 def check_config(model: str, config: PreTrainedConfig) -> None:
     """Refuse an architecture that declares something which packed sequences or fused log-probabilities lack.
 
-    Args:
-        model: its name, for the error.
-        config: read, with no weight loaded yet.
-
-    Raises:
-        ConfigError: says what it is.
+    The ConfigError says what; no weight need be loaded yet.
     """
     try:
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise ConfigError(f"model='{model}' ({config.model_type}) is no causal language model. {_WAY_OUT}") from error
-    text_config = config.get_text_config()
-    for part in (config, text_config):
-        if getattr(part, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"model='{model}' is quantized (quantization_config={cut_value(part.quantization_config)} in its "
-                "config.json), and such weights cannot be trained. Use the unquantized model that it was made from."
-            )
-    other_layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
-    scaled = [name for name in ("logits_scaling", "logit_scale") if getattr(text_config, name, 1) not in (None, 1)]
+    quantization = getattr(config, "quantization_config", None) or read_setting(config, "quantization_config")
+    if quantization is not None:
+        raise ConfigError(
+            f"model='{model}' is quantized (quantization_config={cut_value(quantization)} in its "
+            "config.json), and such weights cannot be trained. Use the unquantized model that it was made from."
+        )
+    other_layers = sorted(_layer_types(config) - _LAYER_TYPES)
+    scaled = [name for name in ("logits_scaling", "logit_scale") if read_setting(config, name, 1) not in (None, 1)]
     reason = None
     if other_layers:
         reason = f"it has layers of the type '{other_layers[0]}'"
     elif cls._is_stateful:
         reason = "its layers carry a recurrent state from token to token"
-    elif getattr(text_config, "attn_logit_softcapping", None) is not None:
+    elif read_setting(config, "attn_logit_softcapping") is not None:
         reason = "it caps attention scores (attn_logit_softcapping)"
     elif not cls._supports_sdpa:
         reason = "its attention adds to plain dot products (as attention sinks do)"
     elif not cls._supports_attention_backend:
         reason = "its transformers class takes no attention function"
-    elif getattr(text_config, "router_jitter_noise", None):
-        reason = f"its router draws random numbers (router_jitter_noise={text_config.router_jitter_noise})"
+    elif noise := read_setting(config, "router_jitter_noise"):
+        reason = f"its router draws random numbers (router_jitter_noise={noise})"
     elif scaled:
         reason = f"its config has {scaled[0]}"
     if reason:
@@ -76,16 +78,9 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def check_policy(model: str, policy: PreTrainedModel) -> None:
-    """Run two short sequences, packed and alone, and refuse a model for which that makes a difference.
+    """Run two short sequences, packed and alone, and raise a ConfigError if that makes a difference.
 
     Left out in half precision, whose rounding hides what is looked for.
-
-    Args:
-        model: its name, for the error.
-        policy: loaded with packed attention.
-
-    Raises:
-        ConfigError: says what differs.
     """
     config = policy.config
     head: Any = policy.get_output_embeddings()
@@ -108,42 +103,23 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
         raise not_finite(model, find_not_finite(named_weights(policy)))
     if not _agree(hidden[5:], alone):
         raise _refusal(model, config, "a sequence's result depends on the one packed before it")
-    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    softcap = read_setting(config, "final_logit_softcapping")
     if not _agree(scale_logits(hidden @ head.weight.T, 1.0, softcap), logits):
         raise _refusal(model, config, "its logits are not its output layer times its last hidden states")
 
 
 def not_finite(model: str, names: Sequence[str]) -> ConfigError:
-    """The error for a model whose results are not finite.
-
-    Args:
-        model: its name.
-        names: of its weights that are not finite.
-    """
+    """Return the error for a model whose results are not finite, as the weights of these names are not."""
     found = "computes NaN or infinite logits from finite weights"
     if names:
         found = f"has NaN or infinite values in {len(names)} of its weights, such as '{names[0]}'"
     return ConfigError(f"model='{model}' {found}. Use another copy or an earlier checkpoint of it.")
 
 
-def find_not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of those weights that hold a NaN or an infinite value, in this rank's shards."""
-    shards = ((name, local_tensor(weight)) for name, weight in weights)
-    # A sum takes no memory, and is not finite if one of its terms is not.
-    return [name for name, shard in shards if not (bool(shard.sum().isfinite()) or bool(shard.isfinite().all()))]
-
-
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
     """As :func:`check_policy`, on two small layers of the same architecture with random weights, on the CPU.
 
-    For a model that is never whole in one place.
-
-    Args:
-        model: its name, for the error.
-        config: the model's; it is left as it is.
-
-    Raises:
-        ConfigError: says what differs.
+    For a model that is never whole in one place. The config is left as it is.
     """
     small = copy.deepcopy(config)
     text_config = small.get_text_config()
@@ -153,7 +129,7 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
         "vocab_size": 128,
         "pad_token_id": 0,
         "num_hidden_layers": 2,
-        "layer_types": (sorted(set(getattr(text_config, "layer_types", None) or ())) * 2)[:2],
+        "layer_types": (sorted(_layer_types(config)) * 2)[:2],
         "num_attention_heads": 2,
         "num_key_value_heads": 2 if num_key_value_heads(config) == heads else 1,
         "hidden_size": 2 * per_head,
@@ -161,7 +137,7 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
         "moe_intermediate_size": per_head,
     }
     for name, value in sizes.items():
-        if is_set_for_all_layers(text_config, name):
+        if is_set_for_all_layers(small, name):
             setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -170,14 +146,9 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
-    """Return what an architecture has that not all have, for errors: where actor and engine disagree, it may be there.
-
-    Args:
-        config: the model's.
-    """
-    text_config = config.get_text_config()
+    """Return what an architecture has that not all have: where actor and engine disagree, it may be there."""
     scaled = sorted({rope["rope_type"] for rope in scaled_ropes(config)})
-    layers = sorted(set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"})
+    layers = sorted(_layer_types(config) - {"full_attention"})
     policy = build_empty(config)
     saved = {name.rpartition(".")[2] for name, _ in named_weights(policy)} - {
         name.rpartition(".")[2] for name, _ in policy.named_parameters()
@@ -185,30 +156,27 @@ def describe_traits(config: PreTrainedConfig) -> list[str]:
     conversions = get_model_conversion_mapping(policy, add_legacy=False)
     traits = {
         config.model_type: True,
-        "its output layer is the embedding": text_config.tie_word_embeddings,
+        "its output layer is the embedding": config.get_text_config().tie_word_embeddings,
         f"rotary positions are scaled ({', '.join(scaled)})": scaled,
         f"layers of {', '.join(layers)}": layers,
         f"buffers are weights ({', '.join(sorted(saved))})": saved,
         "its weights are stored under other names or in other shapes than they run in": conversions,
         f"{num_experts(config)} experts": num_experts(config),
-        "latent attention": getattr(text_config, "kv_lora_rank", None),
-        "logits are capped": getattr(text_config, "final_logit_softcapping", None),
+        "latent attention": read_setting(config, "kv_lora_rank"),
+        "logits are capped": read_setting(config, "final_logit_softcapping"),
     }
     return [trait for trait, is_there in traits.items() if is_there]
+
+
+def _layer_types(config: PreTrainedConfig) -> set[str]:
+    return set(read_setting(config, "layer_types") or ())
 
 
 def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:
     lengths = [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths], device=sequences[0].device).cumsum(0).int()
-    return model(
-        input_ids=torch.cat(sequences)[None],
-        position_ids=torch.cat([torch.arange(length, device=bounds.device) for length in lengths])[None],
-        use_cache=False,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=max(lengths),
-        max_length_k=max(lengths),
-    )
+    positions = torch.cat([torch.arange(length, device=bounds.device) for length in lengths])
+    return model(**packed_inputs(torch.cat(sequences), positions, bounds, max(lengths)))
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:

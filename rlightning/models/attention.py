@@ -30,6 +30,20 @@ SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_
 """How ``varlen_attn`` is told that there are fewer key/value heads than query heads: torch 2.11 sees it by itself."""
 
 
+def packed_inputs(token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass over packed sequences.
+
+    Args:
+        token_ids: [T].
+        position_ids: [T].
+        cu_seqlens: [N+1] int32, where sequences begin, and ``T``.
+        max_length: ``L``, or more: an upper bound costs empty work, not correctness.
+    """
+    tensors = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
+    bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return {**tensors, **bounds, "max_length_q": max_length, "max_length_k": max_length, "use_cache": False}
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -47,13 +61,13 @@ def packed_attention(
     """Causal attention within each packed sequence.
 
     Args:
-        module: the attention layer, which transformers passes.
+        module: the attention layer.
         query: [1, H, T, D].
         key: [1, K, T, D].
         value: [1, K, T, D].
         attention_mask: None; transformers makes no mask for a function that it has no mask for.
-        cu_seq_lens_q: [N+1] int32.
-        max_length_q: ``L``, or more: an upper bound costs empty work, not correctness.
+        cu_seq_lens_q: see :func:`packed_inputs`.
+        max_length_q: see there.
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
@@ -85,7 +99,7 @@ def packed_attention(
 def varlen_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
 ) -> str | None:
-    """Why ``varlen_attn`` cannot serve, so that sequences are padded; None if it can.
+    """Return why ``varlen_attn`` cannot serve, so that sequences are padded; None if it can.
 
     Args:
         device: of the queries.
@@ -112,7 +126,7 @@ def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None =
 
 
 def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Which way a model's attention takes, for the log."""
+    """Return which way a model's attention takes, for the log."""
     obstacle = varlen_obstacle(device, dtype, head_size(config))
     return "packed (varlen_attn)" if obstacle is None else f"padded to the longest sequence, because {obstacle}"
 
@@ -123,9 +137,7 @@ def varlen_attention(
     """Attention by ``varlen_attn``.
 
     Args:
-        q: [T, H, D].
-        k: [T, K, D].
-        v: [T, K, D].
+        q: [T, H, D]; keys and values are [T, K, D].
         cu_seqlens: [N+1] int32.
         max_length: at least ``L``.
         scaling: of the dot products.

@@ -72,16 +72,20 @@ def cache_by_config(
 # Sizes
 
 
+def read_setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """Return what a model's configuration says under a name that not all architectures have."""
+    return getattr(config.get_text_config(), name, default)
+
+
 def head_size(config: PreTrainedConfig) -> int:
     """Return the size of a query's head, in the layer that has the largest."""
-    text_config: Any = config.get_text_config()
+    text_config = config.get_text_config()
     return max(_read_all(config, ["head_dim"]), default=text_config.hidden_size // text_config.num_attention_heads)
 
 
 def num_key_value_heads(config: PreTrainedConfig) -> int:
     """Return how many key/value heads a layer has, the layer that has most."""
-    text_config: Any = config.get_text_config()
-    return max(_read_all(config, ["num_key_value_heads"]), default=text_config.num_attention_heads)
+    return max(_read_all(config, ["num_key_value_heads"]), default=config.get_text_config().num_attention_heads)
 
 
 def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
@@ -89,17 +93,15 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
     Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, whole on each rank.
     """
-    text_config: Any = config.get_text_config()
-    latent = getattr(text_config, "kv_lora_rank", None)
+    latent = read_setting(config, "kv_lora_rank")
     if latent:
-        return int(latent + text_config.qk_rope_head_dim)
+        return int(latent + config.get_text_config().qk_rope_head_dim)
     return 2 * max(num_key_value_heads(config) // tensor_parallel_size, 1) * head_size(config)
 
 
 def inner_size(config: PreTrainedConfig) -> int:
     """Return the size between the two halves of a feed-forward, in the layer that has the widest."""
-    text_config: Any = config.get_text_config()
-    return max(_read_all(config, INNER_SIZES), default=USUAL_FACTOR * text_config.hidden_size)
+    return max(_read_all(config, INNER_SIZES), default=USUAL_FACTOR * config.get_text_config().hidden_size)
 
 
 def num_experts(config: PreTrainedConfig) -> int:
@@ -112,18 +114,17 @@ def num_active_experts(config: PreTrainedConfig) -> int:
     return max(_read_all(config, NUM_ACTIVE_EXPERTS), default=0) if num_experts(config) else 0
 
 
-def is_set_for_all_layers(config: Any, name: str) -> bool:
+def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
     """Return whether a config has a value of this name, the same for all layers."""
     try:
-        return getattr(config, name, None) is not None
+        return read_setting(config, name) is not None
     except RuntimeError:  # transformers' answer where layers differ and have configs of their own
         return False
 
 
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
     """Return the values that layers have under any of some names, where they are not None or 0."""
-    text_config: Any = config.get_text_config()
-    parts = (text_config, getattr(text_config, "ffn_config", None))  # DBRX's feed-forward has a part of its own
+    parts = (config.get_text_config(), read_setting(config, "ffn_config"))  # DBRX's feed-forward has its own part
     return [value for part in parts for name in names for value in _read_layers(part, name) if value]
 
 
@@ -171,10 +172,8 @@ class Weights:
 def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
     """Count a model's weights, and those of them that a rank holds.
 
-    Args:
-        config: the model's.
-        tensor_parallel_size: ranks that split each layer, after the plan that transformers ships with the model.
-        shard_size: ranks that share what is left, each a part of every tensor's first dimension (FSDP2).
+    ``tensor_parallel_size`` ranks split each layer, after the plan that transformers ships with the model;
+    ``shard_size`` ranks share what is left, each a part of every tensor's first dimension (FSDP2).
     """
     policy = build_empty(config)
     plan = (config.get_text_config().base_model_tp_plan or {}) if tensor_parallel_size > 1 else {}
@@ -201,10 +200,14 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
     )
 
 
+def matches_plan(module: str, pattern: str) -> bool:
+    """Whether an entry of a tensor-parallel plan, in which ``*`` stands for a layer's number, means a module."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None
+
+
 def _find_style(module: str, plan: dict[str, str]) -> str:
-    """How tensor parallelism cuts a module, by its name below the base model; empty if it does not."""
-    patterns = (pattern for pattern in plan if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module))
-    return plan.get(next(patterns, ""), "")
+    """Return how tensor parallelism cuts a module, by its name below the base model; "" if it does not."""
+    return next((style for pattern, style in plan.items() if matches_plan(module, pattern)), "")
 
 
 def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int, ...]:
@@ -238,14 +241,11 @@ class ModelFlops:
     active: int
 
     def sequences(self, lengths: Tensor, predicted: Tensor | None = None) -> Tensor:
-        """Operations of forward and backward.
+        """Return operations of forward and backward: [N] float64, on the device of ``lengths``.
 
         Args:
             lengths: [N], tokens of each sequence.
             predicted: [N], how many of them the output layer is computed for; None is all.
-
-        Returns:
-            [N] float64, on the device of ``lengths``.
         """
         lengths = lengths.double()
         predicted = lengths if predicted is None else predicted.double()
@@ -260,17 +260,12 @@ class ModelFlops:
 
 
 def sequence_flops(config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None) -> Tensor:
-    """Operations of forward and backward over each sequence: see :meth:`ModelFlops.sequences`."""
+    """Return :meth:`ModelFlops.sequences` of a model."""
     return model_flops(config).sequences(lengths, predicted)
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """``S(L)``: pairs of a token and one that it sees, under causal attention.
-
-    Args:
-        lengths: [N] float64.
-        window: how many tokens back a token sees, itself included; None is all.
-    """
+    """Return ``S(L)`` of lengths [N] float64, where a token sees ``window`` tokens, itself included; None is all."""
     seen = lengths if window is None else lengths.clamp(max=window)
     return seen * (seen + 1) / 2 + (lengths - seen) * seen
 
@@ -279,12 +274,11 @@ def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
 def model_flops(config: PreTrainedConfig) -> ModelFlops:
     """Count the matrices of a causal language model."""
     policy = build_empty(config)
-    text_config: Any = config.get_text_config()
-    head: Any = policy.get_output_embeddings()
-    heads: int = text_config.num_attention_heads
-    size = head_size(config)
+    head = policy.get_output_embeddings()
+    assert head is not None
+    heads: int = config.get_text_config().num_attention_heads
     # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have sizes of their own.
-    sizes = [getattr(text_config, name, None) or size for name in ("qk_head_dim", "v_head_dim")]
+    sizes = [read_setting(config, name) or head_size(config) for name in ("qk_head_dim", "v_head_dim")]
     share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
     experts = sum(p.numel() for name, p in policy.named_parameters() if _is_expert(name))
     matrices = [
@@ -298,7 +292,7 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
         matrices=round(sum(p.numel() * (share if _is_expert(name) else 1) for name, p in matrices)),
         head=head.weight.numel(),
         pair=2 * heads * sum(sizes),
-        windows=_count_windows(text_config),
+        windows=_count_windows(config),
         active=round(sum(p.numel() for p in policy.parameters()) - experts * (1 - share)),
     )
 
@@ -308,9 +302,8 @@ def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def _count_windows(text_config: Any) -> tuple[tuple[int | None, int], ...]:
-    window: int | None = getattr(text_config, "sliding_window", None)
-    kinds = getattr(text_config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention"] * text_config.num_hidden_layers  # where there is a window, all layers have it
+def _count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
+    window: int | None = read_setting(config, "sliding_window")
+    # Where layers have no types, a window is that of all.
+    kinds = read_setting(config, "layer_types") or ["sliding_attention"] * config.get_text_config().num_hidden_layers
     return tuple(Counter(window if kind == "sliding_attention" else None for kind in kinds).items())

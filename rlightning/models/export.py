@@ -44,7 +44,7 @@ def save_policy(
     Args:
         policy: the model.
         tokenizer: goes into the same folder.
-        path: the folder; replaced if it is there. Rank 0's counts.
+        path: of the folder, which is replaced if it is there. Rank 0's counts.
         dtype: of the weights in the folder, but for buffers, which keep theirs; None is the policy's own.
         max_file_bytes: above it the weights are split over several files, as transformers does.
 
@@ -88,9 +88,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
 def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
     """Return the names of each file's weights, in their order, so that no file is larger than need be.
 
-    Args:
-        sizes: of each weight, in bytes.
-        max_bytes: of a file, unless a single weight is larger.
+    ``sizes`` are the weights' bytes; a single weight may be larger than ``max_bytes``.
     """
     files: list[list[str]] = [[]]
     num_bytes = 0

@@ -31,7 +31,7 @@ _ROWS = 4096
 
 
 def find_weights(model: str) -> dict[str, Path]:
-    """The safetensors file of each weight by its name there; empty if the model comes in another format.
+    """Return the safetensors file of each weight by its name there; nothing if the model comes in another format.
 
     As transformers does, it takes a single file before an index of several.
     """
@@ -57,11 +57,7 @@ def find_weights(model: str) -> dict[str, Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each weight by an index of several files.
-
-    Raises:
-        ValueError: if it is no such index.
-    """
+    """Return the file of each weight by an index of several files; a ValueError if it is no such index."""
     try:
         content = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -73,7 +69,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """A file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
+    """Return a file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
@@ -88,11 +84,7 @@ def find_file(model: str, name: str) -> Path | None:
 def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
     """Return the floating-point type that most of the stored numbers have, whatever config.json says.
 
-    Args:
-        files: from :func:`find_weights`.
-
-    Returns:
-        None if no number is stored in float64, float32, bfloat16 or float16.
+    None if no number in these files (:func:`find_weights`) is in float64, float32, bfloat16 or float16.
     """
     sizes: Counter[torch.dtype] = Counter()
     for path in sorted(set(files.values())):
@@ -123,10 +115,6 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
 
     Says how many stored layers are beyond those of config.json.
 
-    Args:
-        model: the folder.
-        config: its.
-
     Raises:
         ConfigError: if the output layer is missing, or is not the embedding where it should be.
     """
@@ -147,8 +135,7 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
 def check_export(model: str) -> None:
     """Compare a folder that SaveHF has written with its checksums, on rank 0; of other models nothing is known.
 
-    Raises:
-        ConfigError: names the first file that is missing, or not what was written.
+    The ConfigError names the first file that is missing, or not what was written.
     """
     try:
         verify_manifest(Path(model))
@@ -181,14 +168,6 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
     """Refuse an output layer of its own in files whose config.json says that it is the embedding.
 
     transformers would use the stored layer, a sharded policy and vLLM the embedding. An equal copy is no contradiction.
-
-    Args:
-        model: its name, for the error.
-        config: the model's.
-        files: from :func:`find_weights`.
-
-    Raises:
-        ConfigError: names both weights.
     """
     if not config.get_text_config().tie_word_embeddings:
         return
@@ -203,7 +182,7 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
 
 
 def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[int]) -> ConfigError:
-    """The error for a stored weight that does not fit config.json."""
+    """Return the error for a stored weight that does not fit config.json."""
     return ConfigError(
         f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it {list(shape)}. "
         "Use a folder whose files belong together."
@@ -211,7 +190,7 @@ def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[in
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:
-    """The error for an output layer that should be the embedding and is not."""
+    """Return the error for an output layer that should be the embedding and is not."""
     return ConfigError(
         f"model='{model}' says tie_word_embeddings=true in config.json, but its files hold '{head}' with other values "
         f"than '{embedding}': transformers would use it, and vLLM would not. Write tie_word_embeddings=false to train "

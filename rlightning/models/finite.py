@@ -11,14 +11,9 @@ from rlightning.parallel.sharding import local_tensor
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:
-    """Refuse weights of which some are NaN or infinite, on any rank; a collective.
+    """Refuse weights, whole or sharded, of which some are NaN or infinite on any rank; a collective.
 
-    Args:
-        weights: names and tensors of any device, whole or sharded.
-        consequence: a clause that begins the error.
-
-    Raises:
-        WeightError: on every rank; names the first of them.
+    The WeightError, which all ranks raise, begins with ``consequence``, a clause, and names the first of them.
     """
     own = next(iter(find_not_finite(weights)), None)
     found = [name for name in gather_objects(own, name="weights are finite") if name is not None]

@@ -31,7 +31,7 @@ code of its own for each of several ranges."""
 
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
-    """The blocks that a policy repeats."""
+    """Return the blocks that a policy repeats."""
     num_layers = policy.config.get_text_config().num_hidden_layers
     for module in policy.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -43,15 +43,9 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 
 
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
-    """Whether layers are to be compiled, and the sentence that says so in the log.
+    """Return whether layers are to be compiled, and the sentence that says so in the log.
 
-    Args:
-        wanted: as configured; None is where it pays, on CUDA.
-        device: that they run on.
-        tensor_parallel_size: ranks that split each layer.
-
-    Raises:
-        ConfigError: if it is wanted and cannot be.
+    A ConfigError if that is ``wanted`` and cannot be; None of it is where it pays, on CUDA.
     """
     obstacle = compiler_obstacle(device)
     if tensor_parallel_size > 1:
@@ -66,7 +60,7 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a device; None if it can."""
+    """Return why nothing can be compiled for a device; None if it can."""
     variable, names = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         return None
@@ -74,7 +68,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 
 def cache_folder() -> str:
-    """Where compiled code is kept for the next run; by torch's own default that is in TMPDIR, maybe a job's own."""
+    """Return where compiled code is kept; torch's own default is in TMPDIR, maybe a job's own."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -85,8 +79,7 @@ def cache_folder() -> str:
 def compile_layers(policy: PreTrainedModel) -> None:
     """Have each layer compiled when it runs first; before :func:`checkpoint_layers`.
 
-    Args:
-        policy: with packed attention; whole or sharded, on the meta device or a real one.
+    The policy has packed attention, and is whole or sharded, on the meta device or a real one.
     """
     cache_folder()
     # It would cut a layer's graph at the borders of DDP's buckets. Gradients are reduced between layers as it is.

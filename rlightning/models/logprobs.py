@@ -3,14 +3,25 @@
 Letters: ``T`` tokens.
 """
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from rlightning.models.attention import packed_inputs
+from rlightning.models.counts import read_setting
 from rlightning.models.output_layer import chunked_logprobs
 from rlightning.types import RolloutBatch
+
+
+@runtime_checkable
+class ShardedPolicy(Protocol):
+    """A policy of models/sharded_policy.py."""
+
+    def compute_packed_logprobs(
+        self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As the function below; FSDP gathers the weights that are used outside of forward() around it."""
 
 
 def packed_logprobs(
@@ -28,11 +39,8 @@ def packed_logprobs(
     Returns:
         [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled.
     """
-    if isinstance(model, FSDPModule):
-        # The same as a method, around which FSDP gathers the weights that are used outside of forward().
-        compute: Any = model.compute_packed_logprobs
-        values: tuple[Tensor, Tensor] = compute(batch, temperature, needs_entropy_grad)
-        return values
+    if isinstance(model, ShardedPolicy):
+        return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
     return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad)
 
 
@@ -40,15 +48,8 @@ def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
-    hidden: Tensor = model.base_model(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        cu_seq_lens_q=batch.cu_seqlens,
-        cu_seq_lens_k=batch.cu_seqlens,
-        max_length_q=batch.max_length,
-        max_length_k=batch.max_length,
-    ).last_hidden_state[0]
+    inputs = packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length)
+    hidden: Tensor = model.base_model(**inputs).last_hidden_state[0]
     asked = batch.sampled_index
     temperatures = batch.temperatures(temperature)
     # the hidden state before a token predicts it
@@ -57,7 +58,7 @@ def compute_packed_logprobs(
         model.get_output_embeddings().weight,
         batch.token_ids[asked],
         temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,
-        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
+        softcap=read_setting(model.config, "final_logit_softcapping"),
         needs_entropy_grad=needs_entropy_grad,
     )
     zeros = picked.new_zeros(batch.num_tokens)

@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -156,13 +157,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Squashed where there is a soft cap, and divided by the temperature, in float32.
-
-    Args:
-        logits: [C, V], or [C].
-        temperature: one for all, or [C].
-        softcap: see :func:`chunked_logprobs`.
-    """
+    """Return logits [C, V] or [C], squashed where there is a soft cap, and divided by the temperature, in float32."""
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -172,7 +167,7 @@ def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | N
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is to be known of each token's logits.
+    """Return what is to be known of each token's logits.
 
     Args:
         logits: [C, V].
@@ -198,13 +193,11 @@ def summarize_logits(
 
 
 def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is to be known of all logits, from what each rank knows of its part.
+    """Return what is to be known of all logits, each [M], from what each rank knows of its part.
 
     Args:
-        parts: [G, 3, M], of :func:`summarize_logits`.
-
-    Returns:
-        The same three, each [M]. An entropy is that of which part it will be, and then the part's own.
+        parts: [G, 3, M], of :func:`summarize_logits`. An entropy is that of which part it will be, and then the
+            part's own.
     """
     if len(parts) == 1:
         normalizer, picked, entropy = parts[0]
@@ -228,17 +221,8 @@ def differentiate_logits(
     """Put in the logits' place the gradient of what :func:`chunked_logprobs` makes of them.
 
     With p the softmax of the scaled logits x, that of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
-    ``-p[v] (log p[v] + H)``.
-
-    Args:
-        logits: [C, V].
-        targets: [C]; those outside of 0 to V - 1 are another rank's.
-        normalizer: [C], of all ranks' logits.
-        entropy: [C], of all ranks' logits.
-        grad_logprobs: [C], what comes back from the log-probabilities.
-        grad_entropy: [C], what comes back from the entropies, if they are differentiated.
-        temperature: one for all, or [C].
-        softcap: see :func:`chunked_logprobs`.
+    ``-p[v] (log p[v] + H)``. Arguments are [C], but for the logits [C, V]; normalizer and entropy are those of all
+    ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
     table = scaled - normalizer[:, None]
@@ -286,7 +270,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kernels(logits: Tensor) -> Any:
+def _kernels(logits: Tensor) -> ModuleType:
     """What has :func:`summarize_logits` and :func:`differentiate_logits` for such logits: Triton's, or this module."""
     if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels

@@ -58,11 +58,10 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """Read a model's tokenizer; ``trust_remote_code`` is that of :func:`load_config`.
 
-    Raises:
-        ConfigError: if there is none, or it needs code that is not trusted.
+    A ConfigError if there is none, or it needs code that is not trusted.
     """
     try:
-        tokenizer: Tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
     except (OSError, RecursionError, ValueError) as error:
@@ -126,14 +125,11 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold matrices that autocast casts in each forward in its dtype: the same results from half the memory.
+    """Hold matrices of a model that is not trained in the dtype of autocast, which casts them in each forward.
 
-    Those are the weights of linear layers and of the tokens' embedding (:func:`narrow_residuals`). What else there is,
-    such as norms and positions' embeddings, is computed in its own.
-
-    Args:
-        policy: that is not trained.
-        dtype: of autocast; that of the parameters changes nothing.
+    That gives the same results from half the memory. Those are the weights of linear layers and of the tokens'
+    embedding (:func:`narrow_residuals`). What else there is, such as norms and positions' embeddings, is computed in
+    its own.
     """
     embedding = policy.get_input_embeddings()
     cast: set[nn.Parameter] = set()
@@ -151,7 +147,7 @@ def narrow_residuals(policy: PreTrainedModel) -> None:
     They would in that of the embeddings, the masters' float32, which costs twice the memory and traffic between layers.
     """
 
-    def cast(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    def cast(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
         kind = embedded.device.type
         return embedded.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else embedded
 

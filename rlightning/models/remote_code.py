@@ -5,7 +5,7 @@ transformers would ask at the terminal in the middle of a run.
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlightning.errors import ConfigError
@@ -16,10 +16,6 @@ TRUST = "trust_remote_code"
 
 def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Read a model's configuration. Its own code, once trusted, is what all later loads of this process find.
-
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        trust_remote_code: whether code of the model's may run.
 
     Raises:
         ConfigError: it needs code of its own, which is not trusted.
@@ -36,17 +32,18 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
+def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read a model's tokenizer; see :func:`read_config`."""
-    return _load(AutoTokenizer, model, "tokenizer_config.json", trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer, model, "tokenizer_config.json", trust_remote_code)
+    return tokenizer
 
 
-def trusts_remote_code(module: Any) -> bool:
+def trusts_remote_code(module: object) -> bool:
     """Whether the policy may run code of its model's; one that says nothing of it may not."""
     return bool(getattr(module, TRUST, False))
 
 
-def _load(kind: Any, model: str, file: str, trust_remote_code: bool) -> Any:
+def _load(kind: type[AutoConfig] | type[AutoTokenizer], model: str, file: str, trust_remote_code: bool) -> Any:
     try:
         return kind.from_pretrained(model, trust_remote_code=trust_remote_code)
     except ValueError as error:

@@ -5,17 +5,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from rlightning.models.counts import read_setting
+
 
 def scaled_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of rotary positions that are scaled: one set, or one for each type of layer."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parameters = read_setting(config, "rope_parameters") or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [rope for rope in sets if rope.get("rope_type", "default") != "default"]
 
 
 def max_model_length(config: PreTrainedConfig) -> int:
     """Return the longest sequence, in tokens, whose positions mean the same to actor and engine in any pack."""
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = read_setting(config, "max_position_embeddings")
     return min([int(length) if length else 1 << 30, *_longrope_borders(config)])
 
 
@@ -32,7 +34,7 @@ def describe_longrope_gap(config: PreTrainedConfig) -> str | None:
     vLLM takes ``short_mscale`` from config.json, or computes the factor from the lengths (arXiv:2402.13753, section
     3.3). transformers takes ``attention_factor``, or computes it from ``factor`` or the lengths.
     """
-    positions: Any = config.get_text_config().max_position_embeddings
+    positions = read_setting(config, "max_position_embeddings")
     for rope in scaled_ropes(config):
         original = rope.get("original_max_position_embeddings")
         if rope["rope_type"] == "longrope" and original:

@@ -31,9 +31,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from rlightning.errors import ConfigError
-from rlightning.models.architecture import check_architecture, find_not_finite, not_finite
+from rlightning.models.architecture import check_architecture, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, other_shape
+from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
@@ -42,19 +43,13 @@ from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
 
+log = logging.getLogger(__name__)
+
 
 def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """As :func:`~rlightning.models.load_policy`, but of each weight a rank reads and holds its shard only.
 
-    All ranks have to call it.
-
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        sharding: over which ranks, and how.
-        dtype: of the parameters; float32 masters by default, whatever the folder holds.
-
-    Returns:
-        The policy, its weights there and on the device; parameters are DTensors.
+    All ranks have to call it. The policy's weights are there and on the device; its parameters are DTensors.
 
     Raises:
         ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences or be
@@ -125,18 +120,11 @@ def release_without_gradient(policy: nn.Module) -> None:
                 module.reshard()
 
 
-log = logging.getLogger(__name__)
-
-
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Compute anew what no file holds, such as the frequencies of rotary positions.
+    """Compute anew what no file holds, such as the frequencies of rotary positions, on ``device``.
 
-    transformers itself builds every model without memory first, so its classes know how to do this.
-
-    Args:
-        model: its name, for the error.
-        policy: with memory for its buffers, but nothing in it.
-        device: where buffers belong.
+    transformers itself builds every model without memory first, so its classes know how to do this. The policy has
+    memory for its buffers, but nothing in it.
     """
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -156,14 +144,10 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
 
 @torch.no_grad()
 def load_shards(model: str, policy: PreTrainedModel) -> None:
-    """Fill the policy's parameters and saved buffers. All ranks have to call it.
-
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        policy: with memory for its shards.
+    """Fill the policy's parameters and saved buffers, which have memory. All ranks have to call it.
 
     Raises:
-        ConfigError: if its weights are not all there, of other shapes or not finite, on every rank.
+        ConfigError: on every rank, if its weights are not all there, of other shapes or not finite.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)
@@ -229,7 +213,7 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor lies in the whole, along each dimension."""
+    """Return where this rank's part of a tensor lies in the whole, along each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     box = local_box(tensor)

@@ -1,6 +1,5 @@
 """Tensor parallelism: layers by the plan that transformers ships with a model, the vocabulary over all ranks."""
 
-import re
 from collections.abc import Callable
 
 from torch import nn
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
+from rlightning.models.counts import matches_plan, read_setting
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -31,20 +31,10 @@ _VOCABULARY = {"embedding_rowwise"}
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that cannot be cut into ``size`` parts.
-
-    Args:
-        model: its name, for the error.
-        config: read, with no weight loaded yet.
-        size: of a tensor-parallel group; 1 fits every model.
-
-    Raises:
-        ConfigError: says which rule is broken.
-    """
+    """Refuse a model that cannot be cut into ``size`` parts; the ConfigError says which rule is broken."""
     if size == 1:
         return
-    text_config = config.get_text_config()
-    plan = getattr(text_config, "base_model_tp_plan", None)
+    plan = read_setting(config, "base_model_tp_plan")
     way_out = "Use tensor_parallel_size=1."
     prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
     if not plan:
@@ -53,9 +43,9 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
     if unknown:
         style, name = unknown[0]
         raise ConfigError(f"{prefix} its plan asks for '{style}' of '{name}', which is not supported. {way_out}")
-    heads = text_config.num_attention_heads
+    heads = config.get_text_config().num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        count = getattr(text_config, name, None) or heads
+        count = read_setting(config, name) or heads
         if count % size:
             raise ConfigError(f"{prefix} its {name}={count} cannot be split over {size} ranks. Use a divisor of it.")
 
@@ -63,9 +53,8 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
 def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cut the policy's matrices over ``mesh``; parameters become DTensors, activations between layers stay whole.
 
-    Args:
-        policy: on the meta device, checked by :func:`check_tensor_parallel`.
-        mesh: of one dimension, this rank's tensor-parallel group.
+    The policy is on the meta device, checked by :func:`check_tensor_parallel`; the mesh has one dimension, this rank's
+    tensor-parallel group.
     """
     parallelize_module(policy.base_model, mesh, plan_styles(policy))
     cut_vocabulary(policy, mesh)
@@ -90,10 +79,9 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
-    """How each module that is to be cut is cut, by its name within the base model.
+    """Return how each module that is to be cut is cut, by its name within the base model.
 
-    Raises:
-        ConfigError: if the plan leaves something out that is between cut modules.
+    A ConfigError if the plan leaves something out that is between cut modules.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
@@ -101,7 +89,8 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
         name: _STYLES[style]()
         for pattern, style in plan.items()
         if style not in _VOCABULARY
-        for name in match_modules(policy.base_model, pattern)
+        for name, _ in policy.base_model.named_modules()
+        if matches_plan(name, pattern)
     }
     check_coverage(policy, set(styles))
     return styles
@@ -111,10 +100,7 @@ def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
     """Refuse parameters between cut layers that the plan leaves out, such as a norm of the heads.
 
     Each rank would use all of such a parameter on its part of the activations, and have a part of its gradient.
-
-    Args:
-        policy: whole still.
-        planned: names of the modules that are to be cut, within the base model.
+    ``planned`` are the names of the modules that are to be cut, within the base model.
     """
     parents = {name.rpartition(".")[0] for name in planned}
     for name, _ in policy.base_model.named_parameters():
@@ -124,9 +110,3 @@ def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
                 f"{type(policy).__name__} cannot be tensor parallel: its '{name}' works on parts of cut layers, and "
                 "transformers' plan does not say how. Use tensor_parallel_size=1."
             )
-
-
-def match_modules(model: nn.Module, pattern: str) -> list[str]:
-    """The modules that a plan's entry means: ``*`` stands for a layer's number."""
-    matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-    return [name for name, _ in model.named_modules() if matches(name)]

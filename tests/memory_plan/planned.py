@@ -6,7 +6,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 from rlightning.memory_plan.devices import read_device_memory
-from rlightning.memory_plan.work import Parallelism, RolloutMemory, Work
+from rlightning.memory_plan.work import Parallelism, RoleMemory, RolloutMemory, Work
 from rlightning.rollout.vllm.memory import EngineMemory, read_engine
 from rlightning.types.batch_plan import BatchPlan
 
@@ -45,7 +45,8 @@ def engine_of(
 def colocated(config: Qwen3Config, **engine: Any) -> Work:
     """A run with a reference model, and an engine beside it."""
     rollout = RolloutMemory(engine=engine_of(config, **engine))
-    return Work(config=config, reference=config, batch=TWO_PROMPTS, longest=1280, rollout=rollout)
+    reference = RoleMemory(name="reference", config=config)
+    return Work(config=config, others=(reference,), batch=TWO_PROMPTS, longest=1280, rollout=rollout)
 
 
 def with_engine(work: Work, **changes: Any) -> Work:

@@ -40,7 +40,7 @@ def test_they_are_suggested_before_further_devices() -> None:
     cases: list[tuple[str, OptimizerStates]] = [("30GB", "bfloat16"), ("26GB", "8bit")]
     for device, suggested in cases:
         memory = read_device_memory(device)
-        work = replace(colocated(MIDDLE), reference=None)
+        work = replace(colocated(MIDDLE), others=())
         [sentence, _] = advise(MemoryPlan(work, memory))
         assert f"set model.optimizer_states: {suggested}, with model.gradient_checkpointing: auto" in sentence
         batch = replace(work.batch, max_tokens_per_microbatch=work.longest)

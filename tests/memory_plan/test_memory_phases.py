@@ -18,12 +18,18 @@ from planned import (
 )
 from transformers import Qwen3Config
 
-from rlightning.memory_plan.advice import advise
+from rlightning.memory_plan.advice import advise, advise_engine
 from rlightning.memory_plan.devices import read_device_memory
-from rlightning.memory_plan.phases import ENGINE_CONTEXT_BYTES, FRESH_FRAGMENTATION, MemoryPlan, PhaseBytes
-from rlightning.memory_plan.report import format_plan
+from rlightning.memory_plan.phases import (
+    CONTEXT_BYTES,
+    ENGINE_CONTEXT_BYTES,
+    FRESH_FRAGMENTATION,
+    MemoryPlan,
+    PhaseBytes,
+)
+from rlightning.memory_plan.report import describe, describe_engine, format_plan
 from rlightning.memory_plan.trainer import TrainerMemory
-from rlightning.memory_plan.work import Parallelism, RolloutMemory, Work
+from rlightning.memory_plan.work import Parallelism, RoleMemory, RolloutMemory, Work
 from rlightning.parallel.device import GIB
 
 REFERENCE = {name: 2 * number / GIB for name, number in (("0.6B", 596_049_920), ("1.7B", 1_720_574_976))}
@@ -55,7 +61,7 @@ MEASURED = [
     (
         "1.7B, parameters offloaded",
         2.06,
-        lambda: offloading("optimizer_state", "parameters", "reference_model").generate().tensors / GIB,
+        lambda: offloading("optimizer_state", "parameters", "frozen_models").generate().tensors / GIB,
     ),
     (
         "1.7B, free while generating",
@@ -346,3 +352,40 @@ def test_larger_microbatches_take_more_and_checkpointing_less() -> None:
     sizes = [planned.update_of(tokens, 0).transient for tokens in (4096, 8192, 16384)]
     assert sizes == sorted(sizes)
     assert planned.update_of(16384, 28).transient < sizes[0]
+
+
+@pytest.mark.long
+def test_a_critic_counts_its_weights_moments_gradients_and_activations() -> None:
+    critic = RoleMemory(name="critic", config=MIDDLE, optimizer_states="8bit")
+    alone, beside = (
+        MemoryPlan(COLOCATED, H200),
+        MemoryPlan(replace(COLOCATED, others=(*COLOCATED.others, critic)), H200),
+    )
+    size, (before, after) = 1_720_574_976, (plan.update() for plan in (alone, beside))
+    assert after.parameters - before.parameters == after.gradients - before.gradients == 4 * size
+    assert after.optimizer_state - before.optimizer_state == int(2 * (1 + 4 / 128) * size)
+    assert after.frozen_models == before.frozen_models
+    own = TrainerMemory(replace(COLOCATED, config=MIDDLE))
+    assert after.activations - before.activations == int(own.activations(16384).kept)
+    frozen = MemoryPlan(replace(COLOCATED, others=(replace(critic, optimizer_states=None),)), H200)
+    assert frozen.update().frozen_models == 2 * size and frozen.update().parameters == before.parameters
+
+
+def test_a_role_without_a_config_is_named_as_not_counted() -> None:
+    unknown = RoleMemory(name="critic", config=None, optimizer_states="float32")
+    work = replace(FSDP_ALONE, others=(unknown,), gradient_checkpointing=True)
+    assert TrainerMemory(work).parameters() == TrainerMemory(FSDP_ALONE).parameters()
+    assert describe(MemoryPlan(work, H200)).endswith("gradient_checkpointing: true\nnot counted: critic")
+
+
+def test_a_sampler_in_the_trainers_process_takes_what_it_needs() -> None:
+    engine = replace(engine_of(SMALL, share=0.0), num_engines=0, kv_cache_bytes=20 * GIB)
+    plan = MemoryPlan(replace(COLOCATED, rollout=RolloutMemory(engine=engine, bucket_bytes=0)), H200)
+    assert plan.update().contexts == CONTEXT_BYTES and plan.update().weight_bucket == 0
+    assert plan.generate().kv_cache == 20 * GIB and advise_engine(plan) == []
+    small = replace(plan, device_memory=16 * GIB)
+    assert advise_engine(small) == [
+        f"Sampling needs {small.generate().total / GIB:.1f} GiB of 16.0 GiB: "
+        "lower rollout.max_sequences or rollout.max_new_tokens."
+    ]
+    assert "KV cache of 128 sequences of 1,280 tokens 20.0." in describe_engine(plan)

@@ -177,3 +177,16 @@ def test_the_command_needs_no_vllm_and_no_gpu(project: Path) -> None:
     assert done.stdout.splitlines()[-2:] == ["Everything fits.", "[] 0"]
     wrong = ("-m", "rlightning", "plan", "--config", "run.yaml", "--device-memory", "much")
     assert run_python(*wrong, folder=project, environment=environment(), exit_code=2).stderr.count("\n") == 1
+
+
+@pytest.mark.long
+def test_a_sampler_in_the_trainers_process_is_planned(project: Path) -> None:
+    options = ["--config", "run.yaml", "--device-memory", "H200", "--rollout", "TransformersRollout"]
+    text = plan([*options, "--rollout.max_new_tokens", "1024", "--rollout.max_sequences", "64"])
+    rows = {line[:22].strip(): line[22:].split() for line in text.splitlines()}
+    assert rows["GiB a rank"] == ["sync", "generate", "update"]
+    assert rows["CUDA contexts"] == ["0.60"] * 3 and "weight bucket" not in rows
+    # 128 sequences at most; prompts of 256 tokens begin with 32 groups of 8, so 64 rows are there at once
+    cache = 64 * 1280 * 2 * 28 * 8 * 128 * 2 / GIB
+    assert f"KV cache of 64 sequences of 1,280 tokens {cache:.1f}." in text
+    assert "gpu_memory_utilization" not in text

@@ -10,12 +10,16 @@ import torch
 from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
-from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, VLLMRollout
-from rlightning.cli.plan import parse_work
+from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, TransformersRollout, VLLMRollout
+from rlightning.cli.plan import parse_work, read_roles
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, read_run
 from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
+from rlightning.memory_plan.work import RoleMemory
+from rlightning.models.counts import cached_numbers, count_weights
+from rlightning.module.roles import ModelRole
 from rlightning.module.start_block import describe_memory
+from rlightning.optim.optimizer import AdamWSettings
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
 ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, "engine": {"max_num_seqs": 24}}
@@ -41,9 +45,11 @@ def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path:
     )
     expected, got = parse_work(["fit", "--config", str(tmp_path / "run.yaml")]), read_run(*run)
     assert expected.is_compiled and not got.is_compiled  # a plan is for CUDA
-    for name in ("config", "reference"):
-        assert getattr(got, name).to_dict() == getattr(expected, name).to_dict()
-    same = {"config": expected.config, "reference": expected.reference, "is_compiled": True}
+    (reference,), (planned,) = got.others, expected.others
+    assert reference.config is not None and planned.config is not None
+    assert got.config.to_dict() == expected.config.to_dict() == reference.config.to_dict() == planned.config.to_dict()
+    assert reference == replace(planned, config=reference.config)
+    same = {"config": expected.config, "others": expected.others, "is_compiled": True}
     assert replace(got, **same) == expected  # type: ignore[arg-type]
 
 
@@ -51,7 +57,7 @@ def test_parts_that_callbacks_move_each_step_are_planned_away(run: tuple[Any, An
     trainer, module = run
     trainer.callbacks += [MakeRoomForEngine(), OffloadDuringRollout(parameters=True)]
     work = read_run(trainer, module)
-    assert work.moved_each_step == {"optimizer_state", "parameters", "reference_model"} <= set(PhaseBytes.__slots__)
+    assert work.moved_each_step == {"optimizer_state", "parameters", "frozen_models"} <= set(PhaseBytes.__slots__)
     trainer.callbacks.pop()  # the other moves what an engine lacks, which the plan finds out by itself
     assert read_run(trainer, module).moved_each_step == set()
 
@@ -117,3 +123,40 @@ def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:
         2,
         "what they take is not known (GRPO has no plan of a step's batch)",
     )
+
+
+class CriticGRPO(GRPO):
+    """A critic of the actor's shape, which is counted, and one of its own, which is not."""
+
+    def configure_roles(self) -> dict[str, ModelRole]:
+        critic = ModelRole(
+            load=self.load_actor, optimizer=AdamWSettings(optimizer_states="8bit"), config=self.model_config
+        )
+        return super().configure_roles() | {"critic": critic, "judge": ModelRole(load=self.load_actor)}
+
+
+def test_a_run_plans_the_roles_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = CriticGRPO(save_model(tmp_path / "model"), rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
+    rollout = TransformersRollout(max_new_tokens=40, max_sequences=24)
+    work = read_run(bare_trainer(tmp_path, 3, rollout, precision="bf16-mixed"), module)
+    config = module.model_config
+    assert work.others == (
+        RoleMemory(name="reference", config=config),
+        RoleMemory(name="critic", config=config, optimizer_states="8bit"),
+        RoleMemory(name="judge", config=None),
+    )
+    engine = work.engine
+    assert engine is not None and engine.num_engines == 0 and engine.max_sequences == 24
+    numbers = cached_numbers(config) * config.get_text_config().num_hidden_layers
+    length = -(-work.longest // 64) * 64
+    # 8 prompts of 1,024 tokens begin with 4 samples each: all 24 sequences at once
+    assert engine.kv_cache_bytes == 24 * length * 2 * numbers
+    assert engine.weights == 2 * count_weights(config).total
+    assert MemoryPlan(work, 1 << 40).sync().weight_bucket == 0
+
+
+def test_plan_of_a_configuration_names_roles_that_it_cannot_count() -> None:
+    arguments = {"model": "m", "kl_coef": 0.0}
+    assert list(read_roles(GRPO, arguments)) == []
+    (role,) = read_roles(CriticGRPO, arguments)
+    assert (role.name, role.config) == ("what CriticGRPO.configure_roles() adds", None)

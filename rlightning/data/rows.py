@@ -1,0 +1,174 @@
+"""Rows that are not one list in memory: each is made when it is asked for, and a digest stands for all of them.
+
+What is on disk is memory-mapped, so that all processes of a host share its pages.
+"""
+
+import bisect
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from rlightning.data.cache import cached_folder
+from rlightning.data.digests import digest_rows, digest_texts
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import Dataset
+
+Row = dict[str, Any]
+"""Values by column, whatever a file holds."""
+T = TypeVar("T")
+_VERSION = 2  # of what is written; files of another are not read
+
+
+class LazySequence(Sequence[T]):
+    """A sequence whose items are made when they are asked for."""
+
+    @abstractmethod
+    def read(self, places: range) -> Sequence[T]:
+        """Return the items at these places, which are there."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return self.read(range(len(self))[index])
+        place = range(len(self))[index]
+        return self.read(range(place, place + 1))[0]
+
+
+class StoredRows(LazySequence[Row]):
+    """Rows that are known by a digest, so that their tokens can stay on disk.
+
+    Attributes:
+        digest: of the content.
+        columns: that every row has.
+    """
+
+    digest: str
+    columns: set[str]
+
+
+class ArrowRows(StoredRows):
+    """A table of ``datasets``; with ``is_json`` its column ``row`` holds rows as JSON.
+
+    JSON holds what columns of one type each could not.
+    """
+
+    def __init__(self, dataset: "Dataset", *, digest: str, columns: Iterable[str], is_json: bool = False) -> None:
+        self._dataset = dataset.with_format("arrow")
+        self.digest, self.columns = digest, set(columns)
+        self._is_json = is_json
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, places: range) -> list[Row]:
+        """See :meth:`LazySequence.read`."""
+        rows: list[Row] = self._dataset[places].to_pylist()
+        return [json.loads(row["row"]) for row in rows] if self._is_json else rows
+
+
+class HeldRows(StoredRows):
+    """A long list of rows in this process's memory, which is not copied."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self.digest, self.columns = digest_rows(rows), common_columns(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, places: range) -> Sequence[Row]:
+        """See :meth:`LazySequence.read`."""
+        return self._rows[places.start : places.stop : places.step]
+
+
+class JoinedRows(StoredRows):
+    """The rows of several files, one after the other, each as it was read."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
+        self._parts = parts
+        self.ends = list(accumulate(map(len, parts)))
+        self.columns = set.intersection(*map(common_columns, parts))
+        self.digest = digest_texts(part.digest if isinstance(part, StoredRows) else digest_rows(part) for part in parts)
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def read(self, places: range) -> list[Row]:
+        """See :meth:`LazySequence.read`."""
+        if places.step != 1:
+            return [self[place] for place in places]
+        rows: list[Row] = []
+        for part, end in zip(self._parts, self.ends, strict=True):
+            begin = end - len(part)
+            if begin < places.stop and places.start < end:
+                rows += part[max(places.start - begin, 0) : places.stop - begin]
+        return rows
+
+
+def common_columns(rows: Sequence[Row]) -> set[str]:
+    """Return the columns that every row has."""
+    return rows.columns if isinstance(rows, StoredRows) else set(rows[0]).intersection(*rows)
+
+
+def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
+    """Return in which of several parts a row stands, and where in it.
+
+    ``ends`` are the numbers of rows up to the end of each part; ``row`` is counted from 0 over all parts.
+    """
+    part = bisect.bisect_right(ends, row)
+    return part, row - (ends[part - 1] if part else 0)
+
+
+def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) -> tuple[ArrowRows, Sequence[int]]:
+    """Write rows of any types into a file of the cache, unless it is there; return them and their places.
+
+    Args:
+        numbered: the rows, each after its place in its file.
+        parts: what the rows follow from.
+    """
+    from datasets import Dataset, Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    def build(folder: Path) -> None:
+        columns: set[str] | None = None
+        features = Features({"row": Value("binary"), "place": Value("int64")})
+        with ArrowWriter(path=str(folder / "rows.arrow"), features=features, writer_batch_size=1000) as writer:
+            for place, row in numbered:
+                columns = set(row) if columns is None else columns & row.keys()
+                writer.write({"row": json.dumps(row).encode(), "place": place})
+            writer.finalize()
+        (folder / "columns.json").write_text(json.dumps(sorted(columns or ())))
+
+    folder = cached_folder({"kind": "rows", "version": _VERSION, **parts}, build)
+    dataset, columns = Dataset.from_file(str(folder / "rows.arrow")), json.loads((folder / "columns.json").read_text())
+    rows = ArrowRows(dataset.select_columns("row"), digest=folder.name, columns=columns, is_json=True)
+    places: Sequence[int] = dataset.with_format("numpy")["place"][:]
+    return rows, places
+
+
+def write_batches(
+    batches: "Iterable[pyarrow.RecordBatch]", schema: "pyarrow.Schema", parts: dict[str, Any]
+) -> ArrowRows:
+    """Write record batches of pyarrow into a file of the cache, unless it is there."""
+    import datasets
+    import pyarrow
+
+    def build(folder: Path) -> None:
+        path = str(folder / "rows.arrow")
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+
+    folder = cached_folder({"kind": "batches", "version": _VERSION, **parts}, build)
+    dataset = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+    return ArrowRows(dataset, digest=folder.name, columns=schema.names)
