@@ -1,0 +1,232 @@
+"""What callbacks ask of a training loop and of a module, each capability a protocol.
+
+Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a loop of the user's have different ones, and
+so have RLModule and a plain network. Hooks take any loop and any module, and :func:`has` tells what it can do::
+
+    if has(trainer, CountsSteps):
+        step = trainer.global_step
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import lightning.fabric
+    import lightning.pytorch
+    from _typeshed import DataclassInstance
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from typing_extensions import TypeIs
+
+    from rlightning.types import Prompt
+    from rlightning.types.batch_plan import BatchPlan
+
+P = TypeVar("P")
+
+
+def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
+    """Return whether an object has all members of a protocol, those of its ``__getattr__`` included."""
+    return all(hasattr(owner, name) for name in dir(protocol) if not name.startswith("_"))
+
+
+class CallsHooks(Protocol):
+    """A loop that has callbacks: what :func:`rlightning.hooks.fire` needs."""
+
+    @property
+    def callbacks(self) -> Sequence[object]:
+        """What gets the hooks, in this order."""
+
+
+Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHooks"
+"""Whatever drives a run. Lightning's Trainer has ``callbacks`` too, which its types do not say."""
+
+# Of a loop
+
+
+class CountsSteps(Protocol):
+    """A loop that counts."""
+
+    @property
+    def global_step(self) -> int:
+        """Finished rollout steps."""
+
+
+class HasFolder(Protocol):
+    """A loop with a folder of the run."""
+
+    @property
+    def default_root_dir(self) -> str | Path | None:
+        """The folder; None is the working directory."""
+
+
+class HasLoggers(Protocol):
+    """A loop with loggers."""
+
+    @property
+    def loggers(self) -> Sequence[object]:
+        """Lightning's loggers, or other objects."""
+
+
+class HasMetrics(CountsSteps, Protocol):
+    """A loop that counts, and collects what the module logs."""
+
+    @property
+    def callback_metrics(self) -> "Mapping[str, Tensor]":
+        """The newest value of each metric."""
+
+
+class HasStrategy(Protocol):
+    """A loop of Lightning's."""
+
+    @property
+    def strategy(self) -> object:
+        """Of Lightning or Fabric."""
+
+
+class HasAccelerator(Protocol):
+    """A loop on accelerate, such as transformers' Trainer."""
+
+    @property
+    def accelerator(self) -> object:
+        """Of accelerate."""
+
+
+class HasData(Protocol):
+    """A loop that may have a data module."""
+
+    @property
+    def datamodule(self) -> object:
+        """The data module, or None."""
+
+
+class HasOptimizers(Protocol):
+    """A loop with several optimizers."""
+
+    @property
+    def optimizers(self) -> "Sequence[Optimizer]":
+        """Of torch, or wrappers of Lightning's, Fabric's or accelerate's around them."""
+
+
+class HasOptimizer(Protocol):
+    """A loop with one optimizer."""
+
+    @property
+    def optimizer(self) -> "Optimizer | None":
+        """As in :class:`HasOptimizers`."""
+
+
+# Of a data module
+
+
+class HasPredictPrompts(Protocol):
+    """A data module whose prompts of a prediction are known."""
+
+    @property
+    def predict_prompts(self) -> "Sequence[Prompt] | None":
+        """All of them, over all ranks; None where they have not been read."""
+
+
+class LeavesOutPrompts(Protocol):
+    """A data module that can leave out prompts."""
+
+    def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None:
+        """Leave out prompts of a prediction that are done already."""
+
+
+# Of a module
+
+
+class Generates(Protocol):
+    """A module that may train on the data's own completions."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether training samples completions."""
+
+
+class TensorParallel(Protocol):
+    """A module whose neighbouring ranks share one batch."""
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Of this process among them."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """How many they are."""
+
+
+class HasModel(Protocol):
+    """A module that knows where its model came from."""
+
+    @property
+    def model_path(self) -> str:
+        """A folder, or a name on the hub."""
+
+
+class HasSampling(Protocol):
+    """A module that says how its completions are sampled."""
+
+    @property
+    def sampling(self) -> "DataclassInstance":
+        """The sampler's options."""
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of each prompt."""
+
+
+class HasConfig(Protocol):
+    """A module whose network's configuration is known."""
+
+    @property
+    def model_config(self) -> object:
+        """Of transformers."""
+
+
+class HasPlan(Protocol):
+    """A module that has a plan of a step."""
+
+    @property
+    def plan(self) -> "BatchPlan":
+        """How many of what a step has."""
+
+
+class HasRoles(Protocol):
+    """A module of several models."""
+
+    @property
+    def roles(self) -> Mapping[str, object]:
+        """Each with ``parameters()``, by name."""
+
+
+class SumsOverRanks(Protocol):
+    """A module that adds up over ranks."""
+
+    def world_sum(self, values: "Tensor") -> "Tensor":
+        """Sum over all ranks."""
+
+
+class LogsMetrics(Protocol):
+    """A module that logs."""
+
+    def log_dict(self, metrics: Mapping[str, float], /) -> None:
+        """Log each by its name."""
+
+
+class SavesHF(Protocol):
+    """A module that can be exported."""
+
+    def save_hf(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+
+
+def generates(module: object) -> bool:
+    """Return whether training samples completions, so that an engine is needed; a module that does not say so does."""
+    return module.generates if has(module, Generates) else True
+
+
+def callbacks_of(loop: object) -> Sequence[object]:
+    """Return a loop's callbacks; none of one that has none."""
+    return loop.callbacks if has(loop, CallsHooks) else ()
