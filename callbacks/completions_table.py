@@ -16,7 +16,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
 from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
-from rlightning.protocols import CountsSteps, HasLoggers, Loop, TensorParallel, generates, has
+from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, generates, has
 from rlightning.report.trajectories import (
     merge_tables,
     spread_by_reward,
@@ -124,7 +124,7 @@ class CompletionsTable(RunCallback):
         if not generates(module):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
-        if has(module, TensorParallel) and module.tensor_parallel_rank > 0:
+        if has(module, HasTensorParallelRank) and module.tensor_parallel_rank > 0:
             self._pending = None
             return
         self._pending = (step, batch)

@@ -71,7 +71,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
     def _wait(self) -> None:
         platform.synchronize(self._device)
 
-    def _go_before(self, owner: Any, name: str) -> None:
+    def _go_before(self, owner: object, name: str) -> None:
         """Have ``owner.name(...)`` wait first, until ``teardown``."""
         barrier = getattr(owner, name)
         if getattr(barrier, "waits_for_device", False):

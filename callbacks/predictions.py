@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_outputs, check_repeated
 from rlightning.parallel.collectives import any_rank, num_ranks_in, rank_in
 from rlightning.protocols import (
+    HasCheckpoint,
     HasData,
+    HasGroupSize,
     HasModel,
     HasPredictPrompts,
     HasSampling,
@@ -204,8 +204,8 @@ def sampling_settings(trainer: Loop, module: object, data: object) -> dict[str, 
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {
         "model.model": module.model_path if has(module, HasModel) else None,
-        "model.samples_per_prompt": module.samples_per_prompt if has(module, HasSampling) else None,
-        "ckpt_path": trainer.ckpt_path if isinstance(trainer, Trainer) else None,
+        "model.samples_per_prompt": module.samples_per_prompt if has(module, HasGroupSize) else None,
+        "ckpt_path": trainer.ckpt_path if has(trainer, HasCheckpoint) else None,
         "the number of prompts": None if prompts is None else len(prompts),
         **{f"rollout.{name}": value for name, value in sampling.items()},
     }

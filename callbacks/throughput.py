@@ -13,7 +13,7 @@ from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
-from rlightning.protocols import HasConfig, HasPlan, LogsMetrics, Loop, TensorParallel, has
+from rlightning.protocols import HasConfig, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
 from rlightning.types import RolloutBatch
 
 _GIB = 2**30
@@ -97,7 +97,7 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
     if not has(module, HasConfig) or not isinstance(module.model_config, PreTrainedConfig):
         return 0.0
     epochs = module.plan.epochs_per_rollout if has(module, HasPlan) else 1
-    num_ranks = module.tensor_parallel_size if has(module, TensorParallel) else 1
+    num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
     return float(sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths).sum()) * epochs / num_ranks
 
 

@@ -154,7 +154,7 @@ def ending_at_once() -> Iterator[None]:
         yield
         return
 
-    def stop(signum: int, frame: Any) -> None:
+    def stop(signum: int, frame: object) -> None:
         if not is_other_rank():
             os.write(sys.stderr.fileno(), b"interrupted\n")
         os._exit(INTERRUPTED)

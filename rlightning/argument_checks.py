@@ -4,7 +4,7 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -46,7 +46,7 @@ def checked(kind: Kind) -> Kind:
     init = kind.__init__  # type: ignore[misc]
 
     @wraps(init)
-    def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def check_and_init(self: object, *args: Any, **kwargs: Any) -> None:
         check_arguments(kind, args, kwargs)
         init(self, *args, **kwargs)
 
@@ -148,7 +148,7 @@ def is_taken_otherwise(kind: type, name: str) -> bool:
     return False
 
 
-def check_value(kind: str, name: str, value: object, hint: Any) -> None:
+def check_value(kind: str, name: str, value: object, hint: object) -> None:
     """Refuse a value that is not of a type hint. Numbers are what they are: neither 4.0 nor "4" is an int.
 
     Args:
@@ -167,7 +167,7 @@ def check_value(kind: str, name: str, value: object, hint: Any) -> None:
         raise ConfigError(f"{given}: {_describe(reasons)}. {_way_out(value, hint)}".rstrip())
 
 
-def _find_reasons(value: object, hint: Any) -> list[str]:
+def _find_reasons(value: object, hint: object) -> list[str]:
     """Pydantic's messages about a value; none if it is of the type."""
     import pydantic  # a tenth of a second
 
@@ -184,7 +184,7 @@ def _find_reasons(value: object, hint: Any) -> list[str]:
     return reasons
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Whether a value is known to be of a type."""
     return _find_validator(hint) is not None and not _find_reasons(value, hint)
 
@@ -208,7 +208,7 @@ def _describe(reasons: list[str]) -> str:
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
-def _find_validator(hint: Any) -> Any:
+def _find_validator(hint: object) -> Any:
     """What checks a value of a type hint, as the one item of a tuple: a dataclass alone would take no settings."""
     if hint in (None, inspect.Parameter.empty):
         return None
@@ -219,19 +219,19 @@ def _find_validator(hint: Any) -> Any:
 
 
 @cache
-def _make_validator(hint: Any) -> Any:
+def _make_validator(hint: object) -> Any:
     import pydantic
     import pydantic_core
 
     config: Any = {"strict": True, "arbitrary_types_allowed": True}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        adapter = pydantic.TypeAdapter(tuple[hint], config=config)
+        adapter = pydantic.TypeAdapter(tuple[hint], config=config)  # type: ignore[valid-type]
     complete = adapter.pydantic_complete
     return pydantic_core.SchemaValidator(_relax(adapter.core_schema), {"strict": True}) if complete else None
 
 
-def _relax(schema: Any) -> Any:
+def _relax(schema: object) -> Any:
     """Pydantic's schema of a type, which takes the kinds in _RELAXED in the other spellings of them, too."""
     if isinstance(schema, list):
         return [_relax(part) for part in schema]
@@ -256,12 +256,12 @@ def _inits(kind: type) -> Iterator[Any]:
     yield from (init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__")))
 
 
-def _own_positional_names(init: Any) -> list[str]:
+def _own_positional_names(init: Callable[..., object]) -> list[str]:
     parameters = list(inspect.signature(init).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _has(init: Any, kind: Any) -> bool:
+def _has(init: Callable[..., object], kind: object) -> bool:
     """Whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
     return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
 
@@ -289,7 +289,7 @@ def _too_many(kind: type, number: int, args: tuple[Any, ...], name: str | None) 
     return f"{kind.__name__} takes {takes} by position, not {len(args)}. {way_out}"
 
 
-def _way_out(value: object, hint: Any) -> str:
+def _way_out(value: object, hint: object) -> str:
     """A sentence about what to write instead, where that is known."""
     for number in _near_numbers(to_number(value)):
         if not _find_reasons(number, hint):

@@ -92,6 +92,14 @@ class HasAccelerator(Protocol):
         """Of accelerate."""
 
 
+class HasCheckpoint(Protocol):
+    """A loop that goes on from a checkpoint."""
+
+    @property
+    def ckpt_path(self) -> str | Path | None:
+        """The checkpoint, if there is one."""
+
+
 class HasData(Protocol):
     """A loop that may have a data module."""
 
@@ -145,16 +153,20 @@ class Generates(Protocol):
         """Whether training samples completions."""
 
 
-class TensorParallel(Protocol):
+class HasTensorParallelRank(Protocol):
     """A module whose neighbouring ranks share one batch."""
 
     @property
     def tensor_parallel_rank(self) -> int:
         """Of this process among them."""
 
+
+class HasTensorParallelSize(Protocol):
+    """A module that neighbouring ranks compute together."""
+
     @property
     def tensor_parallel_size(self) -> int:
-        """How many they are."""
+        """How many ranks they are."""
 
 
 class HasModel(Protocol):
@@ -171,6 +183,10 @@ class HasSampling(Protocol):
     @property
     def sampling(self) -> "DataclassInstance":
         """The sampler's options."""
+
+
+class HasGroupSize(Protocol):
+    """A module that says how large groups are."""
 
     @property
     def samples_per_prompt(self) -> int:

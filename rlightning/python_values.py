@@ -1,5 +1,6 @@
 """Python's own values in place of what NumPy and torch have for numbers, alone and in lists, tuples and mappings."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,19 @@ def to_number(value: Any) -> Any:
     return value.item() if has_number else value
 
 
-def to_python(value: Any) -> Any:
+def to_python(value: object) -> Any:
     """Return numbers and lists in place of NumPy's numbers and of arrays and tensors; all else as it is."""
     return map_items(_to_list, value)
 
 
 def map_items(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to the items of lists, tuples and mappings at any depth."""
+    """Apply a function to a value, or to the items of lists, tuples, mappings and namespaces at any depth."""
     if type(value) in (list, tuple):
         return type(value)(map_items(convert, item) for item in value)
     if type(value) is dict:
         return {name: map_items(convert, item) for name, item in value.items()}
+    if isinstance(value, Namespace):
+        return type(value)(**{name: map_items(convert, item) for name, item in vars(value).items()})
     return convert(value)
 
 

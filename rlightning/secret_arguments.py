@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import hide, without_secrets
+from rlightning.python_values import map_items
 
 REFERENCE = re.compile(r"\$\{ENV:(\w+)\}")
 
@@ -53,7 +54,7 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _OTHER.search(words)
 
 
-def mask_secrets(config: Any) -> tuple[Any, dict[str, str]]:
+def mask_secrets(config: object) -> tuple[Any, dict[str, str]]:
     """Replace the secrets of a configuration by references to environment variables, such as ``${ENV:API_KEY}``.
 
     What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
@@ -101,7 +102,7 @@ def conceal(value: Any) -> Any:
     return type(value)(map(conceal, value)) if type(value) in (list, tuple) else value
 
 
-def check_references(config: Any, known: Mapping[str, str]) -> None:
+def check_references(config: object, known: Mapping[str, str]) -> None:
     """Raise if a configuration refers to a variable that is neither set nor known.
 
     Args:
@@ -116,7 +117,7 @@ def check_references(config: Any, known: Mapping[str, str]) -> None:
             _read_variable(found[1], key, known)
 
 
-def resolve_secrets(value: Any, where: str, known: Mapping[str, str] | None = None) -> Any:
+def resolve_secrets(value: object, where: str, known: Mapping[str, str] | None = None) -> Any:
     """Return a value with environment variables in place of each ``${ENV:NAME}`` in it.
 
     Args:
@@ -131,13 +132,7 @@ def resolve_secrets(value: Any, where: str, known: Mapping[str, str] | None = No
     def read(found: "re.Match[str]") -> str:
         return _read_variable(found[1], where, known or {})
 
-    if isinstance(value, str):
-        return REFERENCE.sub(read, value)
-    if isinstance(value, Namespace):
-        return Namespace({name: resolve_secrets(inner, where, known) for name, inner in vars(value).items()})
-    if type(value) is dict:
-        return {name: resolve_secrets(inner, where, known) for name, inner in value.items()}
-    return type(value)(resolve_secrets(v, where, known) for v in value) if type(value) in (list, tuple) else value
+    return map_items(lambda one: REFERENCE.sub(read, one) if isinstance(one, str) else one, value)
 
 
 def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
@@ -148,7 +143,9 @@ def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
     return value
 
 
-def _replace(value: Any, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = "") -> Any:
+def _replace(
+    value: object, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = ""
+) -> Any:
     """Return a value with what ``give`` returns in place of each secret.
 
     Args:
@@ -202,7 +199,7 @@ def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
         number += 1
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the texts of a configuration, each after its key."""
     if isinstance(value, str):
         yield key, value

@@ -16,9 +16,11 @@ from rlightning.protocols import (
     CallsHooks,
     CountsSteps,
     Generates,
+    HasCheckpoint,
     HasConfig,
     HasData,
     HasFolder,
+    HasGroupSize,
     HasLoggers,
     HasMetrics,
     HasModel,
@@ -28,11 +30,12 @@ from rlightning.protocols import (
     HasRoles,
     HasSampling,
     HasStrategy,
+    HasTensorParallelRank,
+    HasTensorParallelSize,
     LogsMetrics,
     Loop,
     SavesHF,
     SumsOverRanks,
-    TensorParallel,
     callbacks_of,
     generates,
     has,
@@ -40,9 +43,11 @@ from rlightning.protocols import (
 from rlightning.transformers_adapter import TransformersAdapter
 
 
-def of_lightning(trainer: LightningTrainer) -> tuple[Loop, HasMetrics, HasFolder, HasStrategy, HasOptimizers]:
+def of_lightning(
+    trainer: LightningTrainer,
+) -> tuple[Loop, HasMetrics, HasFolder, HasStrategy, HasOptimizers, HasCheckpoint]:
     """What the types of Lightning's Trainer say."""
-    return trainer, trainer, trainer, trainer, trainer
+    return trainer, trainer, trainer, trainer, trainer, trainer
 
 
 def of_fabric(fabric: Fabric) -> tuple[Loop, HasLoggers, HasStrategy]:
@@ -60,13 +65,14 @@ def of_transformers(adapter: TransformersAdapter) -> tuple[Loop, CallsHooks, Cou
     return adapter, adapter, adapter, adapter, adapter
 
 
-def of_algorithm(
-    module: GRPO,
-) -> tuple[
-    Generates, TensorParallel, HasModel, HasSampling, HasPlan, HasRoles, HasConfig, SumsOverRanks, SavesHF, LogsMetrics
-]:
-    """What the types of an algorithm say."""
-    return module, module, module, module, module, module, module, module, module, module
+def of_algorithm(module: GRPO) -> tuple[Generates, HasModel, HasSampling, HasGroupSize, HasPlan, HasRoles, HasConfig]:
+    """What the types of an algorithm say of its settings."""
+    return module, module, module, module, module, module, module
+
+
+def of_ranks(module: GRPO) -> tuple[HasTensorParallelRank, HasTensorParallelSize, SumsOverRanks, SavesHF, LogsMetrics]:
+    """What the types of an algorithm say of its ranks, and what it can do."""
+    return module, module, module, module, module
 
 
 def test_has_lightning_trainer(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def set_environment(rollout: Any, environment: Any) -> None:
+def set_environment(rollout: object, environment: object) -> None:
     """Give the rollout callback the environment that has a section of its own.
 
     Raises:
@@ -342,7 +342,7 @@ def command_to_go_on(args: list[str], folder: str) -> str:
     return without_secrets(shlex.join(["rlightning", *kept, "--ckpt_path", "last"]))
 
 
-def expand_home(values: Any) -> Any:
+def expand_home(values: object) -> Any:
     """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values

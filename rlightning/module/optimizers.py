@@ -41,13 +41,13 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     return configure
 
 
-def check_form(found: Any) -> None:
+def check_form(found: object) -> None:
     """Refuse what is none of Lightning's forms; None stands for no optimizer.
 
     Raises:
         ConfigError: names what is wrong, and the forms.
     """
-    entries = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    entries: list[Any] = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
     if len(entries) == 2 and isinstance(entries[0], list):
         optimizers, schedules = entries
         schedules = schedules if isinstance(schedules, list | tuple) else [schedules]
@@ -188,7 +188,7 @@ def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str
         )
 
 
-def listed(found: Any) -> list[Any]:
+def listed(found: object) -> list[Any]:
     """Return as a list what Lightning gives bare where there is one: ``module.optimizers()``."""
     return list(found) if isinstance(found, list | tuple) else [found]
 

@@ -58,7 +58,7 @@ class SavedModule(PromptBatchModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls,
         checkpoint_path: str | Path,
-        map_location: Any = "cpu",
+        map_location: object = "cpu",
         *,
         strict: bool = True,
         weights_only: bool | None = None,

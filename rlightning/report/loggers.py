@@ -64,7 +64,7 @@ class _Tolerant(Logger):
         """See Logger."""
         self._attempt(super().log_graph, *args, **kwargs)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
         """See Logger."""
         self._attempt(super().after_save_checkpoint, checkpoint_callback)
 

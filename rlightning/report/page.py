@@ -211,7 +211,7 @@ def _written(text: str) -> str:
     return escape(visible(text))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         return number(value)
     return "none" if value is None else str(value)

@@ -228,7 +228,7 @@ def pickle_named(path: str) -> bytes:
     return pickle.dumps(_Named(path))
 
 
-def pickle_function(function: Any) -> Pickled:
+def pickle_function(function: object) -> Pickled:
     """Pickle a function, or its arguments; where that is impossible, name the modules that were met before."""
     file = io.BytesIO()
     pickler = _ModulePickler(file)
@@ -248,7 +248,7 @@ class _ModulePickler(pickle.Pickler):
         super().__init__(file)
         self.modules: set[str] = set()
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """See pickle.Pickler: called for what is no plain value; this leaves the work to pickle."""
         module = getattr(value, "__module__", None)
         if isinstance(module, str):

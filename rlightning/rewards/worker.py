@@ -65,7 +65,7 @@ class Setup(NamedTuple):
     search_path: list[str]
 
 
-def to_number(value: Any) -> float | None:
+def to_number(value: object) -> float | None:
     """Return a reward as a float; None stays None.
 
     Raises:

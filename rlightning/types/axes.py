@@ -10,12 +10,17 @@ tensor, a dictionary of tensors, a list, or None. Fields without an axis stay as
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Dataclass = DataclassInstance | type[DataclassInstance]
 
 Axis = Literal["T", "N", "M", "G"]
 Batch = TypeVar("Batch", bound=Any)
@@ -47,7 +52,7 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
     return {KEY: AxisOf(name, fill)}
 
 
-def axis_fields(batch: Any) -> list[tuple["Field[Any]", AxisOf]]:
+def axis_fields(batch: "Dataclass") -> list[tuple["Field[Any]", AxisOf]]:
     """Return the fields of a batch, or of its class, that have an axis."""
     return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
 
@@ -60,7 +65,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
         entries: by axis, which ones in which order: indices, or runs.
     """
 
-    def take(value: Any, chosen: Tensor | Runs) -> Any:
+    def take(value: list[object] | Tensor, chosen: Tensor | Runs) -> Any:
         if isinstance(value, list):
             return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
         if isinstance(chosen, Tensor):
@@ -128,7 +133,7 @@ def pad(batch: Batch, one: Batch) -> Batch:
     return replace(one, **filled)
 
 
-def check(batch: Any, sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
+def check(batch: "Dataclass", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
     """Make tensors of what a field was set to, and refuse another length than the axis'.
 
     Args:
@@ -162,7 +167,7 @@ def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
     return replace(batch, **{name: [] for name in lists}), lists
 
 
-def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Any], Any], value: object) -> Any:
     """Return what ``change`` makes of a field's tensors, or of its list; None stays None."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
