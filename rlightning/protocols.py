@@ -34,8 +34,7 @@ class CallsHooks(Protocol):
     """A loop that has callbacks: what :func:`rlightning.hooks.fire` needs."""
 
     @property
-    def callbacks(self) -> Sequence[object]:
-        """What gets the hooks, in this order."""
+    def callbacks(self) -> Sequence[object]: ...
 
 
 Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHooks"
@@ -45,83 +44,73 @@ Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHo
 
 
 class CountsSteps(Protocol):
-    """A loop that counts."""
+    """A loop with the number of finished rollout steps."""
 
     @property
-    def global_step(self) -> int:
-        """Finished rollout steps."""
+    def global_step(self) -> int: ...
 
 
 class HasFolder(Protocol):
-    """A loop with a folder of the run."""
+    """A loop with the folder of the run."""
 
     @property
-    def default_root_dir(self) -> str | Path | None:
-        """The folder; None is the working directory."""
+    def default_root_dir(self) -> str | Path | None: ...
 
 
 class HasLoggers(Protocol):
-    """A loop with loggers."""
+    """A loop with loggers, of Lightning or others."""
 
     @property
-    def loggers(self) -> Sequence[object]:
-        """Lightning's loggers, or other objects."""
+    def loggers(self) -> Sequence[object]: ...
 
 
 class HasMetrics(CountsSteps, Protocol):
-    """A loop that counts, and collects what the module logs."""
+    """A loop that has the newest value of each metric."""
 
     @property
-    def callback_metrics(self) -> "Mapping[str, Tensor]":
-        """The newest value of each metric."""
+    def callback_metrics(self) -> "Mapping[str, Tensor]": ...
 
 
 class HasStrategy(Protocol):
     """A loop of Lightning's."""
 
     @property
-    def strategy(self) -> object:
-        """Of Lightning or Fabric."""
+    def strategy(self) -> object: ...
 
 
 class HasAccelerator(Protocol):
     """A loop on accelerate, such as transformers' Trainer."""
 
     @property
-    def accelerator(self) -> object:
-        """Of accelerate."""
+    def accelerator(self) -> object: ...
 
 
 class HasCheckpoint(Protocol):
     """A loop that goes on from a checkpoint."""
 
     @property
-    def ckpt_path(self) -> str | Path | None:
-        """The checkpoint, if there is one."""
+    def ckpt_path(self) -> str | Path | None: ...
 
 
 class HasData(Protocol):
     """A loop that may have a data module."""
 
     @property
-    def datamodule(self) -> object:
-        """The data module, or None."""
+    def datamodule(self) -> object: ...
 
 
 class HasOptimizers(Protocol):
-    """A loop with several optimizers."""
+    """A loop with several optimizers, in the wrappers of Lightning, Fabric or accelerate or without."""
 
     @property
-    def optimizers(self) -> "Sequence[Optimizer]":
-        """Of torch, or wrappers of Lightning's, Fabric's or accelerate's around them."""
+    def optimizers(self) -> "Sequence[Optimizer]": ...
 
 
 class HasOptimizer(Protocol):
-    """A loop with one optimizer."""
+    """A loop with one optimizer, wrapped or not."""
 
     @property
-    def optimizer(self) -> "Optimizer | None":
-        """As in :class:`HasOptimizers`."""
+    def optimizer(self) -> "Optimizer | None": ...
 
 
 # Of a data module
@@ -131,15 +120,13 @@ class HasPredictPrompts(Protocol):
     """A data module whose prompts of a prediction are known."""
 
     @property
-    def predict_prompts(self) -> "Sequence[Prompt] | None":
-        """All of them, over all ranks; None where they have not been read."""
+    def predict_prompts(self) -> "Sequence[Prompt] | None": ...
 
 
 class LeavesOutPrompts(Protocol):
     """A data module that can leave out prompts."""
 
-    def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None:
-        """Leave out prompts of a prediction that are done already."""
+    def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
 
 # Of a module
@@ -149,93 +136,81 @@ class Generates(Protocol):
     """A module that may train on the data's own completions."""
 
     @property
-    def generates(self) -> bool:
-        """Whether training samples completions."""
+    def generates(self) -> bool: ...
 
 
 class HasTensorParallelRank(Protocol):
     """A module whose neighbouring ranks share one batch."""
 
     @property
-    def tensor_parallel_rank(self) -> int:
-        """Of this process among them."""
+    def tensor_parallel_rank(self) -> int: ...
 
 
 class HasTensorParallelSize(Protocol):
     """A module that neighbouring ranks compute together."""
 
     @property
-    def tensor_parallel_size(self) -> int:
-        """How many ranks they are."""
+    def tensor_parallel_size(self) -> int: ...
 
 
 class HasModel(Protocol):
     """A module that knows where its model came from."""
 
     @property
-    def model_path(self) -> str:
-        """A folder, or a name on the hub."""
+    def model_path(self) -> str: ...
 
 
 class HasSampling(Protocol):
     """A module that says how its completions are sampled."""
 
     @property
-    def sampling(self) -> "DataclassInstance":
-        """The sampler's options."""
+    def sampling(self) -> "DataclassInstance": ...
 
 
 class HasGroupSize(Protocol):
     """A module that says how large groups are."""
 
     @property
-    def samples_per_prompt(self) -> int:
-        """Completions of each prompt."""
+    def samples_per_prompt(self) -> int: ...
 
 
 class HasConfig(Protocol):
     """A module whose network's configuration is known."""
 
     @property
-    def model_config(self) -> object:
-        """Of transformers."""
+    def model_config(self) -> object: ...
 
 
 class HasPlan(Protocol):
     """A module that has a plan of a step."""
 
     @property
-    def plan(self) -> "BatchPlan":
-        """How many of what a step has."""
+    def plan(self) -> "BatchPlan": ...
 
 
 class HasRoles(Protocol):
     """A module of several models."""
 
     @property
-    def roles(self) -> Mapping[str, object]:
-        """Each with ``parameters()``, by name."""
+    def roles(self) -> Mapping[str, object]: ...
 
 
 class SumsOverRanks(Protocol):
     """A module that adds up over ranks."""
 
-    def world_sum(self, values: "Tensor") -> "Tensor":
-        """Sum over all ranks."""
+    def world_sum(self, values: "Tensor") -> "Tensor": ...
 
 
 class LogsMetrics(Protocol):
     """A module that logs."""
 
-    def log_dict(self, metrics: Mapping[str, float], /) -> None:
-        """Log each by its name."""
+    def log_dict(self, metrics: Mapping[str, float], /) -> None: ...
 
 
 class SavesHF(Protocol):
     """A module that can be exported."""
 
-    def save_hf(self, path: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
+    def save_hf(self, path: Path) -> None: ...
 
 
 def generates(module: object) -> bool:
