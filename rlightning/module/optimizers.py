@@ -89,11 +89,7 @@ def _without_nones(found: Any) -> Any:
 
 
 def prepare_optimizers(
-    network: nn.Module,
-    optimizers: Sequence[Optimizer],
-    schedules: Sequence[LRSchedulerConfig],
-    *,
-    max_steps: int = -1,
+    network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, max_steps: int = -1
 ) -> None:
     """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
 

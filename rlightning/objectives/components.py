@@ -132,11 +132,7 @@ class ClippedSurrogate:
         else:
             log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.is_sampled, batch.cu_seqlens)
         return clipped_loss(
-            log_ratio,
-            batch.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+            log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )
 
 

@@ -48,11 +48,7 @@ class BatchPlan:
             )
 
     def check_sequence_length(
-        self,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        max_model_length: int,
-        reason: str = "",
+        self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int, reason: str = ""
     ) -> None:
         """Raise ConfigError for sequences that the model or a micro-batch has no room for.
 
