@@ -82,7 +82,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
             )
 
         @functools.wraps(barrier)
-        def wait_and_meet(*args: Any, **kwargs: Any) -> Any:
+        def wait_and_meet(*args: object, **kwargs: object) -> object:
             self._wait()
             return barrier(*args, **kwargs)
 

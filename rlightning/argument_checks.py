@@ -4,13 +4,13 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
 from types import CodeType
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -19,6 +19,9 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
 from rlightning.peer_names import PEER_NAMES, suggest_name
 from rlightning.python_values import map_items, to_number, to_python
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
 
 _RULE = "Input should be "
 _RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
@@ -29,7 +32,7 @@ _NEAR = 0.85  # of a misspelled name, as difflib measures it
 class CheckedArguments:
     """Base of classes whose arguments are checked before ``__init__`` runs."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Raise a ConfigError for an argument whose name or type the class does not have."""
         check_arguments(cls, args, kwargs)
         return super().__new__(cls)
@@ -46,7 +49,7 @@ def checked(kind: Kind) -> Kind:
     init = kind.__init__  # type: ignore[misc]
 
     @wraps(init)
-    def check_and_init(self: object, *args: Any, **kwargs: Any) -> None:
+    def check_and_init(self: object, *args: object, **kwargs: object) -> None:
         check_arguments(kind, args, kwargs)
         init(self, *args, **kwargs)
 
@@ -54,7 +57,7 @@ def checked(kind: Kind) -> Kind:
     return kind
 
 
-def check_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that a class does not take; those that are missing are left to Python.
 
     Args:
@@ -174,7 +177,9 @@ def _find_reasons(value: object, hint: object) -> list[str]:
     validator = _find_validator(hint)
     is_strict = True if isinstance(value, Iterator) else None  # a list of its items would leave it empty
     reasons: list[str] = []
-    for candidate in _spellings(value) if validator else ():
+    for candidate in _spellings(value):
+        if validator is None:
+            break
         try:
             validator.validate_python((candidate,), strict=is_strict)
             return []
@@ -208,7 +213,7 @@ def _describe(reasons: list[str]) -> str:
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
-def _find_validator(hint: object) -> Any:
+def _find_validator(hint: object) -> "SchemaValidator | None":
     """What checks a value of a type hint, as the one item of a tuple: a dataclass alone would take no settings."""
     if hint in (None, inspect.Parameter.empty):
         return None
@@ -219,11 +224,11 @@ def _find_validator(hint: object) -> Any:
 
 
 @cache
-def _make_validator(hint: object) -> Any:
+def _make_validator(hint: Hashable) -> "SchemaValidator | None":
     import pydantic
     import pydantic_core
 
-    config: Any = {"strict": True, "arbitrary_types_allowed": True}
+    config = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapter = pydantic.TypeAdapter(tuple[hint], config=config)  # type: ignore[valid-type]
@@ -282,7 +287,7 @@ def _is_mistaken(name: str, known: Iterable[str]) -> bool:
     return name in PEER_NAMES or (bool(near) and not is_made_of)
 
 
-def _too_many(kind: type, number: int, args: tuple[Any, ...], name: str | None) -> str:
+def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | None) -> str:
     value = "[...]" if isinstance(args[number], list | tuple) else "..."
     way_out = f"Give the others by name{f', as {name}={value}' if name else ''}."
     takes = "1 argument" if number == 1 else f"{number or 'no'} arguments"

@@ -6,10 +6,10 @@ A secret is told by its name, or by its place in a URL. A name counts by its wor
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jsonargparse import Namespace
 
@@ -38,6 +38,9 @@ _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 
 _NAMES_OF_OTHERS = ("columns", "validation")
 """Keys of mappings whose names are the data's."""
+
+
+T = TypeVar("T")
 
 
 class _Secret(NamedTuple):
@@ -84,7 +87,7 @@ def hide_secrets(variables: Mapping[str, str]) -> None:
     hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
 
 
-def conceal(value: Any) -> Any:
+def conceal(value: object) -> Any:
     """Return a value with references in place of the secrets that are known, in whatever texts they are.
 
     Args:
@@ -99,7 +102,8 @@ def conceal(value: Any) -> Any:
         return concealed
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: conceal(getattr(value, field.name)) for field in fields(value)}
-    return type(value)(map(conceal, value)) if type(value) in (list, tuple) else value
+    items: Any = value
+    return type(items)(map(conceal, items)) if type(items) in (list, tuple) else value
 
 
 def check_references(config: object, known: Mapping[str, str]) -> None:
@@ -117,7 +121,7 @@ def check_references(config: object, known: Mapping[str, str]) -> None:
             _read_variable(found[1], key, known)
 
 
-def resolve_secrets(value: object, where: str, known: Mapping[str, str] | None = None) -> Any:
+def resolve_secrets(value: T, where: str, known: Mapping[str, str] | None = None) -> T:
     """Return a value with environment variables in place of each ``${ENV:NAME}`` in it.
 
     Args:
@@ -203,7 +207,7 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the texts of a configuration, each after its key."""
     if isinstance(value, str):
         yield key, value
-    entries: Any = vars(value).items() if isinstance(value, Namespace) else ()
+    entries: Iterable[tuple[object, object]] = vars(value).items() if isinstance(value, Namespace) else ()
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else entries
     for name, inner in entries:
         nested = key if name == "init_args" else f"{key}.{name}" if key else str(name)

@@ -112,7 +112,7 @@ class Trainer(lightning.pytorch.Trainer):
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[Mapping[str, float]]:
         """Measure on the validation sets, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("validate", ckpt_path)
         with raising_interrupts():
@@ -126,7 +126,7 @@ class Trainer(lightning.pytorch.Trainer):
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[Mapping[str, float]]:
         """Measure on the validation sets under the name "test"; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("test", ckpt_path)
         with raising_interrupts():
@@ -140,7 +140,7 @@ class Trainer(lightning.pytorch.Trainer):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[object] | list[list[object]] | None:
         """Complete the prompts of ``predict``, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("predict", ckpt_path)
         with raising_interrupts():

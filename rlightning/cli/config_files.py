@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import set_dumper
@@ -47,6 +47,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 TOO_DEEP = "lists or mappings are nested too deeply to be read: flatten them"
 
 
+T = TypeVar("T")
+
+
 class WrittenText(str):
     """A text in quotes that would be something else without them, such as ``"010"``: jsonargparse reads it no more.
 
@@ -57,7 +60,7 @@ class WrittenText(str):
 register_type(WrittenText, serializer=lambda text: text)
 
 
-def plain_texts(value: object) -> Any:
+def plain_texts(value: T) -> T:
     """Return a value, or mappings and lists with some, in which each :class:`WrittenText` is a ``str``."""
     return map_items(lambda one: str.__str__(one) if isinstance(one, WrittenText) else one, value)
 
@@ -101,7 +104,7 @@ def dump_yaml(content: object) -> str:
     return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
-def read_config(path: str, key: str = "config") -> Any:
+def read_config(path: str, key: str = "config") -> object:
     """Return the content of a configuration file, YAML or JSON: a mapping or a list.
 
     Args:
@@ -249,7 +252,7 @@ def mark_files(options: list[str]) -> list[str]:
     return marked
 
 
-def _load_json(text: str, path: str) -> Any:
+def _load_json(text: str, path: str) -> object:
     """Read JSON, a hundred times as fast as by YAML's reader; no mapping has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -277,7 +280,7 @@ def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
     return "?", str(error)
 
 
-def _load(text: str) -> Any:
+def _load(text: str) -> object:
     return yaml.load(text, Loader=get_yaml_default_loader())
 
 

@@ -33,7 +33,7 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method with a check of what it returns: Lightning would fail with a KeyError, or much later."""
 
     @functools.wraps(configure_optimizers)
-    def configure(*args: Any, **kwargs: Any) -> Any:
+    def configure(*args: object, **kwargs: object) -> object:
         found = configure_optimizers(*args, **kwargs)
         check_form(found)
         return _without_nones(found)
@@ -123,7 +123,7 @@ def prepare_optimizers(
 
 
 def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
-    scheduler: Any = config.scheduler
+    scheduler = config.scheduler
     name = type(scheduler).__name__
     required = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
     if isinstance(scheduler, ReduceLROnPlateau) or required:
@@ -213,8 +213,7 @@ def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) ->
     """
     for config in schedules:
         if num_rollouts % config.frequency == 0:
-            scheduler: Any = config.scheduler
-            scheduler.step()
+            config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
 
 
 def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:

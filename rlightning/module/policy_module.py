@@ -66,7 +66,7 @@ class PolicyModule(Ranks, SavedModule):
             trainer and in the engine. A model that needs such code is refused otherwise.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Check what an override of ``configure_optimizers`` returns."""
         super().__init_subclass__(**kwargs)
         if METHOD in vars(cls):
@@ -251,7 +251,7 @@ class PolicyModule(Ranks, SavedModule):
             [T] float32, on the actor's device; 0 where not sampled.
         """
         is_half = dtype.itemsize == 2
-        plugin: Any = self.trainer.precision_plugin
+        plugin = self.trainer.precision_plugin
         precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
         with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:

@@ -56,11 +56,11 @@ class _Tolerant(Logger):
         """See Logger."""
         self._attempt(super().log_metrics, metrics, step)  # type: ignore[safe-super]  # of the class it is mixed into
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """See Logger."""
         self._attempt(super().log_hyperparams, *args, **kwargs)  # type: ignore[safe-super]
 
-    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+    def log_graph(self, *args: object, **kwargs: object) -> None:
         """See Logger."""
         self._attempt(super().log_graph, *args, **kwargs)
 
@@ -77,7 +77,7 @@ class _Tolerant(Logger):
         """See Logger."""
         self._attempt(super().finalize, status)
 
-    def _attempt(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _attempt(self, write: Callable[..., object], *args: object, **kwargs: object) -> None:
         with self.effort.attempt():
             write(*args, **kwargs)
 

@@ -197,7 +197,7 @@ def to_json(value: object) -> str:
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Return a value in JSON's types."""
     if value is None or isinstance(value, bool | str):
         return value

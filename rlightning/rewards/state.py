@@ -61,7 +61,7 @@ def find_state(function: object) -> str | None:
 
 def _source_of(function: object) -> _Source:
     """The function of a function, a method or a callable object."""
-    method: Any = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    method = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
     bound = getattr(function, "__self__", None) if inspect.isroutine(function) else function
     owner = bound if inspect.isclass(bound) else None if bound is None else type(bound)
     return _Source(getattr(method, "__func__", method), owner)
@@ -157,13 +157,13 @@ def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
             is_own = ast.unparse(node.func.value) == receiver
             found = source.owner if is_own else _look_up(node.func.value, source)
             owner = found if found is None or inspect.isclass(found) else type(found)
-            method: Any = getattr(owner, node.func.attr, None)
+            method = getattr(owner, node.func.attr, None)
             called = _Source(getattr(method, "__func__", method), owner)
         if isinstance(called, _Source) and _is_of_user(called.function, source):
             yield called
 
 
-def _look_up(node: ast.expr, source: _Source) -> Any:
+def _look_up(node: ast.expr, source: _Source) -> object:
     """What a name of the module's, or of a module in it, stands for; None if it is none."""
     if isinstance(node, ast.Name):
         return source.function.__globals__.get(node.id)

@@ -65,7 +65,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
         entries: by axis, which ones in which order: indices, or runs.
     """
 
-    def take(value: list[object] | Tensor, chosen: Tensor | Runs) -> Any:
+    def take(value: list[object] | Tensor, chosen: Tensor | Runs) -> list[object] | Tensor:
         if isinstance(value, list):
             return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
         if isinstance(chosen, Tensor):
@@ -167,7 +167,7 @@ def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
     return replace(batch, **{name: [] for name in lists}), lists
 
 
-def map_tensors(change: Callable[[Any], Any], value: object) -> Any:
+def map_tensors(change: Callable[[Any], object], value: object) -> object:
     """Return what ``change`` makes of a field's tensors, or of its list; None stays None."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
