@@ -113,7 +113,14 @@ class HasOptimizer(Protocol):
     def optimizer(self) -> "Optimizer | None": ...
 
 
-# Of a data module
+# Of a callback and of a data module
+
+
+class HasEnvironment(Protocol):
+    """A callback whose rollouts may come from an environment."""
+
+    @property
+    def environment(self) -> object: ...
 
 
 class HasPredictPrompts(Protocol):
@@ -121,6 +128,13 @@ class HasPredictPrompts(Protocol):
 
     @property
     def predict_prompts(self) -> "Sequence[Prompt] | None": ...
+
+
+class HasValidationPrompts(Protocol):
+    """A data module that has read the validation sets; that of a controller's worker does not."""
+
+    @property
+    def validation_prompts(self) -> "Sequence[Sequence[Prompt]] | None": ...
 
 
 class LeavesOutPrompts(Protocol):

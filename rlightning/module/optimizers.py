@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
@@ -67,7 +67,7 @@ def check_form(found: object) -> None:
         if isinstance(schedule, dict):
             _check_keys(schedule, SCHEDULE_KEYS, "scheduler", " of a schedule")
         scheduler = schedule["scheduler"] if isinstance(schedule, dict) else schedule
-        if getattr(scheduler, "optimizer", None) not in optimizers:
+        if not hasattr(scheduler, "optimizer") or scheduler.optimizer not in optimizers:
             raise ConfigError(
                 f"{METHOD}: {type(scheduler).__name__} is no schedule of an optimizer that is returned with it. {FORMS}"
             )
@@ -136,7 +136,10 @@ def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
         raise ConfigError(
             f"{METHOD}: frequency={config.frequency} of {name} must be at least 1. Use 1 for a step after each rollout."
         )
-    num_steps, total_steps = max_steps // config.frequency, getattr(scheduler, "total_steps", None)
+    num_steps, total_steps = (
+        max_steps // config.frequency,
+        scheduler.total_steps if isinstance(scheduler, OneCycleLR) else None,
+    )
     if total_steps is not None and num_steps > total_steps:
         raise ConfigError(
             f"{METHOD}: {name} ends after total_steps={total_steps}, and the run steps it {num_steps} times. Set "

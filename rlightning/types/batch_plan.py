@@ -1,7 +1,7 @@
 """The arithmetic of a step: everything is derived from prompts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlightning.errors import ConfigError
 
@@ -25,9 +25,9 @@ class BatchPlan:
     max_tokens_per_microbatch: int
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name, number in asdict(self).items():
+            if number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1.")
         if self.prompts_per_step % self.updates_per_rollout:
             raise ConfigError(
                 f"prompts_per_step={self.prompts_per_step} cannot be split into updates_per_rollout="
