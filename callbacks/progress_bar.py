@@ -55,7 +55,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
     # The types of the next three hooks are those of both bases: only Lightning's Trainer passes setup().
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find out who is watching; refuse a loop that is not Lightning's, whose bars these are."""
+        """Find out whether the terminal is live; refuse a loop that is not Lightning's, whose bars these are."""
         if not hasattr(trainer, "is_global_zero"):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
@@ -100,13 +100,13 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             self._update(self.train_progress_bar_id, self.trainer.global_step, hard=True)
             return
         step, total = self.trainer.global_step, total_steps(self.trainer)
-        if self._is_talking and (step % self._line_every_n_steps == 0 or step == total):
+        if self._shows_progress and (step % self._line_every_n_steps == 0 or step == total):
             logger.info(" | ".join([_progress(step, total), *self._describe_step()]))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a line for each validation set."""
         super().on_validation_end(trainer, pl_module)
-        if self._is_talking:
+        if self._shows_progress:
             for line in validation_lines(trainer.global_step, trainer.callback_metrics):
                 logger.info(line)
 
@@ -129,7 +129,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             progress.get_renderables = draw  # type: ignore[method-assign]
 
     @property
-    def _is_talking(self) -> bool:
+    def _shows_progress(self) -> bool:
         """Not on other ranks, where Lightning disables progress bars, nor where the user turned it off."""
         return self._enabled and self.refresh_rate > 0
 

@@ -83,7 +83,7 @@ class RunReport(PhaseTimer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the story."""
+        """Continue the report."""
         super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
         self._samples = dict(state_dict["samples"])
@@ -104,7 +104,7 @@ class RunReport(PhaseTimer):
             self._started = perf_counter()
 
     def begin_run(self) -> None:
-        """Begin another story."""
+        """Begin another report."""
         super().begin_run()
         self.history = History()
         self._samples = {}

@@ -71,7 +71,7 @@ PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in name
 """By a name of theirs, or of another section here, the key that it is here."""
 
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
-"""By a name of theirs, what an object is called that is a part of an argument; told where there is that name."""
+"""By a name of theirs, what an object is called that is a part of an argument; suggested where there is that name."""
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where a step's seconds go, told from the hooks alone."""
+"""The seconds of each phase of a step, measured by the hooks alone."""
 
 from time import perf_counter
 

@@ -141,7 +141,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0, or will be, as far as the launchers' variables tell."""
+    """Return whether the launchers' variables say that this process is, or will be, rank 0."""
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 

@@ -213,7 +213,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         return super()._should_save_on_train_epoch_end(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        stop_signal(trainer).keep_step()  # a save that has begun is finished
+        stop_signal(trainer).keep_step()  # a save that has started is finished
         super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Ranks: what a module knows of the processes that it is trained on, and what they tell each other."""
+"""The ranks that a module is trained on, and what they reduce over each other."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -27,7 +27,7 @@ class Ranks(LightningModule):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many shares an update is dealt out to."""
+        """Return into how many shares an update is split."""
         return world_size() // self.tensor_parallel_size
 
     def all_sum(self, tensor: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ class RLModule(EvaluationSteps):
             kept = [self._keep(sampled[0])]
             for _ in range(self.max_refills):
                 missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-                # Every rank has to take as many prompts as the others, whoever it is that misses some.
+                # Every rank takes as many prompts as the others, though one alone may lack some.
                 share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
                 if share <= 0:
                     break

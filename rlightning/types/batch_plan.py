@@ -13,7 +13,7 @@ class BatchPlan:
     Attributes:
         prompts_per_step: over all ranks.
         samples_per_prompt: completions of each.
-        updates_per_rollout: minibatches that a rollout is dealt out to; each is one optimizer step.
+        updates_per_rollout: minibatches that a rollout is split into; each is one optimizer step.
         epochs_per_rollout: passes over a rollout.
         max_tokens_per_microbatch: the most tokens, prompts included, that one forward pass sees.
     """
@@ -40,7 +40,7 @@ class BatchPlan:
         return self.updates_per_rollout * self.epochs_per_rollout
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of ranks that the prompts of a step cannot be shared out to."""
+        """Refuse a number of ranks over which the prompts of a step cannot be split evenly."""
         if self.prompts_per_step % world_size:
             raise ConfigError(
                 f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} ranks. "
