@@ -8,6 +8,7 @@ so have RLModule and a plain network. Hooks take any loop and any module, and :f
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
@@ -27,7 +28,12 @@ P = TypeVar("P")
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
     """Return whether an object has all members of a protocol, those of its ``__getattr__`` included."""
-    return all(hasattr(owner, name) for name in dir(protocol) if not name.startswith("_"))
+    return all(hasattr(owner, name) for name in _members(protocol))
+
+
+@cache
+def _members(protocol: Callable[..., object]) -> list[str]:
+    return [name for name in dir(protocol) if not name.startswith("_")]
 
 
 class CallsHooks(Protocol):
@@ -121,6 +127,13 @@ class HasEnvironment(Protocol):
 
     @property
     def environment(self) -> object: ...
+
+
+class HasPromptLimit(Protocol):
+    """A data module with the length of its longest prompt; None is whatever the model allows."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None: ...
 
 
 class HasPredictPrompts(Protocol):

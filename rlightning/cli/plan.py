@@ -21,6 +21,7 @@ from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
+from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
 
 HELP = f"""\
@@ -104,7 +105,7 @@ def parse_work(args: list[str]) -> Work:
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
     )
-    if not getattr(find_class(config["model"]["class_path"], [], "model.class_path"), "generates", True):
+    if not generates(find_class(config["model"]["class_path"], [], "model.class_path")):
         return work
     callbacks = make_callbacks(config)
     new_tokens = next((one.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
