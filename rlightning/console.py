@@ -55,7 +55,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(_VisibleFormatter("%(message)s"))
-        self.addFilter(lambda record: record.levelno > logging.INFO or rank_zero_only.rank == 0)
+        self.addFilter(lambda record: record.levelno > logging.INFO or rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

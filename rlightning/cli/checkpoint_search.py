@@ -170,7 +170,7 @@ def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
         has_keys = hasattr(entry, "get")
         path = entry.get("class_path") if has_keys else entry
         if isinstance(path, str) and _is_checkpoint(path):
-            written = entry.get("init_args") if has_keys else None
+            written: Any = entry.get("init_args") if has_keys else None
             arguments = written if hasattr(written, "get") else {}
             dirpath, depth = arguments.get("dirpath"), str(arguments.get("filename") or "").count("/")
             if not dirpath:

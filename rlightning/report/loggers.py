@@ -102,7 +102,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
     @property
     def experiment(self) -> Any:
         """Its SummaryWriter or, where the folder takes no file, something that ignores all calls."""
-        if self._has_room or rank_zero_only.rank != 0 or "://" in self.log_dir:
+        if self._has_room or rank_zero_only.rank != 0 or "://" in self.log_dir:  # type: ignore[attr-defined]
             return super().experiment
         with self.effort.attempt():
             self._make_room()
