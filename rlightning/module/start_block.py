@@ -42,7 +42,6 @@ def describe_start(trainer: Trainer, module: Any) -> str:
     rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
     if is_fit:
         rows["batch"] = module.plan.describe(trainer.world_size)
-    if is_fit:
         rows["memory"] = describe_memory(trainer, module)
     if module.generator is not None:
         rows["engine"] = module.generator.describe()
@@ -102,7 +101,8 @@ def describe_memory(trainer: Trainer, module: "RLModule") -> str:
 
 def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
     """Return where the run writes what, and how much a checkpoint is."""
-    folder, stage = Path(trainer.default_root_dir), str(trainer.state.fn)
+    assert trainer.state.fn is not None
+    folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
         return str(folder)
     parts = []
