@@ -30,7 +30,7 @@ from lightning.pytorch import Callback
 from rlightning.argument_checks import CheckedArguments
 from rlightning.console import show_log_lines
 from rlightning.errors import ConfigError
-from rlightning.protocols import CountsSteps, Loop, callbacks_of, has
+from rlightning.protocols import CallsHooks, CountsSteps, Loop, callbacks_of, has
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -177,7 +177,8 @@ def check_repeated(callbacks: Iterable[object]) -> None:
 
 def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
     """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
-    for callback in callbacks_of(trainer):
+    assert has(trainer, CallsHooks), f"{type(trainer).__name__} has no callbacks"
+    for callback in trainer.callbacks:
         method = getattr(callback, hook, None)  # of no class in particular: a callback has the hooks that it needs
         if method is not None:
             method(trainer, module, *args)
