@@ -1,7 +1,7 @@
 """Every callback, one a file. Import them as ``rlightning.callbacks``."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlightning.callbacks.completions_table import CompletionsTable
@@ -55,7 +55,7 @@ _FILES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a callback when it is first asked for: each costs only those who use it."""
     if name not in _FILES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,6 +1,7 @@
 """What the policy wrote, where people look: the console, the loggers, a Parquet file."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
 from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
+from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, generates, has
 from rlightning.report.trajectories import (
     merge_tables,
     spread_by_reward,
@@ -84,11 +86,11 @@ class CompletionsTable(RunCallback):
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
-    def output(self, trainer: Any, stage: str) -> Path | None:
+    def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return what it writes."""
         return self._folder(trainer) if stage == "fit" else None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Refuse a folder that cannot be written to before anything is generated."""
         super().setup(trainer, pl_module, stage)
         folder = self._folder(trainer)
@@ -103,46 +105,46 @@ class CompletionsTable(RunCallback):
         """Show nothing of a step that is begun again, and write its file anew."""
         self._pending, self._step, self._rows, self._table, self._is_updating = None, 0, [], None, False
 
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+    def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
         """Begin a step again whose update was cut short."""
         if self._is_updating:
             self.drop_step()
 
-    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are there; a refill of the same step takes its place."""
-        if not getattr(module, "generates", True):  # supervised fine-tuning: the completions are the data's
+        if not generates(module):  # supervised fine-tuning: the completions are the data's
             return
         step = self._count(trainer)
         if self._pending is not None and self._pending[0] != step:
             self._flush(trainer)
         self._pending = (step, batch)
 
-    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Show the batch that is trained on."""
-        if not getattr(module, "generates", True):
+        if not generates(module):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
-        if getattr(module, "tensor_parallel_rank", 0) > 0:  # the first of its neighbours has the same batch
+        if has(module, HasTensorParallelRank) and module.tensor_parallel_rank > 0:
             self._pending = None
             return
         self._pending = (step, batch)
         self._flush(trainer)
         self._is_updating = True
 
-    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Called when the batch has been trained on."""
         self._is_updating = False
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Show a batch that no update followed, because all its groups were without signal."""
         self._flush(trainer)
 
-    def _count(self, trainer: Any) -> int:
+    def _count(self, trainer: Loop) -> int:
         """The step that is under way, counted from 1."""
-        self._num_steps = int(getattr(trainer, "global_step", self._num_steps)) + 1
+        self._num_steps = (trainer.global_step if has(trainer, CountsSteps) else self._num_steps) + 1
         return self._num_steps
 
-    def _flush(self, trainer: Any) -> None:
+    def _flush(self, trainer: Loop) -> None:
         if self._pending is None:
             return
         (step, batch), self._pending = self._pending, None
@@ -159,14 +161,18 @@ class CompletionsTable(RunCallback):
             write_trajectories(self._table, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
         if rank == 0 and rows:
             with self._effort.attempt():
-                self._log(getattr(trainer, "loggers", ()), spread_by_reward(self._rows, self.num_logged), step)
+                self._log(
+                    trainer.loggers if has(trainer, HasLoggers) else (),
+                    spread_by_reward(self._rows, self.num_logged),
+                    step,
+                )
             with self._effort.attempt():  # standard output may be a file
                 self._show(spread_by_reward(rows, self.num_console), step)
 
-    def _folder(self, trainer: Any) -> Path:
+    def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "completions"
 
-    def _log(self, loggers: Any, rows: list[dict[str, Any]], step: int) -> None:
+    def _log(self, loggers: Sequence[object], rows: list[dict[str, Any]], step: int) -> None:
         columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]
         cells = [[visible(cell) if isinstance(cell := row[name], str) else cell for name in columns] for row in rows]
         for log in loggers if rows else ():
@@ -205,8 +211,8 @@ def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     return f"{line[: limit - 2]} …"
 
 
-def _markdown_table(columns: list[str], cells: list[list[Any]]) -> str:
-    def escape(cell: Any) -> str:
+def _markdown_table(columns: list[str], cells: list[list[object]]) -> str:
+    def escape(cell: object) -> str:
         return markdown_cell(f"{cell:.3f}" if isinstance(cell, float) else str(cell))
 
     head = [" | ".join(columns), " | ".join("---" for _ in columns)]

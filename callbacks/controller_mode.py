@@ -1,7 +1,6 @@
 """What this process is: one of equal ranks, a controller without a device, or a controller's worker."""
 
 import logging
-from typing import Any
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_repeated
@@ -12,6 +11,7 @@ from rlightning.parallel.execution_mode import (
     check_execution_mode,
     resolve_execution_mode,
 )
+from rlightning.protocols import HasStrategy, Loop, callbacks_of, has
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,14 @@ class ControllerMode(RLCallback):
         self.controller = controller
         self.resolved: ExecutionMode | None = None
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Loop) -> None:
         """Refuse contradictions; the command line asks before any other process is started."""
-        check_execution_mode(self.mode, strategy=getattr(trainer, "strategy", None), controller=self.controller)
+        check_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Resolve the mode; refuse contradictions."""
-        check_repeated(getattr(trainer, "callbacks", ()))
-        resolved = resolve_execution_mode(
-            self.mode, strategy=getattr(trainer, "strategy", None), controller=self.controller
-        )
+        check_repeated(callbacks_of(trainer))
+        resolved = resolve_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
         if resolved is ExecutionMode.CONTROLLER and platform.has_context():
             raise ConfigError(
                 "execution mode 'controller' touches no device, but this process has used a CUDA device already. "
@@ -59,3 +57,7 @@ class ControllerMode(RLCallback):
         if self.resolved is None:
             log.info("execution mode: %s", resolved)
         self.resolved = resolved
+
+
+def _strategy_of(trainer: Loop) -> object:
+    return trainer.strategy if has(trainer, HasStrategy) else None

@@ -12,6 +12,7 @@ from rlightning.hooks import RLCallback
 from rlightning.parallel import device as platform
 from rlightning.parallel.barrier import add_barrier_hook, remove_barrier_hook
 from rlightning.parallel.strategy import ConnectedRanks
+from rlightning.protocols import HasAccelerator, HasStrategy, Loop, has
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
         self._undo: list[Callable[[], None]] = []
         self._device: torch.device | None = None
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Go before every barrier."""
         if self._undo:
             return
@@ -55,30 +56,33 @@ class DeviceSyncBeforeBarrier(RLCallback):
         add_barrier_hook(self._wait)
         self._undo.append(functools.partial(remove_barrier_hook, self._wait))
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """Leave the barriers as they were."""
+        self._leave_barriers()
+
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
+        """Leave the barriers as they were: an exception is not followed by ``teardown``."""
+        self._leave_barriers()
+
+    def _leave_barriers(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Leave the barriers as they were: an exception is not followed by ``teardown``."""
-        self.teardown(trainer, module, "fit")
 
     def _wait(self) -> None:
         platform.synchronize(self._device)
 
-    def _go_before(self, owner: Any, name: str) -> None:
+    def _go_before(self, owner: object, name: str) -> None:
         """Have ``owner.name(...)`` wait first, until ``teardown``."""
         barrier = getattr(owner, name)
         if getattr(barrier, "waits_for_device", False):
-            self.teardown(None, None, "fit")
+            self._leave_barriers()
             raise ConfigError(
                 f"{type(owner).__name__}.{name} waits for the device already: there are two DeviceSyncBeforeBarrier. "
                 "Keep one of them."
             )
 
         @functools.wraps(barrier)
-        def wait_and_meet(*args: Any, **kwargs: Any) -> Any:
+        def wait_and_meet(*args: object, **kwargs: object) -> object:
             self._wait()
             return barrier(*args, **kwargs)
 
@@ -92,14 +96,14 @@ class DeviceSyncBeforeBarrier(RLCallback):
         )
 
 
-def _own_barriers(trainer: Any) -> Iterator[tuple[Any, str]]:
+def _own_barriers(trainer: Loop) -> Iterator[tuple[Any, str]]:
     """Where the loop's own barriers are, by object and attribute; rlightning's strategies have none of their own."""
-    strategy = getattr(trainer, "strategy", None)
+    strategy = trainer.strategy if has(trainer, HasStrategy) else None
     if isinstance(strategy, ConnectedRanks):
         return
     if hasattr(strategy, "barrier"):
         yield strategy, "barrier"
-    elif hasattr(getattr(trainer, "accelerator", None), "wait_for_everyone"):
+    elif has(trainer, HasAccelerator) and hasattr(trainer.accelerator, "wait_for_everyone"):
         from accelerate import PartialState
 
         yield PartialState(), "wait_for_everyone"  # all of accelerate's barriers go through this shared object

@@ -7,6 +7,7 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.errors import check_rules
 from rlightning.hooks import RunCallback
 from rlightning.parallel import device as platform
+from rlightning.protocols import Loop
 
 
 class EmptyCacheAfterUpdate(RunCallback):
@@ -75,22 +76,22 @@ class EmptyCacheAfterUpdate(RunCallback):
         """Count from the run's first update."""
         self.last, self._num_updates = {}, 0
 
-    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Empty it after each n-th update."""
         self._num_updates += 1
         self._empty(trainer, module, "after_update")
 
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Empty it before the engine wakes."""
         if self.before_wake:
             self._empty(trainer, module, "before_wake")
 
-    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+    def on_engine_wake(self, trainer: Loop, module: object) -> None:
         """Empty it of what gathering and verifying the weights took: the KV cache is still to come."""
         if self.before_wake:
             self._empty(trainer, module, "before_kv_cache")
 
-    def _empty(self, trainer: Any, module: Any, moment: str) -> None:
+    def _empty(self, trainer: Loop, module: object, moment: str) -> None:
         if self._num_updates % self.every_n_updates:
             return
         device = platform.device_of(trainer, module)

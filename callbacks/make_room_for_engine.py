@@ -1,11 +1,11 @@
 """Memory for an engine that wakes on the trainer's device: as much as it lacks, and no more."""
 
 import logging
-from typing import Any
 
 from rlightning.callbacks.offload_during_rollout import OffloadDuringRollout
 from rlightning.parallel import device as platform
 from rlightning.parallel.device import GIB
+from rlightning.protocols import Loop
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,20 @@ class MakeRoomForEngine(OffloadDuringRollout):
         self.engine_bytes = self._others_awake = 0
         self._told.clear()
 
-    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Measure what others than this process hold while the engine is awake."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None:
             self._others_awake = max(self._others_awake, _held_by_others(memory))
 
-    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+    def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Measure how much of it the engine gives back, and take the device again."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None and self._others_awake:
             self.engine_bytes = max(self.engine_bytes, self._others_awake - _held_by_others(memory))
         super().on_engine_sleep(trainer, module)
 
-    def is_needed(self, trainer: Any, module: Any) -> bool:
+    def is_needed(self, trainer: Loop, module: object) -> bool:
         """Whether the engine lacks memory, after the allocator has given back its unused blocks."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
@@ -70,12 +70,12 @@ class MakeRoomForEngine(OffloadDuringRollout):
         assert memory is not None
         return _lacking(memory, self._others_awake) > 0
 
-    def _offload_state(self, trainer: Any, module: Any) -> None:
+    def _offload_state(self, trainer: Loop, module: object) -> None:
         before = self.num_bytes
         super()._offload_state(trainer, module)
         self._tell_of_offload("optimizer state and gradients wait", before)
 
-    def _offload_parameters(self, trainer: Any, module: Any) -> None:
+    def _offload_parameters(self, trainer: Loop, module: object) -> None:
         before = self.num_bytes
         super()._offload_parameters(trainer, module)
         self._tell_of_offload("parameters, which it has, wait", before)

@@ -1,7 +1,7 @@
 """What only the update needs, moved to host memory while the engine needs the device."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.device import GIB
 from rlightning.parallel.host_memory import HostMemory
+from rlightning.protocols import HasOptimizer, HasOptimizers, HasRoles, Loop, generates, has
 
 log = logging.getLogger(__name__)
 
@@ -77,60 +78,60 @@ class OffloadDuringRollout(RunCallback):
 
     # Away
 
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+    def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
         """Make room for the engine."""
-        if getattr(module, "generates", True) and self.is_needed(trainer, module):
+        if generates(module) and self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Make room for the engine, also in a validation; the parameters are about to be read."""
         self._weights.give_back()
         if self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
-    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+    def on_engine_wake(self, trainer: Loop, module: object) -> None:
         """Move the parameters: the engine has them."""
         self._is_engine_awake = True
         if self.parameters and self.is_needed(trainer, module):
             self._offload_parameters(trainer, module)
 
-    def is_needed(self, trainer: Any, module: Any) -> bool:
+    def is_needed(self, trainer: Loop, module: object) -> bool:
         """Whether anything has to be moved now."""
         return True
 
     # And back
 
-    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+    def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Take the engine's place."""
         self._is_engine_awake = False
         self._restore(module)
 
-    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+    def on_rollout_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Take the device again, unless an engine is about to say when it is free."""
         if not self._is_engine_awake:
             self._restore(module)
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
+    def on_validation_end(self, trainer: Loop, module: object) -> None:
         """As after a rollout."""
         self.on_rollout_end(trainer, module, None)
 
-    def on_test_end(self, trainer: Any, module: Any) -> None:
+    def on_test_end(self, trainer: Loop, module: object) -> None:
         """As after a rollout."""
         self.on_rollout_end(trainer, module, None)
 
-    def on_predict_end(self, trainer: Any, module: Any) -> None:
+    def on_predict_end(self, trainer: Loop, module: object) -> None:
         """As after a rollout."""
         self.on_rollout_end(trainer, module, None)
 
-    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+    def on_update_start(self, trainer: Loop, module: object, batch: object) -> None:
         """Take the device again, if nothing else has said that it is free."""
         self._restore(module)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
         """Have everything there to be saved."""
         self._restore(None)  # in the middle of a save there is no logging
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Have everything there for whoever looks at it now."""
         super().on_exception(trainer, module, exception)
         try:
@@ -138,7 +139,7 @@ class OffloadDuringRollout(RunCallback):
         except torch.OutOfMemoryError:
             log.error("%.1f GiB stay on the host: the engine still has their memory.", self.num_bytes / GIB)
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """Take everything back; end of the host memory."""
         super().teardown(trainer, module, stage)
         self._weights.close()
@@ -151,7 +152,7 @@ class OffloadDuringRollout(RunCallback):
         """Bytes that are on the host now."""
         return self._state.num_bytes + self._weights.num_bytes
 
-    def _offload_state(self, trainer: Any, module: Any) -> None:
+    def _offload_state(self, trainer: Loop, module: object) -> None:
         begun = perf_counter()
         if self.optimizer:
             self._state.take(_optimizer_state(trainer), self.device_type)
@@ -160,12 +161,12 @@ class OffloadDuringRollout(RunCallback):
             self._state.take(gradients, self.device_type)
         self._offload_seconds += perf_counter() - begun
 
-    def _offload_parameters(self, trainer: Any, module: Any) -> None:
+    def _offload_parameters(self, trainer: Loop, module: object) -> None:
         begun = perf_counter()
         self._weights.take(_parameters(trainer, module), self.device_type)
         self._offload_seconds += perf_counter() - begun
 
-    def _restore(self, module: Any) -> None:
+    def _restore(self, module: object) -> None:
         num_bytes = self.num_bytes
         if num_bytes:
             begun = perf_counter()
@@ -180,26 +181,28 @@ class OffloadDuringRollout(RunCallback):
         self._offload_seconds = 0.0
 
 
-def _optimizers(trainer: Any) -> Iterator[Optimizer]:
+def _optimizers(trainer: Loop) -> Iterator[Any]:
     """The loop's optimizers, without the wrappers that Lightning, Fabric and accelerate put around them."""
-    found = getattr(trainer, "optimizers", None) or getattr(trainer, "optimizer", None) or ()
-    for optimizer in found if isinstance(found, list | tuple) else (found,):
+    found: Sequence[Optimizer] | Optimizer | None = trainer.optimizers if has(trainer, HasOptimizers) else None
+    if not found and has(trainer, HasOptimizer):
+        found = trainer.optimizer
+    for optimizer in found if isinstance(found, list | tuple) else [found] if found is not None else ():
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         yield optimizer
 
 
-def _optimizer_state(trainer: Any) -> Iterator[Tensor]:
+def _optimizer_state(trainer: Loop) -> Iterator[Tensor]:
     for optimizer in _optimizers(trainer):
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _parameters(trainer: Any, module: Any) -> Iterator[Tensor]:
+def _parameters(trainer: Loop, module: object) -> Iterator[Tensor]:
     """The optimizers', the module's and its roles', some of them more than once."""
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             yield from group["params"]
-    for owner in (module, *getattr(module, "roles", {}).values()):
+    for owner in (module, *(module.roles.values() if has(module, HasRoles) else ())):
         if hasattr(owner, "parameters"):
             yield from owner.parameters()

@@ -5,11 +5,22 @@ import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_outputs, check_repeated
 from rlightning.parallel.collectives import any_rank, num_ranks_in, rank_in
+from rlightning.protocols import (
+    HasCheckpoint,
+    HasData,
+    HasGroupSize,
+    HasModel,
+    HasPredictPrompts,
+    HasSampling,
+    LeavesOutPrompts,
+    Loop,
+    callbacks_of,
+    has,
+)
 from rlightning.report.prediction_file import PredictionFile
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, Trajectory
@@ -49,18 +60,18 @@ class JSONLPredictions(RLCallback):
         """Two of them write two files."""
         return self._generate_state_key(path=self.path)
 
-    def output(self, trainer: Any, stage: str) -> Path | None:
+    def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return what it writes."""
         return self._path(trainer) if stage == "predict" else None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Refuse to overwrite before anything is generated, and leave out what an earlier run has done."""
-        check_repeated(getattr(trainer, "callbacks", ()))
+        check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
         if stage == "predict":
             self._prepare(trainer, pl_module)
 
-    def on_predict_start(self, trainer: Any, module: Any) -> None:
+    def on_predict_start(self, trainer: Loop, module: object) -> None:
         """Open the file."""
         file = self._file
         if file is None or file.is_open:  # none, or of a loop that was cut short, without on_exception
@@ -84,7 +95,9 @@ class JSONLPredictions(RLCallback):
             )
         return True
 
-    def on_predict_prompt_end(self, trainer: Any, module: Any, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+    def on_predict_prompt_end(
+        self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
+    ) -> None:
         """Write a prompt before the others of its batch are complete."""
         if not self.is_done(prompt):
             self._open_file.write(prompt, trajectories)
@@ -92,10 +105,10 @@ class JSONLPredictions(RLCallback):
 
     def on_predict_batch_end(
         self,
-        trainer: Any,
-        module: Any,
+        trainer: Loop,
+        module: object,
         outputs: list[tuple[Prompt, list[Trajectory]]],
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -107,18 +120,18 @@ class JSONLPredictions(RLCallback):
                 self._open_file.write(prompt, trajectories)
         self._written.clear()
 
-    def on_predict_end(self, trainer: Any, module: Any) -> None:
+    def on_predict_end(self, trainer: Loop, module: object) -> None:
         """Give the file its name."""
         file, self._file, self._earlier = self._open_file, None, {}
         file.finish()
         logger.info("%d completions of %d prompts in %s", file.num_completions, file.num_prompts, file.path)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Give the file its name where nothing was left to predict, so that Lightning has begun nothing."""
         if stage == "predict" and self._file is not None:
             self.on_predict_end(trainer, pl_module)
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Keep what is there, under the name that says it is not whole."""
         file, self._file, self._earlier = self._file, None, {}
         if file is None:
@@ -128,10 +141,10 @@ class JSONLPredictions(RLCallback):
             rest = "the same command goes on from there"
             logger.info("%d prompts' completions are in %s; %s", file.num_prompts, file.partial, rest)
 
-    def _prepare(self, trainer: Any, module: Any) -> PredictionFile:
+    def _prepare(self, trainer: Loop, module: object) -> PredictionFile:
         """Read what earlier runs have left, of all ranks, and have the data module leave it out."""
         paths, rank = self._rank_paths(trainer), rank_in(trainer)
-        data: Any = getattr(trainer, "datamodule", None)
+        data = trainer.datamodule if has(trainer, HasData) else None
         files = [PredictionFile(path, sampling_settings(trainer, module, data)) for path in paths]
         if self._file is not None:
             self._file.close()
@@ -146,7 +159,7 @@ class JSONLPredictions(RLCallback):
         if any_rank(refusal is not None, name="predictions of earlier runs are read"):
             own.close()
             raise refusal or ConfigError(f"Another rank refuses its file beside '{own.path}', and says why.")
-        if hasattr(data, "leave_out"):
+        if has(data, LeavesOutPrompts):
             data.leave_out(self.is_done if self._earlier else None)
         self._written.clear()
         return own
@@ -159,10 +172,10 @@ class JSONLPredictions(RLCallback):
             )
         return {index: text for file in files for index, text in file.read().items()}
 
-    def _path(self, trainer: Any) -> Path:
+    def _path(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
 
-    def _rank_paths(self, trainer: Any) -> list[Path]:
+    def _rank_paths(self, trainer: Loop) -> list[Path]:
         """The final names of all ranks' files; refuses those of another number of ranks."""
         path = self._path(trainer)
         num_ranks = num_ranks_in(trainer)
@@ -185,14 +198,14 @@ class JSONLPredictions(RLCallback):
         return self._file
 
 
-def sampling_settings(trainer: Any, module: Any, data: Any) -> dict[str, Any]:
+def sampling_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
     """Return what completions depend on, by configuration key, as far as the loop's objects tell."""
-    sampling = getattr(module, "sampling", None)
-    prompts = getattr(data, "predict_prompts", None)
+    sampling = asdict(module.sampling) if has(module, HasSampling) else {}
+    prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {
-        "model.model": getattr(module, "model_path", None),
-        "model.samples_per_prompt": getattr(module, "samples_per_prompt", None),
-        "ckpt_path": getattr(trainer, "ckpt_path", None),
+        "model.model": module.model_path if has(module, HasModel) else None,
+        "model.samples_per_prompt": module.samples_per_prompt if has(module, HasGroupSize) else None,
+        "ckpt_path": trainer.ckpt_path if has(trainer, HasCheckpoint) else None,
         "the number of prompts": None if prompts is None else len(prompts),
-        **({f"rollout.{name}": value for name, value in asdict(sampling).items()} if sampling is not None else {}),
+        **{f"rollout.{name}": value for name, value in sampling.items()},
     }

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,6 +14,7 @@ from torch import Tensor
 from rlightning.console import is_live_terminal, show_log_lines
 from rlightning.errors import ConfigError
 from rlightning.phases import PHASES, PhaseTimer
+from rlightning.protocols import Loop
 
 logger = logging.getLogger("rlightning")
 
@@ -50,8 +52,10 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         """Whether a bar is drawn; lines are logged where it is not."""
         return self._is_live and super().is_enabled
 
+    # The types of the next three hooks are those of both bases: only Lightning's Trainer passes setup().
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find out who is watching; refuse a loop that is not Lightning's, whose bars these are."""
+        """Find out whether the terminal is live; refuse a loop that is not Lightning's, whose bars these are."""
         if not hasattr(trainer, "is_global_zero"):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
@@ -78,37 +82,39 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         PhaseTimer.teardown(self, trainer, pl_module, stage)
         RichProgressBar.teardown(self, trainer, pl_module, stage)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the bar of the whole run, once: an epoch is nothing to look at."""
         if self.is_enabled and self.train_progress_bar_id is None:
             self._initialize_train_progress_bar_id()
             self._update(self.train_progress_bar_id, trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Loop, pl_module: object, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Show the step that is over."""
         PhaseTimer.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
         if self.is_enabled:
             if self.train_progress_bar_id is None:
                 self._initialize_train_progress_bar_id()
-            self._status = " · ".join(self._describe_step(trainer))
-            self._update(self.train_progress_bar_id, trainer.global_step, hard=True)
+            self._status = " · ".join(self._describe_step())
+            self._update(self.train_progress_bar_id, self.trainer.global_step, hard=True)
             return
-        step, total = trainer.global_step, total_steps(trainer)
-        if self._is_talking and (step % self._line_every_n_steps == 0 or step == total):
-            logger.info(" | ".join([_progress(step, total), *self._describe_step(trainer)]))
+        step, total = self.trainer.global_step, total_steps(self.trainer)
+        if self._shows_progress and (step % self._line_every_n_steps == 0 or step == total):
+            logger.info(" | ".join([_progress(step, total), *self._describe_step()]))
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a line for each validation set."""
         super().on_validation_end(trainer, pl_module)
-        if self._is_talking:
+        if self._shows_progress:
             for line in validation_lines(trainer.global_step, trainer.callback_metrics):
                 logger.info(line)
 
-    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Nothing to the right of the bar: there is too little room, the metrics have the line below it."""
         return {}
 
-    def _init_progress(self, trainer: Any) -> None:
+    def _init_progress(self, trainer: Trainer) -> None:
         super()._init_progress(trainer)
         if self.progress is not None:
             draw_bars = type(self.progress).get_renderables
@@ -123,7 +129,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             progress.get_renderables = draw  # type: ignore[method-assign]
 
     @property
-    def _is_talking(self) -> bool:
+    def _shows_progress(self) -> bool:
         """Not on other ranks, where Lightning disables progress bars, nor where the user turned it off."""
         return self._enabled and self.refresh_rate > 0
 
@@ -131,8 +137,8 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         total = total_steps(self.trainer)
         self.train_progress_bar_id = self._add_task(math.inf if total is None else total, self.train_description)
 
-    def _describe_step(self, trainer: Any) -> list[str]:
-        metrics = trainer.callback_metrics
+    def _describe_step(self) -> list[str]:
+        metrics = self.trainer.callback_metrics
         texts = []
         if "reward/mean" in metrics:
             texts.append(f"reward {float(metrics['reward/mean']):.3f}")
@@ -153,12 +159,12 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return [f"{phase} {self.phase_seconds.get(phase, 0.0):.1f}s" for phase in shown]
 
 
-def total_steps(trainer: Any) -> int | None:
+def total_steps(trainer: Trainer) -> int | None:
     """How many rollout steps the run will have; None if nothing says so."""
     limits = []
     if trainer.max_steps >= 0:
         limits.append(trainer.max_steps)
-    if (trainer.max_epochs or -1) > 0 and math.isfinite(trainer.num_training_batches):
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.num_training_batches):
         limits.append(trainer.max_epochs * int(trainer.num_training_batches))
     return min(limits, default=None)
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlightning.controller.tensor_store import set_storing_policy
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_repeated
+from rlightning.protocols import HasAccelerator, HasStrategy, Loop, callbacks_of, has
 
 log = logging.getLogger(__name__)
 
@@ -54,27 +54,27 @@ class RemotizeOnHeadOnly(RLCallback):
         self.group_size = group_size
         self.is_head: bool | None = None
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Find this rank's place in its group; from now on only heads store."""
-        check_repeated(getattr(trainer, "callbacks", ()))
+        check_repeated(callbacks_of(trainer))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
             log.info("results of this rank are not stored: the first rank of its group stores the same")
         set_storing_policy(self._stores)
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """Everything is stored again."""
         self.is_head = None
         set_storing_policy(None)
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Everything is stored again: an exception is not followed by ``teardown``."""
         self.teardown(trainer, module, "fit")
 
     def _stores(self) -> bool:
         return self.is_head is not False
 
-    def _find_place(self, trainer: Any, module: Any) -> bool | None:
+    def _find_place(self, trainer: Loop, module: object) -> bool | None:
         """Whether this is the first rank of its group; None where it is in none."""
         if self.group_size is not None:
             return _is_first_neighbour(self.group_size)
@@ -99,13 +99,12 @@ def _is_first_neighbour(group_size: int) -> bool | None:
     return dist.get_rank() % group_size == 0
 
 
-def _find_mesh(trainer: Any, module: Any) -> DeviceMesh | None:
-    places = (
-        (getattr(trainer, "strategy", None), "device_mesh"),
-        (getattr(trainer, "accelerator", None), "torch_device_mesh"),
-        (trainer, "device_mesh"),
-        (module, "device_mesh"),
-    )
+def _find_mesh(trainer: Loop, module: object) -> DeviceMesh | None:
+    places = [(trainer, "device_mesh"), (module, "device_mesh")]
+    if has(trainer, HasAccelerator):
+        places.insert(0, (trainer.accelerator, "torch_device_mesh"))
+    if has(trainer, HasStrategy):
+        places.insert(0, (trainer.strategy, "device_mesh"))
     for owner, name in places:
         try:
             mesh = getattr(owner, name, None)

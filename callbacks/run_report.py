@@ -3,12 +3,14 @@
 import logging
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 
 from rlightning.atomic_save import written_aside
 from rlightning.callbacks.throughput import memory_gib
@@ -18,6 +20,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.parallel.collectives import rank_in
 from rlightning.parallel.execution_mode import is_controller
 from rlightning.phases import PhaseTimer
+from rlightning.protocols import HasMetrics, Loop, has
 from rlightning.report import History, Run, render
 from rlightning.report.trajectories import spread_by_reward, summary_rows
 from rlightning.run_dir import run_dir
@@ -80,7 +83,7 @@ class RunReport(PhaseTimer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the story."""
+        """Continue the report."""
         super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
         self._samples = dict(state_dict["samples"])
@@ -88,11 +91,11 @@ class RunReport(PhaseTimer):
         self._earlier_seconds = state_dict["seconds"]
         self._started = perf_counter()
 
-    def output(self, trainer: Any, stage: str) -> Path | None:
+    def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return what it writes."""
         return self._file(trainer) if stage == "fit" else None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Refuse a path that cannot be written to before the run; the time counts from here."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._file(trainer).is_dir():
@@ -101,14 +104,14 @@ class RunReport(PhaseTimer):
             self._started = perf_counter()
 
     def begin_run(self) -> None:
-        """Begin another story."""
+        """Begin another report."""
         super().begin_run()
         self.history = History()
         self._samples = {}
         self._step = 0
         self._earlier_seconds = 0.0
 
-    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Keep a few completions of the first step, and of the newest."""
         super().on_reward_end(trainer, module, batch)
         rows = spread_by_reward(summary_rows(batch, self._step + 1), self.num_samples)
@@ -117,26 +120,29 @@ class RunReport(PhaseTimer):
                 self._samples["early"] = rows
             self._samples["late"] = rows
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Record the step."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        metrics = {n: v for n, v in trainer.callback_metrics.items() if not n.startswith("val/")}
-        self.record(trainer.global_step, metrics)
+        if not has(trainer, HasMetrics):  # a loop that calls record() itself
+            return
+        self.record(
+            trainer.global_step, {n: v for n, v in trainer.callback_metrics.items() if not n.startswith("val/")}
+        )
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
             self._write(trainer, module, "running")
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, module: object) -> None:
         """Record the validation; what it finds before the first step is the run's baseline."""
         if trainer.state.fn == "fit":
             metrics = trainer.callback_metrics
             self.history.add(trainer.global_step, {n: v for n, v in metrics.items() if n.startswith("val/")})
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
+    def on_fit_end(self, trainer: Loop, module: object) -> None:
         """Write the report."""
         self._write(trainer, module, "finished")
         self._stop_clock()
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Write the report of a run that was cut short."""
         super().on_exception(trainer, module, exception)
         reason = f"{type(exception).__name__}: {cut_line(exception)}".removesuffix(": ")
@@ -144,7 +150,7 @@ class RunReport(PhaseTimer):
         self._write(trainer, module, status)
         self._stop_clock()
 
-    def record(self, step: int, metrics: dict[str, Any]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
         """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
 
         In a controller those of ``metrics`` count: its workers have measured them, where the work was done.
@@ -161,7 +167,7 @@ class RunReport(PhaseTimer):
         own |= memory_gib()
         self.history.add(step, own | given if is_controller() else given | own)
 
-    def write(self, path: Path, *, module: Any = None, status: str = "finished", config: str | None = None) -> None:
+    def write(self, path: Path, *, module: object = None, status: str = "finished", config: str | None = None) -> None:
         """Write the report to ``path``, on rank 0 alone.
 
         Args:
@@ -188,7 +194,7 @@ class RunReport(PhaseTimer):
         with written_aside(path) as aside:
             aside.write_text(render(run), encoding="utf-8")
 
-    def _write(self, trainer: Any, module: Any, status: str) -> None:
+    def _write(self, trainer: Loop, module: object, status: str) -> None:
         if not self.history.series or rank_in(trainer):
             return
         path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
@@ -198,7 +204,7 @@ class RunReport(PhaseTimer):
             if status != "running":
                 logger.info("report of the run: %s", path)
 
-    def _file(self, trainer: Any) -> Path:
+    def _file(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "report.html"
 
     def _stop_clock(self) -> None:
@@ -210,10 +216,11 @@ class RunReport(PhaseTimer):
         return self._earlier_seconds + (0.0 if self._started is None else perf_counter() - self._started)
 
 
-def settings_of(module: Any) -> dict[str, Any]:
+def settings_of(module: object) -> dict[str, Any]:
     """The module's hyperparameters that fit into a table cell."""
-    found = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
-    found |= dict(getattr(module, "hparams_initial", {}))
+    found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
+    if isinstance(module, LightningModule):
+        found |= dict(module.hparams_initial)
     algorithm = {} if module is None else {"algorithm": type(module).__name__}
     return algorithm | {n: v for n, v in found.items() if isinstance(v, str | int | float | None)}
 

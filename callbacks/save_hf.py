@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -10,6 +9,7 @@ from rlightning.disk import needed
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
+from rlightning.protocols import CountsSteps, Loop, SavesHF, callbacks_of, has
 from rlightning.run_dir import run_dir
 
 logger = logging.getLogger("rlightning")
@@ -50,16 +50,16 @@ class SaveHF(RunCallback):
         """Save its steps too, though they have the numbers of those before."""
         self._seen_step = -1
 
-    def output(self, trainer: Any, stage: str) -> Path | None:
+    def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return what it writes."""
         return self._folder(trainer) if stage == "fit" else None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Refuse what could not be saved, or not there, before the run; become the last of the callbacks."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if not hasattr(pl_module, "save_hf"):
+        if not has(pl_module, SavesHF):
             raise ConfigError(
                 f"{type(pl_module).__name__} has no save_hf(path). Derive it from RLModule, or drop SaveHF."
             )
@@ -67,44 +67,44 @@ class SaveHF(RunCallback):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, a model is saved as a folder. Name another one.")
         if isinstance(trainer, Trainer):
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            # A new list: Lightning is going through this one.
-            trainer.callbacks = [*(other for other in callbacks if other is not self), self]  # type: ignore[attr-defined]
+            others = [other for other in callbacks_of(trainer) if other is not self]
+            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # Lightning is going through the old list
 
-    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Save after each n-th step in a loop without batches."""
         self._save_on_the_way(trainer, module)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Save after each n-th step."""
         self._save_on_the_way(trainer, module)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer: Loop, module: object) -> None:
         """Save the last state."""
         self._seen_step = -1
         self._save(trainer, module, self._folder(trainer))
 
-    def _save_on_the_way(self, trainer: Any, module: Any) -> None:
+    def _save_on_the_way(self, trainer: Loop, module: object) -> None:
         if self.every_n_steps is None:
             return
-        step = getattr(trainer, "global_step", None)
-        if step is None:
+        if not has(trainer, CountsSteps):
             raise ConfigError(
                 f"every_n_steps={self.every_n_steps} needs the number of finished steps, and "
                 f"{type(trainer).__name__} has no global_step. Set it, or leave every_n_steps out."
             )
         # Each step comes twice at least: with its update, with its batch, and with each of its micro-batches.
+        step = trainer.global_step
         is_new, self._seen_step = step != self._seen_step, step
         if step == 0 or step % self.every_n_steps or not is_new:
             return
         folder = self._folder(trainer)
         self._save(trainer, module, folder.with_name(f"{folder.name}_step_{step:06d}"))
 
-    def _save(self, trainer: Any, module: Any, folder: Path) -> None:
+    def _save(self, trainer: Loop, module: object, folder: Path) -> None:
+        assert has(module, SavesHF), "setup() has checked it"
         with needed("The model", folder, "Make room there, or name another path. The run's checkpoints are kept."):
             module.save_hf(folder)
         if rank_in(trainer) == 0:
             logger.info("saved the model to %s", folder)
 
-    def _folder(self, trainer: Any) -> Path:
+    def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"

@@ -4,7 +4,6 @@ import math
 import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,6 +13,7 @@ from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
+from rlightning.protocols import HasConfig, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
 from rlightning.types import RolloutBatch
 
 _GIB = 2**30
@@ -49,7 +49,7 @@ class Throughput(PhaseTimer):
         self.last: dict[str, float] = {}
         self._update_flops = 0.0
 
-    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Begin the update, and count what it takes."""
         super().on_update_start(trainer, module, batch)
         if device_peak(platform.device_of(trainer, module)) is not None:
@@ -65,7 +65,7 @@ class Throughput(PhaseTimer):
         super().drop_step()
         self._update_flops = 0.0
 
-    def on_step_timed(self, trainer: Any, module: Any) -> None:
+    def on_step_timed(self, trainer: Loop, module: object) -> None:
         """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
         absent = dict.fromkeys(self.last, math.nan)
         self.last = {"time/step": self.step_seconds}
@@ -87,32 +87,30 @@ def device_peak(device: torch.device | None) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device))
 
 
-def update_flops(module: Any, batch: RolloutBatch) -> float:
+def update_flops(module: object, batch: RolloutBatch) -> float:
     """Operations of an update of this rank: see :mod:`rlightning.models.counts`. 0 where the model is not known.
 
     Args:
         module: with a ``model_config``; see :class:`Throughput`.
         batch: this rank's share. The output layer is computed for its completions alone.
     """
-    config = getattr(module, "model_config", None)
-    if not isinstance(config, PreTrainedConfig):
+    if not has(module, HasConfig) or not isinstance(module.model_config, PreTrainedConfig):
         return 0.0
-    epochs = getattr(getattr(module, "plan", None), "epochs_per_rollout", 1)
-    flops = float(sequence_flops(config, batch.lengths, batch.sampled_lengths).sum())
-    return flops * epochs / getattr(module, "tensor_parallel_size", 1)
+    epochs = module.plan.epochs_per_rollout if has(module, HasPlan) else 1
+    num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
+    return float(sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths).sum()) * epochs / num_ranks
 
 
-def log_metrics(module: Any, metrics: dict[str, float]) -> None:
+def log_metrics(module: object, metrics: dict[str, float]) -> None:
     """Log a callback's metrics of a training step with the module's ``log_dict``, where it has one and that listens.
 
     A LightningModule has it also outside a Trainer and outside Fabric; and within a validation or a prediction, the
     names would be taken for results of that.
     """
     if isinstance(module, LightningModule):
-        is_listening = module.fabric is not None or (module._trainer is not None and module.trainer.training)
-    else:
-        is_listening = hasattr(module, "log_dict")
-    if is_listening:
+        if module.fabric is not None or (module._trainer is not None and module.trainer.training):
+            module.log_dict(metrics)
+    elif has(module, LogsMetrics):
         module.log_dict(metrics)
 
 

@@ -1,7 +1,7 @@
 """RL post-training for language models, the Lightning way."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlightning.module import RLModule
@@ -12,7 +12,7 @@ __all__ = ["RLModule", "Trainer"]
 _FILES = {"RLModule": "module", "Trainer": "trainer"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a class when it is asked for: the command's ``--help`` needs no torch."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -11,10 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.error_report import INTERRUPTED, exit_code, is_other_rank, show_error, yield_to_rank_0
 from rlightning.errors import ConfigError, did_you_mean, find_run_error
+
+if TYPE_CHECKING:
+    from rlightning.parallel.failure import FailureWatch
 
 COMMANDS = {
     "fit": "train a model",
@@ -154,7 +157,7 @@ def ending_at_once() -> Iterator[None]:
         yield
         return
 
-    def stop(signum: int, frame: Any) -> None:
+    def stop(signum: int, frame: object) -> None:
         if not is_other_rank():
             os.write(sys.stderr.fileno(), b"interrupted\n")
         os._exit(INTERRUPTED)
@@ -179,7 +182,7 @@ def end(error: BaseException) -> int:
     return exit_code(error)
 
 
-def active_watch() -> Any:
+def active_watch() -> "FailureWatch | None":
     """The failure watch that the ranks keep, once they have met."""
     failure = sys.modules.get("rlightning.parallel.failure")
     return failure.active_watch() if failure is not None else None

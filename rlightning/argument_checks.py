@@ -4,13 +4,13 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
 from types import CodeType
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -19,6 +19,9 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
 from rlightning.peer_names import PEER_NAMES, suggest_name
 from rlightning.python_values import map_items, to_number, to_python
+
+if TYPE_CHECKING:
+    from pydantic_core import SchemaValidator
 
 _RULE = "Input should be "
 _RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
@@ -29,7 +32,7 @@ _NEAR = 0.85  # of a misspelled name, as difflib measures it
 class CheckedArguments:
     """Base of classes whose arguments are checked before ``__init__`` runs."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Raise a ConfigError for an argument whose name or type the class does not have."""
         check_arguments(cls, args, kwargs)
         return super().__new__(cls)
@@ -46,7 +49,7 @@ def checked(kind: Kind) -> Kind:
     init = kind.__init__  # type: ignore[misc]
 
     @wraps(init)
-    def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def check_and_init(self: object, *args: object, **kwargs: object) -> None:
         check_arguments(kind, args, kwargs)
         init(self, *args, **kwargs)
 
@@ -54,7 +57,7 @@ def checked(kind: Kind) -> Kind:
     return kind
 
 
-def check_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that a class does not take; those that are missing are left to Python.
 
     Args:
@@ -148,7 +151,7 @@ def is_taken_otherwise(kind: type, name: str) -> bool:
     return False
 
 
-def check_value(kind: str, name: str, value: object, hint: Any) -> None:
+def check_value(kind: str, name: str, value: object, hint: object) -> None:
     """Refuse a value that is not of a type hint. Numbers are what they are: neither 4.0 nor "4" is an int.
 
     Args:
@@ -167,14 +170,16 @@ def check_value(kind: str, name: str, value: object, hint: Any) -> None:
         raise ConfigError(f"{given}: {_describe(reasons)}. {_way_out(value, hint)}".rstrip())
 
 
-def _find_reasons(value: object, hint: Any) -> list[str]:
+def _find_reasons(value: object, hint: object) -> list[str]:
     """Pydantic's messages about a value; none if it is of the type."""
     import pydantic  # a tenth of a second
 
     validator = _find_validator(hint)
     is_strict = True if isinstance(value, Iterator) else None  # a list of its items would leave it empty
     reasons: list[str] = []
-    for candidate in _spellings(value) if validator else ():
+    for candidate in _spellings(value):
+        if validator is None:
+            break
         try:
             validator.validate_python((candidate,), strict=is_strict)
             return []
@@ -184,7 +189,7 @@ def _find_reasons(value: object, hint: Any) -> list[str]:
     return reasons
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Whether a value is known to be of a type."""
     return _find_validator(hint) is not None and not _find_reasons(value, hint)
 
@@ -208,7 +213,7 @@ def _describe(reasons: list[str]) -> str:
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
-def _find_validator(hint: Any) -> Any:
+def _find_validator(hint: object) -> "SchemaValidator | None":
     """What checks a value of a type hint, as the one item of a tuple: a dataclass alone would take no settings."""
     if hint in (None, inspect.Parameter.empty):
         return None
@@ -219,19 +224,19 @@ def _find_validator(hint: Any) -> Any:
 
 
 @cache
-def _make_validator(hint: Any) -> Any:
+def _make_validator(hint: Hashable) -> "SchemaValidator | None":
     import pydantic
     import pydantic_core
 
-    config: Any = {"strict": True, "arbitrary_types_allowed": True}
+    config = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        adapter = pydantic.TypeAdapter(tuple[hint], config=config)
+        adapter = pydantic.TypeAdapter(tuple[hint], config=config)  # type: ignore[valid-type]
     complete = adapter.pydantic_complete
     return pydantic_core.SchemaValidator(_relax(adapter.core_schema), {"strict": True}) if complete else None
 
 
-def _relax(schema: Any) -> Any:
+def _relax(schema: object) -> Any:
     """Pydantic's schema of a type, which takes the kinds in _RELAXED in the other spellings of them, too."""
     if isinstance(schema, list):
         return [_relax(part) for part in schema]
@@ -256,12 +261,12 @@ def _inits(kind: type) -> Iterator[Any]:
     yield from (init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__")))
 
 
-def _own_positional_names(init: Any) -> list[str]:
+def _own_positional_names(init: Callable[..., object]) -> list[str]:
     parameters = list(inspect.signature(init).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _has(init: Any, kind: Any) -> bool:
+def _has(init: Callable[..., object], kind: object) -> bool:
     """Whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
     return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
 
@@ -282,14 +287,14 @@ def _is_mistaken(name: str, known: Iterable[str]) -> bool:
     return name in PEER_NAMES or (bool(near) and not is_made_of)
 
 
-def _too_many(kind: type, number: int, args: tuple[Any, ...], name: str | None) -> str:
+def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | None) -> str:
     value = "[...]" if isinstance(args[number], list | tuple) else "..."
     way_out = f"Give the others by name{f', as {name}={value}' if name else ''}."
     takes = "1 argument" if number == 1 else f"{number or 'no'} arguments"
     return f"{kind.__name__} takes {takes} by position, not {len(args)}. {way_out}"
 
 
-def _way_out(value: object, hint: Any) -> str:
+def _way_out(value: object, hint: object) -> str:
     """A sentence about what to write instead, where that is known."""
     for number in _near_numbers(to_number(value)):
         if not _find_reasons(number, hint):

@@ -25,7 +25,7 @@ _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 def written_aside(path: Path) -> Iterator[Path]:
     """Give a name to write a file or a folder to; it becomes ``path`` when the block ends well.
 
-    Who reads ``path`` meanwhile sees what was there, never half of what will be. A block that raises leaves nothing;
+    Readers of ``path`` get the old content until then, never half of the new one. A block that raises leaves nothing;
     what a kill leaves is removed the next time. The name is this process's own: of several that write the same
     ``path``, the last one counts.
     """
@@ -85,7 +85,7 @@ def find_saved(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder; a folder loses its name first, so that nobody takes a half of it for whole."""
+    """Remove a file, a link or a folder; a folder is renamed first, so that no reader finds half of it."""
     if _is_folder(path):
         if path.suffix != PARTIAL:
             path = path.rename(prepare_partial(path))

@@ -11,7 +11,7 @@ PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "p
 """Where the types come from that a value is converted to, rather than built from arguments."""
 
 
-def flatten_union(hint: Any) -> Iterator[Any]:
+def flatten_union(hint: object) -> Iterator[Any]:
     """Yield the alternatives of a type hint, without their annotations."""
     if get_origin(hint) is Annotated:
         yield from flatten_union(get_args(hint)[0])
@@ -22,7 +22,7 @@ def flatten_union(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def takes_text(hint: Any) -> bool:
+def takes_text(hint: object) -> bool:
     """Return whether a type hint accepts a string as it is, alone or as an item of a container at any depth.
 
     The name of an existing file is such a string, so a key of this type is never replaced by the content of a file.
@@ -33,38 +33,38 @@ def takes_text(hint: Any) -> bool:
     )
 
 
-def is_text(hint: Any) -> bool:
+def is_text(hint: object) -> bool:
     """Return whether a type hint without alternatives is that of a text, a path or a word."""
     if get_origin(hint) is Literal:
         return any(isinstance(word, str) for word in get_args(hint))
     return inspect.isclass(hint) and issubclass(hint, str | os.PathLike | Enum)
 
 
-def is_configurable(hint: Any) -> bool:
+def is_configurable(hint: object) -> bool:
     """Return whether a type hint is a class whose arguments a configuration can give."""
     if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
         return False
     return hint.__module__.partition(".")[0] not in PLAIN_MODULES
 
 
-def is_sequence(hint: Any) -> bool:
+def is_sequence(hint: object) -> bool:
     """Return whether a type hint is that of several items."""
     return is_container(hint) and not is_mapping(hint)
 
 
-def is_mapping(hint: Any) -> bool:
+def is_mapping(hint: object) -> bool:
     """Return whether a type hint is that of named items."""
     origin = get_origin(hint)
     return inspect.isclass(origin) and issubclass(origin, Mapping)
 
 
-def is_container(hint: Any) -> bool:
+def is_container(hint: object) -> bool:
     """Return whether a type hint is that of items, named or not."""
     origin = get_origin(hint)
     return inspect.isclass(origin) and issubclass(origin, Iterable)
 
 
-def item_hints(hint: Any) -> list[Any]:
+def item_hints(hint: object) -> list[Any]:
     """Return the type hints of a container's items; of named ones without that of their names."""
     hints = [item for item in get_args(hint) if item is not Ellipsis]
     return hints[1:] if is_mapping(hint) else hints

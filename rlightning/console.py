@@ -49,13 +49,13 @@ class _VisibleFormatter(logging.Formatter):
 class _StandardError(logging.StreamHandler[TextIO]):
     """Writes to whatever ``sys.stderr`` is at that moment: lines appear above a live progress bar, not in it.
 
-    Of several ranks the first speaks for all; the others are heard when they warn.
+    Rank 0 logs all lines, the other ranks warnings and errors alone.
     """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(_VisibleFormatter("%(message)s"))
-        self.addFilter(lambda record: record.levelno > logging.INFO or getattr(rank_zero_only, "rank", 0) == 0)
+        self.addFilter(lambda record: record.levelno > logging.INFO or rank_zero_only.rank == 0)  # type: ignore[attr-defined]
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -99,6 +99,6 @@ def quieten() -> None:
 
 
 def ignore_warnings() -> None:
-    """Leave out warnings of Lightning's that do not apply to the modules of this package, whoever drives them."""
+    """Leave out warnings of Lightning's that do not apply to the modules of this package, in any training loop."""
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -78,7 +78,7 @@ def _write(trace: str) -> Path | None:
 
 
 def is_other_rank() -> bool:
-    """Whether this is a rank but rank 0, as far as the launcher's variables tell."""
+    """Return whether the launcher's variables say that this is another rank than rank 0."""
     return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 

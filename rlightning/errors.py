@@ -114,7 +114,7 @@ def find_run_error(error: BaseException) -> RunError | None:
     """Return the foreseen error behind ``error``: itself or what it was raised from; None if it was not foreseen.
 
     jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too. Errors of other libraries that
-    users meet often are told as ours.
+    users meet often become errors of this package.
     """
     cause: BaseException | None = error
     while cause is not None:

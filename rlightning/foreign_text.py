@@ -1,7 +1,7 @@
 """Text that comes from outside of the package, such as exceptions' messages and processes' logs, cut to a length.
 
-Whatever quotes such text in a log line or an error passes it through one of these functions. Secrets that they are told
-of (:func:`hide`) are left out. Standard library only.
+Whatever quotes such text in a log line or an error passes it through one of these functions. Secrets that
+:func:`hide` was given are left out. Standard library only.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def hide(references: Mapping[str, str]) -> None:
 
 
 def hidden() -> dict[str, str]:
-    """Return what :func:`hide` was told, for another process."""
+    """Return what :func:`hide` was given, for another process."""
     return dict(_references)
 
 

@@ -30,6 +30,7 @@ from lightning.pytorch import Callback
 from rlightning.argument_checks import CheckedArguments
 from rlightning.console import show_log_lines
 from rlightning.errors import ConfigError
+from rlightning.protocols import CallsHooks, CountsSteps, Loop, callbacks_of, has
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -49,52 +50,52 @@ class RLCallback(CheckedArguments, Callback):
 
     runs_in: Literal["controller", "workers"] = "controller"
 
-    def output(self, trainer: Any, stage: str) -> Path | None:
+    def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return the file or folder that it writes in a stage, if there is one; no other callback writes there."""
         return None
 
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: "list[Prompt]") -> None:
+    def on_rollout_start(self, trainer: Loop, module: object, prompts: "list[Prompt]") -> None:
         """Called before completions are generated for ``prompts``."""
 
-    def on_rollout_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+    def on_rollout_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called when all completions are there; ``batch`` has no rewards yet."""
 
-    def on_reward_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+    def on_reward_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the rewards are computed."""
 
-    def on_reward_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+    def on_reward_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called when ``batch.rewards`` is there, NaN where a reward failed; those trajectories are dropped next."""
 
-    def on_update_start(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+    def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is there."""
 
-    def on_update_end(self, trainer: Any, module: Any, batch: "RolloutBatch") -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called after the last optimizer step of a rollout."""
 
-    def on_engine_start(self, trainer: Any, module: Any) -> None:
+    def on_engine_start(self, trainer: Loop, module: object) -> None:
         """Called before an engine is waited for that has been started and is not up yet."""
 
-    def on_engine_ready(self, trainer: Any, module: Any) -> None:
+    def on_engine_ready(self, trainer: Loop, module: object) -> None:
         """Called when it is waited for no longer: it is up, or has died."""
 
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
 
-    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+    def on_engine_wake(self, trainer: Loop, module: object) -> None:
         """Called within a sync when an engine that sleeps has the weights, before it takes its KV cache's memory."""
 
-    def on_engine_sleep(self, trainer: Any, module: Any) -> None:
+    def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
 
     def on_predict_prompt_end(
-        self, trainer: Any, module: Any, prompt: "Prompt", trajectories: "list[Trajectory]"
+        self, trainer: Loop, module: object, prompt: "Prompt", trajectories: "list[Trajectory]"
     ) -> None:
         """Called in a prediction when all trajectories of a prompt are there, and others of its batch are not.
 
         Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
         """
 
-    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called when the engine has the weights and, where it was due, has been verified."""
 
 
@@ -112,37 +113,37 @@ class RunCallback(RLCallback):
     def drop_step(self) -> None:
         """Called when the step under way, if there is one, will not be finished: it is begun again, or was the last."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Refuse a callback that is listed twice; begin anew, and show the run's lines where logging is not set up."""
         show_log_lines()
-        check_repeated(getattr(trainer, "callbacks", ()))
+        check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
         self.drop_step()
-        if stage == "fit" and not self._is_loaded and not getattr(trainer, "global_step", 0):
+        if stage == "fit" and not self._is_loaded and not (has(trainer, CountsSteps) and trainer.global_step):
             self.begin_run()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the run that has saved the state."""
         self._is_loaded = True
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
         """Drop the step that was cut short. A loop that is not Lightning's fires this hook where it goes on after."""
         self._is_loaded = False
         self.drop_step()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Called when the run is over."""
         self._is_loaded = False
 
 
-def check_outputs(trainer: Any, stage: str) -> None:
+def check_outputs(trainer: Loop, stage: str) -> None:
     """Refuse two callbacks of a run that write to the same place, however it is spelled.
 
     Raises:
         ConfigError: names the callbacks and the place.
     """
-    writers: dict[Path, RLCallback] = {}
-    for callback in getattr(trainer, "callbacks", ()):
+    writers: dict[Path, object] = {}
+    for callback in callbacks_of(trainer):
         output = callback.output(trainer, stage) if isinstance(callback, RLCallback) else None
         if output is None:
             continue
@@ -152,7 +153,7 @@ def check_outputs(trainer: Any, stage: str) -> None:
             raise ConfigError(f"{names} of trainer.callbacks both write '{output}'. Keep one, or name another path.")
 
 
-def check_repeated(callbacks: Iterable[Any]) -> None:
+def check_repeated(callbacks: Iterable[object]) -> None:
     """Refuse two callbacks of which each would do the other's work: of this package, or with state.
 
     Args:
@@ -163,18 +164,21 @@ def check_repeated(callbacks: Iterable[Any]) -> None:
     """
     seen: set[str] = set()
     for callback in callbacks:
+        if not isinstance(callback, Callback):
+            continue
         kind = type(callback)
         is_own = kind.__module__.startswith("rlightning.")
-        if not isinstance(callback, Callback) or not (is_own or kind.state_dict is not Callback.state_dict):
+        if not is_own and kind.state_dict is Callback.state_dict:
             continue
         if callback.state_key in seen:
             raise ConfigError(f"trainer.callbacks lists {kind.__name__} twice, to do the same work. Keep one of them.")
         seen.add(callback.state_key)
 
 
-def fire(trainer: Any, module: Any, hook: str, *args: Any) -> None:
+def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
     """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
+    assert has(trainer, CallsHooks), f"{type(trainer).__name__} has no callbacks"
     for callback in trainer.callbacks:
-        method = getattr(callback, hook, None)
+        method = getattr(callback, hook, None)  # of no class in particular: a callback has the hooks that it needs
         if method is not None:
             method(trainer, module, *args)

@@ -1,11 +1,11 @@
-"""Where a step's seconds go, told from the hooks alone."""
+"""The seconds of each phase of a step, measured by the hooks alone."""
 
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from rlightning.hooks import RunCallback
+from rlightning.protocols import Loop, SumsOverRanks, has
 from rlightning.types import Prompt, RolloutBatch
 
 PHASES = ("generate", "reward", "update", "sync", "engine_start")
@@ -44,20 +44,20 @@ class PhaseTimer(RunCallback):
         self._num_update_tokens = 0
         self._prompt_indices: list[int] = []
 
-    def on_step_timed(self, trainer: Any, module: Any) -> None:
+    def on_step_timed(self, trainer: Loop, module: object) -> None:
         """Called when a step is over and its times are there."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Open the step."""
         self.open_step()
         self._is_batch_open = True
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Close the step."""
         self._close_step(trainer, module)
         self._is_batch_open = False
 
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: list[Prompt]) -> None:
+    def on_rollout_start(self, trainer: Loop, module: object, prompts: list[Prompt]) -> None:
         """Begin to generate."""
         indices = [p.index for p in prompts if isinstance(p, Prompt)] if isinstance(prompts, list) else []
         is_again = bool(self._begun) or (bool(indices) and indices == self._prompt_indices)
@@ -68,20 +68,20 @@ class PhaseTimer(RunCallback):
         self._prompt_indices = indices
         self._begin("generate")
 
-    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """End of generating."""
         self._end("generate")
         self._num_rollout_tokens += batch.num_tokens
 
-    def on_reward_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_reward_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Begin to reward."""
         self._begin("reward")
 
-    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """End of rewarding."""
         self._end("reward")
 
-    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Begin to update."""
         is_again = "update" in self._begun and not self._is_batch_open and "generate" not in self._sums
         if self._opened is None or is_again:
@@ -90,25 +90,25 @@ class PhaseTimer(RunCallback):
         self._begin("update")
         self._num_update_tokens += batch.num_tokens
 
-    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """End of updating, and of the step in a loop that has no batches."""
         self._end("update")
         if not self._is_batch_open:
             self._close_step(trainer, module)
 
-    def on_engine_start(self, trainer: Any, module: Any) -> None:
+    def on_engine_start(self, trainer: Loop, module: object) -> None:
         """Begin to wait for an engine."""
         self._begin("engine_start")
 
-    def on_engine_ready(self, trainer: Any, module: Any) -> None:
+    def on_engine_ready(self, trainer: Loop, module: object) -> None:
         """End of waiting."""
         self._end_within("engine_start")
 
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Begin to send weights."""
         self._begin("sync")
 
-    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
         """End of sending weights."""
         self._end_within("sync")
 
@@ -130,7 +130,7 @@ class PhaseTimer(RunCallback):
         self._prompt_indices = []
         self._num_rollout_tokens = self._num_update_tokens = 0
 
-    def _close_step(self, trainer: Any, module: Any) -> None:
+    def _close_step(self, trainer: Loop, module: object) -> None:
         if self._opened is None:
             return
         self.step_seconds = perf_counter() - self._opened
@@ -162,6 +162,5 @@ class PhaseTimer(RunCallback):
         return seconds
 
 
-def _sum_over_ranks(module: Any, count: int) -> int:
-    world_sum = getattr(module, "world_sum", None)
-    return count if world_sum is None else int(world_sum(torch.tensor(count)))
+def _sum_over_ranks(module: object, count: int) -> int:
+    return int(module.world_sum(torch.tensor(count))) if has(module, SumsOverRanks) else count

@@ -1,7 +1,10 @@
 """Python's own values in place of what NumPy and torch have for numbers, alone and in lists, tuples and mappings."""
 
+from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def to_number(value: Any) -> Any:
@@ -10,18 +13,27 @@ def to_number(value: Any) -> Any:
     return value.item() if has_number else value
 
 
-def to_python(value: Any) -> Any:
+def to_python(value: T) -> T:
     """Return numbers and lists in place of NumPy's numbers and of arrays and tensors; all else as it is."""
     return map_items(_to_list, value)
 
 
-def map_items(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to the items of lists, tuples and mappings at any depth."""
+def map_items(convert: Callable[[Any], object], value: T) -> T:
+    """Apply a function to a value, or to the items of lists, tuples, mappings and namespaces at any depth.
+
+    Containers stay what they are, and so, for a type checker, do the values in them.
+    """
+    given: Any = value
+    changed: Any = None
     if type(value) in (list, tuple):
-        return type(value)(map_items(convert, item) for item in value)
-    if type(value) is dict:
-        return {name: map_items(convert, item) for name, item in value.items()}
-    return convert(value)
+        changed = type(given)(map_items(convert, item) for item in given)
+    elif type(value) is dict:
+        changed = {name: map_items(convert, item) for name, item in given.items()}
+    elif isinstance(value, Namespace):
+        changed = type(value)(**{name: map_items(convert, item) for name, item in vars(value).items()})
+    else:
+        changed = convert(value)
+    return changed  # type: ignore[no-any-return]
 
 
 def _to_list(value: Any) -> Any:

@@ -3,12 +3,12 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from rlightning.errors import ConfigError
+from rlightning.protocols import HasFolder, has
 
 FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
 """What rank 0 has chosen, in order, for the ranks that Lightning starts by running the same program again."""
@@ -17,13 +17,13 @@ _chosen: list[str] = []
 """Of this process."""
 
 
-def run_dir(trainer: Any) -> Path:
+def run_dir(trainer: object) -> Path:
     """The run's folder: ``trainer.default_root_dir``.
 
     Args:
         trainer: a Lightning ``Trainer``, or any object with a ``default_root_dir``.
     """
-    folder = getattr(trainer, "default_root_dir", None)
+    folder = trainer.default_root_dir if has(trainer, HasFolder) else None
     if folder is None:
         raise ConfigError(
             f"{type(trainer).__name__} has no default_root_dir, so no run folder. Set one, or give the callback a path."

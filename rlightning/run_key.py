@@ -23,7 +23,7 @@ def read_key() -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on other hosts reaches ``host``, as far as names can be resolved."""
+    """Return whether ``host`` resolves to loopback addresses alone."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -6,15 +6,16 @@ A secret is told by its name, or by its place in a URL. A name counts by its wor
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jsonargparse import Namespace
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import hide, without_secrets
+from rlightning.python_values import map_items
 
 REFERENCE = re.compile(r"\$\{ENV:(\w+)\}")
 
@@ -39,6 +40,9 @@ _NAMES_OF_OTHERS = ("columns", "validation")
 """Keys of mappings whose names are the data's."""
 
 
+T = TypeVar("T")
+
+
 class _Secret(NamedTuple):
     """A secret, what it is called, and what it belongs to, such as a reward's name."""
 
@@ -53,7 +57,7 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _OTHER.search(words)
 
 
-def mask_secrets(config: Any) -> tuple[Any, dict[str, str]]:
+def mask_secrets(config: object) -> tuple[Any, dict[str, str]]:
     """Replace the secrets of a configuration by references to environment variables, such as ``${ENV:API_KEY}``.
 
     What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
@@ -83,7 +87,7 @@ def hide_secrets(variables: Mapping[str, str]) -> None:
     hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
 
 
-def conceal(value: Any) -> Any:
+def conceal(value: object) -> Any:
     """Return a value with references in place of the secrets that are known, in whatever texts they are.
 
     Args:
@@ -98,10 +102,11 @@ def conceal(value: Any) -> Any:
         return concealed
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: conceal(getattr(value, field.name)) for field in fields(value)}
-    return type(value)(map(conceal, value)) if type(value) in (list, tuple) else value
+    items: Any = value
+    return type(items)(map(conceal, items)) if type(items) in (list, tuple) else value
 
 
-def check_references(config: Any, known: Mapping[str, str]) -> None:
+def check_references(config: object, known: Mapping[str, str]) -> None:
     """Raise if a configuration refers to a variable that is neither set nor known.
 
     Args:
@@ -116,7 +121,7 @@ def check_references(config: Any, known: Mapping[str, str]) -> None:
             _read_variable(found[1], key, known)
 
 
-def resolve_secrets(value: Any, where: str, known: Mapping[str, str] | None = None) -> Any:
+def resolve_secrets(value: T, where: str, known: Mapping[str, str] | None = None) -> T:
     """Return a value with environment variables in place of each ``${ENV:NAME}`` in it.
 
     Args:
@@ -131,13 +136,7 @@ def resolve_secrets(value: Any, where: str, known: Mapping[str, str] | None = No
     def read(found: "re.Match[str]") -> str:
         return _read_variable(found[1], where, known or {})
 
-    if isinstance(value, str):
-        return REFERENCE.sub(read, value)
-    if isinstance(value, Namespace):
-        return Namespace({name: resolve_secrets(inner, where, known) for name, inner in vars(value).items()})
-    if type(value) is dict:
-        return {name: resolve_secrets(inner, where, known) for name, inner in value.items()}
-    return type(value)(resolve_secrets(v, where, known) for v in value) if type(value) in (list, tuple) else value
+    return map_items(lambda one: REFERENCE.sub(read, one) if isinstance(one, str) else one, value)
 
 
 def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
@@ -148,7 +147,9 @@ def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
     return value
 
 
-def _replace(value: Any, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = "") -> Any:
+def _replace(
+    value: object, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = ""
+) -> Any:
     """Return a value with what ``give`` returns in place of each secret.
 
     Args:
@@ -202,11 +203,11 @@ def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
         number += 1
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the texts of a configuration, each after its key."""
     if isinstance(value, str):
         yield key, value
-    entries: Any = vars(value).items() if isinstance(value, Namespace) else ()
+    entries: Iterable[tuple[object, object]] = vars(value).items() if isinstance(value, Namespace) else ()
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else entries
     for name, inner in entries:
         nested = key if name == "init_args" else f"{key}.{name}" if key else str(name)

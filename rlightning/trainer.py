@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -82,8 +83,8 @@ class Trainer(lightning.pytorch.Trainer):
     def fit(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
@@ -106,12 +107,12 @@ class Trainer(lightning.pytorch.Trainer):
     def validate(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[Mapping[str, float]]:
         """Measure on the validation sets, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("validate", ckpt_path)
         with raising_interrupts():
@@ -120,12 +121,12 @@ class Trainer(lightning.pytorch.Trainer):
     def test(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[Mapping[str, float]]:
         """Measure on the validation sets under the name "test"; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("test", ckpt_path)
         with raising_interrupts():
@@ -134,12 +135,12 @@ class Trainer(lightning.pytorch.Trainer):
     def predict(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         datamodule: LightningDataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-    ) -> Any:
+    ) -> list[object] | list[list[object]] | None:
         """Complete the prompts of ``predict``, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
         path = self._settle_checkpoint("predict", ckpt_path)
         with raising_interrupts():
@@ -192,7 +193,7 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return settled
 
 
-def settle_lengths(options: Any) -> None:
+def settle_lengths(options: dict[str, Any] | Namespace) -> None:
     """Set, in place, one epoch where no end is set, and validation after each epoch where no interval is."""
     if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
         options["max_epochs"] = 1
@@ -201,7 +202,7 @@ def settle_lengths(options: Any) -> None:
         options["check_val_every_n_epoch"] = 1
 
 
-def add_checkpoint_io(plugins: Any, strategy: Any) -> list[Any]:
+def add_checkpoint_io(plugins: object, strategy: object) -> list[Any]:
     """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
     listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
     has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)

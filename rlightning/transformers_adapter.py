@@ -24,9 +24,9 @@ class TransformersAdapter(TrainerCallback):
         callbacks: of :mod:`rlightning.callbacks`, but for those that need Lightning's Trainer.
     """
 
-    loggers: Sequence[Any] = ()
+    loggers: Sequence[object] = ()
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[object]) -> None:
         self.trainer, self.callbacks = trainer, list(callbacks)
 
     def __getattr__(self, name: str) -> Any:
@@ -55,19 +55,19 @@ class TransformersAdapter(TrainerCallback):
         """How many processes there are."""
         return int(self.trainer.args.world_size)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
         """Called when the model and the optimizer are on the device."""
         fire(self, given["model"], "setup", "fit")
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_substep_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Called after a micro-batch but the last of a step, with ``gradient_accumulation_steps`` above 1."""
         fire(self, given["model"], "on_update_end", None)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Called when the optimizer has stepped."""
         fire(self, given["model"], "on_update_end", None)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Called when all is over."""
         fire(self, given["model"], "on_train_end")
         fire(self, given["model"], "teardown", "fit")

@@ -8,12 +8,7 @@ from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
-from rlightning.objectives import (
-    Aggregation,
-    ClippedSurrogate,
-    has_signal,
-    overlong_penalty,
-)
+from rlightning.objectives import Aggregation, ClippedSurrogate, has_signal, overlong_penalty
 from rlightning.types import RolloutBatch
 
 OVERLONG = "overlong"

@@ -9,14 +9,7 @@ from torch import Tensor
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.objectives import (
-    ClippedSurrogate,
-    KLEstimator,
-    estimate_kl,
-    group_advantages,
-    token_returns,
-    whiten,
-)
+from rlightning.objectives import ClippedSurrogate, KLEstimator, estimate_kl, group_advantages, token_returns, whiten
 from rlightning.types import RolloutBatch
 
 

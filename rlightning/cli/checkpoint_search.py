@@ -36,7 +36,7 @@ class Place(NamedTuple):
     depth: int
 
 
-def find_places(root: Path, callbacks: Any) -> list[Place]:
+def find_places(root: Path, callbacks: object) -> list[Place]:
     """Where the run in ``root`` has written checkpoints by its saved configurations, and would by this one.
 
     Args:
@@ -57,7 +57,7 @@ def find_places(root: Path, callbacks: Any) -> list[Place]:
     return [Place(folder, depth) for folder, depth in places.items()]
 
 
-def settle_checkpoint(command: str, root: Path, callbacks: Any, ckpt_path: str | None) -> str | None:
+def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: str | None) -> str | None:
     """Return the path of the checkpoint that a command begins with: for "last" that of the highest step.
 
     Args:
@@ -141,7 +141,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0, or will be, as far as the launchers' variables tell."""
+    """Return whether the launchers' variables say that this process is, or will be, rank 0."""
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -161,9 +161,10 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
             yield Path(former_root if isinstance(former_root, str) else root).expanduser(), trainer.get("callbacks")
 
 
-def _find_folders(callbacks: Any) -> Iterator[tuple[Path | None, int]]:
+def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
     """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
-    for entry in callbacks if isinstance(callbacks, list) else [callbacks]:
+    entries: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks]
+    for entry in entries:
         if isinstance(entry, ModelCheckpoint) and entry.dirpath:
             yield Path(entry.dirpath), str(entry.filename or "").count("/")
         has_keys = hasattr(entry, "get")

@@ -10,15 +10,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import Namespace, set_dumper
+from jsonargparse import set_dumper
 from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
 from jsonargparse.typing import register_type
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
+from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Of files that hold rows of data, which can be large."""
@@ -46,6 +47,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 TOO_DEEP = "lists or mappings are nested too deeply to be read: flatten them"
 
 
+T = TypeVar("T")
+
+
 class WrittenText(str):
     """A text in quotes that would be something else without them, such as ``"010"``: jsonargparse reads it no more.
 
@@ -56,15 +60,9 @@ class WrittenText(str):
 register_type(WrittenText, serializer=lambda text: text)
 
 
-def plain_texts(value: Any) -> Any:
+def plain_texts(value: T) -> T:
     """Return a value, or mappings and lists with some, in which each :class:`WrittenText` is a ``str``."""
-    if isinstance(value, WrittenText):
-        return str.__str__(value)
-    if isinstance(value, Namespace):
-        return Namespace({name: plain_texts(inner) for name, inner in vars(value).items()})
-    if type(value) is dict:
-        return {name: plain_texts(inner) for name, inner in value.items()}
-    return type(value)(map(plain_texts, value)) if type(value) in (list, tuple) else value
+    return map_items(lambda one: str.__str__(one) if isinstance(one, WrittenText) else one, value)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -101,12 +99,12 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(TOO_DEEP) from error
 
 
-def dump_yaml(content: Any) -> str:
+def dump_yaml(content: object) -> str:
     """Write YAML, as which every text is a text again, whichever version reads it."""
     return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
-def read_config(path: str, key: str = "config") -> Any:
+def read_config(path: str, key: str = "config") -> object:
     """Return the content of a configuration file, YAML or JSON: a mapping or a list.
 
     Args:
@@ -148,7 +146,7 @@ def read_config(path: str, key: str = "config") -> Any:
     return loaded
 
 
-def check_texts(value: Any, where: str) -> None:
+def check_texts(value: object, where: str) -> None:
     """Refuse a text with a lone surrogate, half of a character, which no file in UTF-8 can hold.
 
     Args:
@@ -254,7 +252,7 @@ def mark_files(options: list[str]) -> list[str]:
     return marked
 
 
-def _load_json(text: str, path: str) -> Any:
+def _load_json(text: str, path: str) -> object:
     """Read JSON, a hundred times as fast as by YAML's reader; no mapping has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -282,11 +280,11 @@ def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
     return "?", str(error)
 
 
-def _load(text: str) -> Any:
+def _load(text: str) -> object:
     return yaml.load(text, Loader=get_yaml_default_loader())
 
 
-def _construct_text(loader: Any, node: yaml.ScalarNode) -> str:
+def _construct_text(loader: yaml.constructor.SafeConstructor, node: yaml.ScalarNode) -> str:
     text: str = loader.construct_scalar(node)
     if not node.style:
         return text
@@ -296,7 +294,7 @@ def _construct_text(loader: Any, node: yaml.ScalarNode) -> str:
         return WrittenText(text)
 
 
-def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
+def _construct_int(loader: yaml.constructor.SafeConstructor, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
     try:
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
@@ -304,7 +302,7 @@ def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
         raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
-def _construct_float(loader: Any, node: yaml.ScalarNode) -> float:
+def _construct_float(loader: yaml.constructor.SafeConstructor, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node)
     try:
         return float(re.sub(r"\.(inf|nan)$", r"\1", text, flags=re.IGNORECASE))
@@ -312,7 +310,7 @@ def _construct_float(loader: Any, node: yaml.ScalarNode) -> float:
         raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
-def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Iterator[Any]:
+def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.MappingNode) -> Iterator[Any]:
     _check_keys(node)
     yield from loader.construct_yaml_map(node)
 

@@ -126,7 +126,7 @@ class ConfigKeys:
             else:
                 self.check_value(value, hint, key)
 
-    def check_value(self, value: Any, hint: Any, key: str) -> None:
+    def check_value(self, value: object, hint: object, key: str) -> None:
         """Check what a key is set to, as far as it names classes or holds keys of its own."""
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
@@ -168,7 +168,7 @@ class ConfigKeys:
             raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
         self._leaves.add(key)
 
-    def _begin(self, value: Any, options: list[Any], key: str) -> None:
+    def _begin(self, value: object, options: list[Any], key: str) -> None:
         """Nest dotted names of items that have keys; note a mapping of which an option sets such a key first."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
@@ -179,7 +179,7 @@ class ConfigKeys:
                 self.unset_mappings.append(key)
         self._begun.add(key.replace(".init_args.", "."))
 
-    def _merge(self, value: Any, key: str) -> None:
+    def _merge(self, value: object, key: str) -> None:
         """Extend a mapping of a file by what earlier files have set its key to, where jsonargparse would replace it."""
         if isinstance(value, dict) and not SPEC_KEYS & value.keys():
             merged = merge_mappings(self._mappings.get(key, {}), value)
@@ -238,7 +238,7 @@ def check_model(keys: ConfigKeys) -> None:
         )
 
 
-def no_keys(key: str, value: Any, parameters: Iterable[str]) -> ConfigError:
+def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
     """The error for a value where a mapping of ``parameters`` belongs."""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "

@@ -23,7 +23,7 @@ SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders
 class SourceKeys(ConfigKeys):
     """Checks keys as ConfigKeys does, with the dotted paths of classes in place of the classes; None for any other."""
 
-    def check_value(self, value: Any, hint: Any, key: str) -> None:
+    def check_value(self, value: object, hint: object, key: str) -> None:
         """Check the keys of a section that stands for a class."""
         if key not in PACKAGES:
             return
@@ -44,7 +44,7 @@ class SourceKeys(ConfigKeys):
             return None
         return dotted if module.startswith(f"{package}.") else None
 
-    def parameters_of(self, kind: Any) -> dict[str, Any]:
+    def parameters_of(self, kind: str) -> dict[str, Any]:
         """Return the names that the class takes."""
         return dict.fromkeys(parameters_of_source(kind))
 

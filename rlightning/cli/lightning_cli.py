@@ -78,7 +78,7 @@ class RLArgumentParser(LightningArgumentParser):
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
         try:
-            built: Namespace = plain_texts(super().instantiate(*args, **kwargs))
+            built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, MisconfigurationException):
@@ -86,8 +86,7 @@ class RLArgumentParser(LightningArgumentParser):
             if cause is None:
                 raise
             raise ConfigError(f"{cause}") from error
-        resolved: Namespace = resolve_secrets(built, "the configuration", RLArgumentParser.secrets)
-        return resolved
+        return resolve_secrets(plain_texts(built), "the configuration", RLArgumentParser.secrets)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write the gist of jsonargparse's message and exit with 2."""
@@ -300,7 +299,7 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def set_environment(rollout: Any, environment: Any) -> None:
+def set_environment(rollout: object, environment: object) -> None:
     """Give the rollout callback the environment that has a section of its own.
 
     Raises:
@@ -342,7 +341,7 @@ def command_to_go_on(args: list[str], folder: str) -> str:
     return without_secrets(shlex.join(["rlightning", *kept, "--ckpt_path", "last"]))
 
 
-def expand_home(values: Any) -> Any:
+def expand_home(values: object) -> object:
     """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from rlightning.cli.config_keys import find_class
@@ -20,6 +21,7 @@ from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
+from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
 
 HELP = f"""\
@@ -81,7 +83,7 @@ def parse_work(args: list[str]) -> Work:
     Raises:
         ConfigError: as ``fit`` would, where it shows without building anything.
     """
-    config: Any = PlanCLI(args=args).config["fit"]
+    config: Namespace = PlanCLI(args=args).config["fit"]
     trainer, model = config["trainer"], arguments(config["model"])
     trusts = bool(model.get("trust_remote_code"))
     model_config = load_config(model["model"], trust_remote_code=trusts)
@@ -103,7 +105,7 @@ def parse_work(args: list[str]) -> Work:
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
     )
-    if not getattr(kind, "generates", True):
+    if not generates(kind):
         return work
     callbacks = make_callbacks(config)
     new_tokens = next((one.sampling.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
@@ -141,12 +143,12 @@ def read_batch(model: Mapping[str, Any]) -> BatchPlan:
     )
 
 
-def arguments(section: Any) -> dict[str, Any]:
+def arguments(section: Namespace | None) -> dict[str, Any]:
     """Return the arguments of a class that a section names."""
     return {} if section is None else dict((section.get("init_args") or {}).items())
 
 
-def make_callbacks(config: Any) -> list[object]:
+def make_callbacks(config: Namespace) -> list[object]:
     """Make those callbacks that a plan asks: the engine's, listed or in a section of its own, and what offloads."""
     listed = config["trainer"]["callbacks"] or []
     sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]
@@ -154,7 +156,7 @@ def make_callbacks(config: Any) -> list[object]:
     return [kind(**given) for kind, given in kinds if hasattr(kind, "plan_memory") or hasattr(kind, "moved_each_step")]
 
 
-def count_devices(devices: Any) -> int:
+def count_devices(devices: object) -> int:
     """Return how many devices ``trainer.devices`` asks for on a host; one for "auto", which another machine decides."""
     text = str(devices).strip("[]() ")
     if text == "auto":
@@ -167,7 +169,7 @@ def count_devices(devices: Any) -> int:
     return count
 
 
-def read_parallelism(trainer: Any) -> Parallelism:
+def read_parallelism(trainer: Namespace) -> Parallelism:
     """Return how models are spread over ranks; with a controller those of its workers."""
     devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
     kind, given = find_strategy(trainer["strategy"], devices * nodes)
@@ -182,7 +184,7 @@ def read_parallelism(trainer: Any) -> Parallelism:
     return Parallelism.of(strategy, devices * nodes)
 
 
-def find_strategy(strategy: Any, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
+def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
     """Return the class of a strategy and its arguments; names of this package's classes stand for these by now."""
     given: dict[str, Any] = {}
     if not isinstance(strategy, str):

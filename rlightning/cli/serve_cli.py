@@ -12,6 +12,7 @@ from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.models import describe_length_limit
+from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.service import SCHEME, EngineService, listen
 from rlightning.run_key import RUN_KEY_VARIABLE, read_key
@@ -41,7 +42,7 @@ class ServeCLI(RLCLI):
         self.module: Any = self._get(self.config_init, "model")
         self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
         data = self._get(self.config_init, "data")
-        self.max_prompt_tokens: int | None = getattr(data, "max_prompt_tokens", None)
+        self.max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
             new_tokens = self.rollout.sampling.max_new_tokens
             self.max_prompt_tokens = default_prompt_limit(self.module.max_model_length, new_tokens)

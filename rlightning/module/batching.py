@@ -51,19 +51,19 @@ def balance(
     group_of_sequence = group[batch.trajectory_ids]
     group_costs = torch.zeros(len(local_ids), dtype=torch.float64)
     own_costs = group_costs.index_add(0, group_of_sequence, costs(batch).double()).tolist()
-    tables = gather_objects(own_costs, name="groups to share out")
+    tables = gather_objects(own_costs, name="costs of groups")
     first = sum(len(table) for table in tables[: global_rank()])
     all_costs = [cost for table in tables for cost in table]
     minibatches = assign_minibatches(len(all_costs), num_minibatches, seed)[0]
     owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
     owner_of_trajectory = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
     batch.group_ids = group + first
-    parcels = {}
+    shares_by_rank = {}
     for data_parallel_rank in set(owner_of_trajectory.tolist()):
         share = batch.select((owner_of_trajectory == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
-            parcels[data_parallel_rank * tensor_parallel_size + neighbour] = share
-    received = list(exchange(parcels, name="share out groups").values()) or [batch.select([])]
+            shares_by_rank[data_parallel_rank * tensor_parallel_size + neighbour] = share
+    received = list(exchange(shares_by_rank, name="groups to their ranks").values()) or [batch.select([])]
     numbers = torch.cat([share.group_ids for share in received])
     merged = type(batch).concatenate(received)
     merged.group_ids = numbers
@@ -94,8 +94,8 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
         Groups in ``range(num_groups)``, a list a minibatch; every group in exactly one.
     """
     order = torch.randperm(num_groups, generator=generator).tolist() if num_minibatches > 1 else list(range(num_groups))
-    dealt = min(num_minibatches, num_groups)
-    return [order[first::dealt] for first in range(dealt)]
+    count = min(num_minibatches, num_groups)
+    return [order[first::count] for first in range(count)]
 
 
 def minibatch_seed(weight_version: int) -> int:

@@ -13,6 +13,7 @@ from rlightning.hooks import fire
 from rlightning.module.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
+from rlightning.protocols import HasValidationPrompts, has
 from rlightning.rewards import FailureCount, RewardRunner
 from rlightning.rollout import Generator
 from rlightning.rollout.requests import validation_sampling
@@ -161,6 +162,6 @@ class EvaluationSteps(UpdateModule):
         """The failures of a validation set, of which there are none yet."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         chosen: ValidationSet = data.validation_sets[dataloader_idx]
-        sets = getattr(data, "validation_prompts", None)  # a controller's workers do not have them
+        sets = data.validation_prompts if has(data, HasValidationPrompts) else None
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
         return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")

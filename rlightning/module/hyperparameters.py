@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
     raise _NotPlainError
 
 
-def _named(reward: Any) -> Any:
+def _named(reward: object) -> Any:
     """A reward, or several, with each function's dotted path in place of the function."""
     if isinstance(reward, list | tuple):
         return [_named(one) for one in reward]
@@ -121,7 +121,7 @@ def _named(reward: Any) -> Any:
     return _dotted_path(reward) if callable(reward) else reward
 
 
-def _dotted_path(thing: Any) -> str:
+def _dotted_path(thing: object) -> str:
     """The path that another process imports a class or function by."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     try:

@@ -1,11 +1,16 @@
 """The names of the metrics that this package logs, and which of them a run may have: docs/metrics.md explains them."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from rlightning.data import PromptDataModule
+from rlightning.protocols import callbacks_of
+
+if TYPE_CHECKING:
+    from rlightning.module.evaluation import EvaluationSteps
 
 OF_SECTIONS = {
     "reward": "mean std no_signal failed <function>",
@@ -26,7 +31,7 @@ OF_SECTIONS = {
 """By the part in front of the first slash; ``<placeholders>`` as in docs/metrics.md."""
 
 
-def find_names(trainer: Any, module: Any) -> list[str] | None:
+def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
     """Return the names that a run may log, before it does.
 
     Args:
@@ -36,15 +41,16 @@ def find_names(trainer: Any, module: Any) -> list[str] | None:
     Returns:
         Names, with a ``<placeholder>`` for numbers and moments; None where a class of the user's may log others.
     """
-    sources = [module, trainer.datamodule, *trainer.callbacks]
+    data: object = trainer.datamodule  # type: ignore[attr-defined]
+    sources = [module, data, *callbacks_of(trainer)]
     is_own = any(not type(source).__module__.startswith(("lightning.", "rlightning.")) for source in sources)
     if is_own or any(isinstance(source, LambdaCallback) for source in sources):
         return None
-    if not isinstance(trainer.datamodule, PromptDataModule):
+    if not isinstance(data, PromptDataModule):
         return None
     replacements = {
         "<function>": [function.name for function in module.rewarder.functions],
-        "<set>": [chosen.name for chosen in trainer.datamodule.validation_sets],
+        "<set>": [chosen.name for chosen in data.validation_sets],
     }
     names = [f"{section}/{name}" for section, written in OF_SECTIONS.items() for name in written.split()]
     for placeholder, given in replacements.items():

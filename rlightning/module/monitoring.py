@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,6 +22,10 @@ from rlightning.disk import needed
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
+from rlightning.protocols import callbacks_of
+
+if TYPE_CHECKING:
+    from rlightning.module.evaluation import EvaluationSteps
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +41,17 @@ def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
                 callback.__class__ = adapted
 
 
-def check_monitors(trainer: Any, module: LightningModule) -> None:
+def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
     """Refuse a metric that the run cannot log, where all that logs is known: before an engine starts."""
     names = find_names(trainer, module)
-    for callback in trainer.callbacks:
-        is_needed = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
-        monitor = getattr(callback, "monitor", None)
-        if names is None or not is_needed or monitor in (None, "epoch", "step"):
+    if names is None:
+        return
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, ModelCheckpoint | EarlyStopping):
             continue
-        if not is_among(monitor, names):
-            raise ConfigError(_unknown(callback, names))
+        is_needed = isinstance(callback, ModelCheckpoint) or callback.strict
+        if is_needed and callback.monitor not in (None, "epoch", "step") and not is_among(callback.monitor, names):
+            raise ConfigError(_unknown(callback, callback.monitor, names))
 
 
 def has_validation(trainer: Trainer) -> bool:
@@ -58,7 +63,7 @@ def has_validation(trainer: Trainer) -> bool:
 class _Monitor:
     """Knows of a metric whether this step has logged it, and whether any step does."""
 
-    monitor: Any  # a name, or None
+    monitor: Any  # a name, or None: Lightning's two classes differ
     _validated_step = -1
     _has_trained = False
     _is_known = False
@@ -67,7 +72,7 @@ class _Monitor:
         """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
         return f"{_name_of(self)}{kwargs!r}"
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
         if self._has_trained and not self._is_known:
             self._check_name(trainer, pl_module)
@@ -80,7 +85,7 @@ class _Monitor:
             return
         if trainer.current_epoch == 0 and logs_at_epoch_end(trainer, module):
             return
-        raise ConfigError(_unknown(self, self._metrics(trainer)))
+        raise ConfigError(_unknown(self, self.monitor, self._metrics(trainer)))
 
     def _metrics(self, trainer: Trainer) -> set[str]:
         return {*trainer.callback_metrics, "epoch", "step"}
@@ -98,14 +103,13 @@ class _Monitor:
         return self.monitor in _training_metrics(trainer)
 
 
-def _name_of(callback: Any) -> str:
+def _name_of(callback: object) -> str:
     """The class that the user listed."""
     kind = type(callback)
     return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
 
 
-def _unknown(callback: Any, metrics: Iterable[str]) -> str:
-    monitor = callback.monitor
+def _unknown(callback: object, monitor: str, metrics: Iterable[str]) -> str:
     return f"{_name_of(callback)}.monitor='{monitor}' is not a metric of this run. {did_you_mean(monitor, metrics)}"
 
 
@@ -116,7 +120,7 @@ def _training_metrics(trainer: Trainer) -> set[str]:
     return {f"{name}{fork}" for name in names for fork in ("", "_step", "_epoch")}
 
 
-def logs_at_epoch_end(trainer: Trainer, module: Any) -> bool:
+def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
     """Whether code of the user's may log a metric at an epoch's end for the first time."""
     configured = getattr(module, "configured", module)  # a controller's module stands for the user's
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -142,7 +146,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Save after each n-th step, or once the time is over."""
         self._has_trained = True
@@ -166,7 +170,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         """Save the last state."""
         self._save_last_state(trainer)
         if self.monitor is not None and self.monitor not in self._metrics(trainer):
-            log.warning("%s No checkpoint was chosen by it.", _unknown(self, self._metrics(trainer)))
+            log.warning("%s No checkpoint was chosen by it.", _unknown(self, self.monitor, self._metrics(trainer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last state before a signal ends the run: between two steps, or before a step's update."""
@@ -209,7 +213,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         return super()._should_save_on_train_epoch_end(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        stop_signal(trainer).keep_step()  # a save that has begun is finished
+        stop_signal(trainer).keep_step()  # a save that has started is finished
         super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:
@@ -262,7 +266,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
     """An ``EarlyStopping`` that counts each value once, in the step that logged it."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Called when a step has logged its metrics."""
         self._has_trained = True

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
@@ -33,7 +33,7 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method with a check of what it returns: Lightning would fail with a KeyError, or much later."""
 
     @functools.wraps(configure_optimizers)
-    def configure(*args: Any, **kwargs: Any) -> Any:
+    def configure(*args: object, **kwargs: object) -> object:
         found = configure_optimizers(*args, **kwargs)
         check_form(found)
         return _without_nones(found)
@@ -41,13 +41,13 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     return configure
 
 
-def check_form(found: Any) -> None:
+def check_form(found: object) -> None:
     """Refuse what is none of Lightning's forms; None stands for no optimizer.
 
     Raises:
         ConfigError: names what is wrong, and the forms.
     """
-    entries = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    entries: list[Any] = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
     if len(entries) == 2 and isinstance(entries[0], list):
         optimizers, schedules = entries
         schedules = schedules if isinstance(schedules, list | tuple) else [schedules]
@@ -67,7 +67,7 @@ def check_form(found: Any) -> None:
         if isinstance(schedule, dict):
             _check_keys(schedule, SCHEDULE_KEYS, "scheduler", " of a schedule")
         scheduler = schedule["scheduler"] if isinstance(schedule, dict) else schedule
-        if getattr(scheduler, "optimizer", None) not in optimizers:
+        if not hasattr(scheduler, "optimizer") or scheduler.optimizer not in optimizers:
             raise ConfigError(
                 f"{METHOD}: {type(scheduler).__name__} is no schedule of an optimizer that is returned with it. {FORMS}"
             )
@@ -89,11 +89,7 @@ def _without_nones(found: Any) -> Any:
 
 
 def prepare_optimizers(
-    network: nn.Module,
-    optimizers: Sequence[Optimizer],
-    schedules: Sequence[LRSchedulerConfig],
-    *,
-    max_steps: int = -1,
+    network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, max_steps: int = -1
 ) -> None:
     """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
 
@@ -127,7 +123,7 @@ def prepare_optimizers(
 
 
 def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
-    scheduler: Any = config.scheduler
+    scheduler = config.scheduler
     name = type(scheduler).__name__
     required = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
     if isinstance(scheduler, ReduceLROnPlateau) or required:
@@ -140,7 +136,10 @@ def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
         raise ConfigError(
             f"{METHOD}: frequency={config.frequency} of {name} must be at least 1. Use 1 for a step after each rollout."
         )
-    num_steps, total_steps = max_steps // config.frequency, getattr(scheduler, "total_steps", None)
+    num_steps, total_steps = (
+        max_steps // config.frequency,
+        scheduler.total_steps if isinstance(scheduler, OneCycleLR) else None,
+    )
     if total_steps is not None and num_steps > total_steps:
         raise ConfigError(
             f"{METHOD}: {name} ends after total_steps={total_steps}, and the run steps it {num_steps} times. Set "
@@ -188,7 +187,7 @@ def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str
         )
 
 
-def listed(found: Any) -> list[Any]:
+def listed(found: object) -> list[Any]:
     """Return as a list what Lightning gives bare where there is one: ``module.optimizers()``."""
     return list(found) if isinstance(found, list | tuple) else [found]
 
@@ -217,8 +216,7 @@ def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) ->
     """
     for config in schedules:
         if num_rollouts % config.frequency == 0:
-            scheduler: Any = config.scheduler
-            scheduler.step()
+            config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
 
 
 def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
+from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import named_weights, rounded_vectors
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
@@ -66,7 +67,7 @@ class PolicyModule(Ranks, SavedModule):
             trainer and in the engine. A model that needs such code is refused otherwise.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Check what an override of ``configure_optimizers`` returns."""
         super().__init_subclass__(**kwargs)
         if METHOD in vars(cls):
@@ -116,7 +117,7 @@ class PolicyModule(Ranks, SavedModule):
 
     def actor_optimizer(self) -> AdamWSettings:
         """How the actor is trained, by the module's arguments of the same names."""
-        return AdamWSettings(**{name: getattr(self, name) for name in OPTIMIZER_KEYS})
+        return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
         """Load the roles' networks. Called by Lightning, by a second ``fit`` or ``validate`` again."""
@@ -161,11 +162,10 @@ class PolicyModule(Ranks, SavedModule):
         dtype = computes_in = torch.get_default_dtype()
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
-        sharding = getattr(strategy, "sharding", None)
-        if sharding is not None:
+        if isinstance(strategy, FSDP):
             from rlightning.models.sharded_policy import load_sharded_policy
 
-            policy = load_sharded_policy(model, sharding, dtype=dtype if is_trained else computes_in)
+            policy = load_sharded_policy(model, strategy.sharding, dtype=dtype if is_trained else computes_in)
         else:
             policy = load_policy(model, dtype)
             if not is_trained:
@@ -212,7 +212,7 @@ class PolicyModule(Ranks, SavedModule):
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration in force by key, as far as it is known: what optimizes, and all that a file said."""
-        values = {f"model.{name}": getattr(self, name) for name in OPTIMIZER_KEYS}
+        values = {f"model.{name}": vars(self)[name] for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
         return values | super().settings
 
@@ -251,7 +251,7 @@ class PolicyModule(Ranks, SavedModule):
             [T] float32, on the actor's device; 0 where not sampled.
         """
         is_half = dtype.itemsize == 2
-        plugin: Any = self.trainer.precision_plugin
+        plugin = self.trainer.precision_plugin
         precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
         with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:

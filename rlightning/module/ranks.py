@@ -1,4 +1,4 @@
-"""Ranks: what a module knows of the processes that it is trained on, and what they tell each other."""
+"""The ranks that a module is trained on, and what they reduce over each other."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,6 +7,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from rlightning.parallel.collectives import all_reduce, global_rank, world_size
+from rlightning.parallel.fsdp import FSDP
+from rlightning.protocols import HasTensorParallelSize, has
 
 
 class Ranks(LightningModule):
@@ -15,7 +17,8 @@ class Ranks(LightningModule):
     @property
     def tensor_parallel_size(self) -> int:
         """How many neighbouring ranks hold one copy of the actor together, and so compute on the same batch."""
-        return 1 if self._trainer is None else getattr(self.trainer.strategy, "tensor_parallel_size", 1)
+        strategy = None if self._trainer is None else self.trainer.strategy
+        return strategy.tensor_parallel_size if has(strategy, HasTensorParallelSize) else 1
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -24,7 +27,7 @@ class Ranks(LightningModule):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many shares an update is dealt out to."""
+        """Return into how many shares an update is split."""
         return world_size() // self.tensor_parallel_size
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -50,6 +53,5 @@ class Ranks(LightningModule):
 
     def average_gradients(self) -> None:
         """Average over the ranks the gradients that the strategy has not: of parameters beside sharded ones."""
-        average = getattr(self.trainer.strategy, "average_gradients", None)
-        if average is not None:
-            average()
+        if isinstance(self.trainer.strategy, FSDP):
+            self.trainer.strategy.average_gradients()

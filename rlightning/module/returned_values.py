@@ -1,7 +1,5 @@
 """Checks what overridden methods of a module return, where it would fail, or broadcast, further on."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
 
 
-def returned_tensor(values: Any, length: int, method: str, unit: str) -> Tensor:
+def returned_tensor(values: object, length: int, method: str, unit: str) -> Tensor:
     """Return what a method returned as a tensor; a list of numbers or an array becomes one, whole numbers floats.
 
     Args:
@@ -34,7 +32,7 @@ def returned_tensor(values: Any, length: int, method: str, unit: str) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor.float()
 
 
-def returned_loss(values: Any, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
+def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what a term of the loss returned: [T] losses, and [T] values by name for the metrics.
 
     Args:

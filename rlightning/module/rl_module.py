@@ -30,6 +30,7 @@ from rlightning.parallel.lightning_internals import LeaveEvaluation, validate_in
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
+from rlightning.protocols import HasEnvironment, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
@@ -140,7 +141,7 @@ class RLModule(EvaluationSteps):
         ignore_warnings()
         stage = self.trainer.state.fn
         # An override of the user's may need no reward function, and an environment may reward.
-        is_rewarded = any(getattr(one, "environment", None) for one in self.trainer.callbacks)  # type: ignore[attr-defined]
+        is_rewarded = any(has(one, HasEnvironment) and bool(one.environment) for one in callbacks_of(self.trainer))
         needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
         if needs_function and not self.rewarder.functions:
             raise ConfigError(
@@ -242,7 +243,7 @@ class RLModule(EvaluationSteps):
             kept = [self._keep(sampled[0])]
             for _ in range(self.max_refills):
                 missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-                # Every rank has to take as many prompts as the others, whoever it is that misses some.
+                # Every rank takes as many prompts as the others, though one alone may lack some.
                 share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
                 if share <= 0:
                     break

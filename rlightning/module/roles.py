@@ -7,8 +7,8 @@ strategies meet it.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedConfig
@@ -21,6 +21,7 @@ from rlightning.optim.optimizer import (
     make_optimizer,
     split_by_decay,
 )
+from rlightning.parallel.fsdp import FSDP
 
 ACTOR = "actor"
 """The role that samples: its weights go to the engine, and its last optimizer step of a rollout is the Trainer's."""
@@ -89,7 +90,7 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
 
 
 def make_optimizers(
-    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Any
+    module: nn.Module, roles: Mapping[str, ModelRole], trainer: Trainer
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the trained roles' optimizers and schedules, the actor's first.
 
@@ -100,7 +101,7 @@ def make_optimizers(
         roles: with their networks.
         trainer: Lightning's.
     """
-    is_on_host = getattr(trainer.strategy, "cpu_offload", "none") == "optimizer"
+    is_on_host = isinstance(trainer.strategy, FSDP) and trainer.strategy.cpu_offload == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}
     optimizers: list[AdamW] = []
     schedules: list[ConfiguredLR] = []
@@ -116,7 +117,7 @@ def make_optimizers(
         label = "" if name == ACTOR else name
         optimizers.append(make_optimizer(role.optimizer, *splits, is_state_on_host=is_on_host, name=label))
         max_steps = trainer.max_steps
-        if trainer.fast_dev_run:  # which has set it
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has set it
             max_steps = max(max_steps, role.optimizer.warmup_steps + 1)
         schedules.append(make_lr_schedule(optimizers[-1], role.optimizer, max_steps=max_steps))
     return optimizers, schedules

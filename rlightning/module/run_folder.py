@@ -1,13 +1,13 @@
 """Keeps the folder of a fit to one run, where the command line has not."""
 
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.hooks import RLCallback
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
+from rlightning.protocols import callbacks_of
 from rlightning.run_dir import run_dir
 from rlightning.run_lock import lock_run, unlock_run
 
@@ -18,7 +18,7 @@ SAVED = "*.ckpt"
 """What ``ModelCheckpoint`` writes in its folder."""
 
 
-def lock_run_of(trainer: Any) -> None:
+def lock_run_of(trainer: Trainer) -> None:
     """Take the folder of a fit in which a callback writes, where the command line has not; on every rank.
 
     Raises:
@@ -28,8 +28,8 @@ def lock_run_of(trainer: Any) -> None:
     if is_other or "://" in str(trainer.default_root_dir):
         return
     folder = run_dir(trainer).absolute()
-    outputs = [c.output(trainer, "fit") for c in trainer.callbacks if isinstance(c, RLCallback)]
-    if not trainer.fast_dev_run:  # which saves nothing
+    outputs = [c.output(trainer, "fit") for c in callbacks_of(trainer) if isinstance(c, RLCallback)]
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # which saves nothing
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         outputs += [Path(c.dirpath or folder).expanduser() / SAVED for c in saving if c.save_top_k != 0 or c.save_last]
     if any(folder in output.absolute().parents for output in outputs if output is not None) and lock_run(folder):
@@ -39,11 +39,11 @@ def lock_run_of(trainer: Any) -> None:
 class UnlockRun(Callback):
     """Undoes :func:`lock_run_of` when the fit is over."""
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         """Called when the run was cut short."""
         self.teardown(trainer, pl_module, "fit")
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: object, stage: str) -> None:
         """Called when the run is over."""
         folder = Path(trainer.default_root_dir).expanduser().absolute()
         if folder in _locked:

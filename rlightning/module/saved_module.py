@@ -38,7 +38,7 @@ class SavedModule(PromptBatchModule):
         """The configuration in force by key, as far as it is known."""
         return dict(self.configuration)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Keep what the class is called with, for checkpoints."""
         module = super().__new__(cls, *args, **kwargs)
         vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
@@ -58,7 +58,7 @@ class SavedModule(PromptBatchModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls,
         checkpoint_path: str | Path,
-        map_location: Any = "cpu",
+        map_location: object = "cpu",
         *,
         strict: bool = True,
         weights_only: bool | None = None,

@@ -3,9 +3,10 @@
 import shutil
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.errors import ConfigError
@@ -18,6 +19,10 @@ from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
+from rlightning.protocols import callbacks_of
+
+if TYPE_CHECKING:
+    from rlightning.module.rl_module import RLModule
 
 WIDTH = 118
 """Characters of the longest line."""
@@ -25,21 +30,20 @@ NAME_WIDTH = 8
 """Characters that a row's name takes."""
 
 
-def describe_start(trainer: Any, module: Any) -> str:
+def describe_start(trainer: Trainer, module: Any) -> str:
     """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
 
     Args:
         trainer: Lightning's, with its devices set up and the callbacks' ``setup`` done.
-        module: a :class:`~rlightning.module.policy_module.PolicyModule`, before its weights are loaded.
+        module: an RLModule, which Lightning's callbacks know as a LightningModule, before its weights are loaded.
     """
     is_fit = trainer.state.fn == "fit"
     num_parameters = count_weights(module.model_config).total
     rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
-    if is_fit and hasattr(module, "plan"):
-        rows["batch"] = module.plan.describe(trainer.world_size)
     if is_fit:
+        rows["batch"] = module.plan.describe(trainer.world_size)
         rows["memory"] = describe_memory(trainer, module)
-    if getattr(module, "generator", None) is not None:
+    if module.generator is not None:
         rows["engine"] = module.generator.describe()
     if is_fit and trainer.ckpt_path is not None:
         rows["resumes"] = str(trainer.ckpt_path)
@@ -49,24 +53,29 @@ def describe_start(trainer: Any, module: Any) -> str:
 
 def wrap(name: str, text: str) -> str:
     """Return a row, whose further lines stand below its text."""
-    shape: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return fill(f"{name:<{NAME_WIDTH}}{text}", WIDTH, subsequent_indent=" " * NAME_WIDTH, **shape)
+    return fill(
+        f"{name:<{NAME_WIDTH}}{text}",
+        WIDTH,
+        subsequent_indent=" " * NAME_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def describe_model(trainer: Any, module: Any, num_parameters: int) -> str:
+def describe_model(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
     """Return which model it is, its size, and how it is computed."""
     device = trainer.strategy.root_device
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
-    reference = f", reference {module.reference_path}" if getattr(module, "kl_coef", 0) else ""
+    reference = f", reference {module.reference_path}" if module.kl_coef else ""
     return (
         f"{module.model_path} ({module.model_config.model_type}, {num_parameters:,} parameters){reference}; "
         f"attention is {attention}; {compiled}"
     )
 
 
-def describe_layout(trainer: Any) -> str:
+def describe_layout(trainer: Trainer) -> str:
     """Return how many ranks there are, of which devices, and what each holds."""
     parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -77,7 +86,7 @@ def describe_layout(trainer: Any) -> str:
     )
 
 
-def describe_memory(trainer: Any, module: Any) -> str:
+def describe_memory(trainer: Trainer, module: "RLModule") -> str:
     """Return what each phase is planned to take of a rank's CUDA device; on others nothing is planned."""
     if trainer.strategy.root_device.type != "cuda":
         return ""
@@ -90,23 +99,24 @@ def describe_memory(trainer: Any, module: Any) -> str:
     return f"{text}; while the engine is awake, {moved}" if moved else text
 
 
-def describe_output(trainer: Any, module: Any, num_parameters: int) -> str:
+def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
     """Return where the run writes what, and how much a checkpoint is."""
-    folder, stage = Path(trainer.default_root_dir), str(trainer.state.fn.value)
+    assert trainer.state.fn is not None
+    folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
         return str(folder)
     parts = []
     if stage == "fit":
         parts.append(describe_checkpoints(trainer, module, num_parameters, folder))
         parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if logger.log_dir]
-    outputs = (one.output(trainer, stage) for one in trainer.callbacks if isinstance(one, RLCallback))
+    outputs = (one.output(trainer, stage) for one in callbacks_of(trainer) if isinstance(one, RLCallback))
     parts += [relative(output, folder) for output in outputs if output is not None]
     return f"{folder}: {', '.join(parts)}" if parts else str(folder)
 
 
-def describe_checkpoints(trainer: Any, module: Any, num_parameters: int, folder: Path) -> str:
+def describe_checkpoints(trainer: Trainer, module: "RLModule", num_parameters: int, folder: Path) -> str:
     """Return where checkpoints go, how large one is, and how much room there is."""
-    saver = next((one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)), None)
+    saver = next((one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint)), None)
     if saver is None:
         return "no checkpoints"
     weight = 2 if trainer.precision == "bf16-true" else 4
@@ -122,7 +132,7 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
-def relative(path: Any, folder: Path) -> str:
+def relative(path: str | Path, folder: Path) -> str:
     """Return a path below the run's folder as seen from there, any other whole."""
     whole, root = Path(path).absolute(), folder.absolute()
     return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)

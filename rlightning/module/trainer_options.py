@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 from rlightning.parallel.strategy_names import SPAWN_RULE, check_strategy
+from rlightning.protocols import HasData, has
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
     assert trainer.state.fn is not None
     command = trainer.state.fn.value
     hook, argument = _DATA[command]
-    if getattr(trainer, "datamodule", None) is None and not is_overridden(hook, module, LightningModule):
+    has_data = has(trainer, HasData) and trainer.datamodule is not None
+    if not has_data and not is_overridden(hook, module, LightningModule):
         raise ConfigError(
             f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
             f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."

@@ -50,7 +50,7 @@ class UpdateModule(PolicyModule):
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         prompts_per_step: prompts a rollout, over all ranks.
         samples_per_prompt: trajectories of each prompt, which form its group.
-        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is dealt out to.
+        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is split into.
         epochs_per_rollout: passes over each rollout.
         max_tokens_per_microbatch: the most tokens that one forward pass sees.
         kl_coef: weight of the divergence from the reference model; 0 does without one.
@@ -199,7 +199,7 @@ class UpdateModule(PolicyModule):
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
         plan, seed = self.plan, minibatch_seed(self.weight_version)
         epochs = assign_minibatches(num_groups, plan.updates_per_rollout, seed, plan.epochs_per_rollout)
-        return [torch.isin(groups, torch.tensor(dealt)).nonzero()[:, 0] for epoch in epochs for dealt in epoch]
+        return [torch.isin(groups, torch.tensor(chosen)).nonzero()[:, 0] for epoch in epochs for chosen in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
         """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.

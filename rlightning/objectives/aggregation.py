@@ -24,7 +24,7 @@ def aggregate(
 ) -> Tensor:
     """Reduce a loss a token to this micro-batch's share of the loss of the whole optimizer step.
 
-    The shares of all micro-batches and ranks ADD UP to the loss, however the step's sequences were dealt out, because
+    The shares of all micro-batches and ranks ADD UP to the loss, however the step's sequences were split, because
     ``totals`` counts all of them. A framework that averages gradients over ranks needs the share times the world size.
     A trajectory has one sequence, or one for each of its branches.
 

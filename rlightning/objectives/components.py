@@ -7,7 +7,7 @@ groups of the whole optimizer step: all micro-batches, all ranks, all accumulati
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -132,11 +132,7 @@ class ClippedSurrogate:
         else:
             log_ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch.is_sampled, batch.cu_seqlens)
         return clipped_loss(
-            log_ratio,
-            batch.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+            log_ratio, batch.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )
 
 
@@ -183,9 +179,9 @@ class SoftGate:
 
     def __post_init__(self) -> None:
         """Refuse temperatures at which nothing fades."""
-        for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+        for name, temperature in asdict(self).items():
+            if temperature <= 0:
+                raise ConfigError(f"{name}={temperature} must be above 0.")
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
         """Return [T] losses, and how far each token's gate is open."""

@@ -80,7 +80,7 @@ class StoredMomentsAdamW(AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if saved := state_dict["state"].get(number):
-                self.state[parameter] = self._adopt(saved, parameter, seed=f"loaded {number}")
+                self.state[parameter] = self._convert_saved(saved, parameter, seed=f"loaded {number}")
 
     def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         portion: list[Tensor] = []
@@ -109,7 +109,7 @@ class StoredMomentsAdamW(AdamW):
                     stored[key] = self._place(packed, parameter)
         return stored
 
-    def _adopt(self, saved: Mapping[str, Any], parameter: Tensor, seed: str) -> State:
+    def _convert_saved(self, saved: Mapping[str, Any], parameter: Tensor, seed: str) -> State:
         """A state of any form, in this optimizer's."""
         adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
         for name in SIGNED:

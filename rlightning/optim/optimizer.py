@@ -132,7 +132,7 @@ PROGRESS = ("params", "num_steps")
 
 
 def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Take from a checkpoint what the optimizer has learned, and from this run's configuration how it goes on."""
+    """Take the state from a checkpoint, and the settings from this run's configuration."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # which torch refuses
     groups = [

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from rlightning.atomic_save import written_aside
 from rlightning.disk import BestEffort
+from rlightning.protocols import callbacks_of
 
 ROOM_BYTES = 1 << 18
 """That a folder must have room for before TensorBoard writes to it: more than the metrics of a step."""
@@ -55,15 +56,15 @@ class _Tolerant(Logger):
         """See Logger."""
         self._attempt(super().log_metrics, metrics, step)  # type: ignore[safe-super]  # of the class it is mixed into
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """See Logger."""
         self._attempt(super().log_hyperparams, *args, **kwargs)  # type: ignore[safe-super]
 
-    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+    def log_graph(self, *args: object, **kwargs: object) -> None:
         """See Logger."""
         self._attempt(super().log_graph, *args, **kwargs)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
         """See Logger."""
         self._attempt(super().after_save_checkpoint, checkpoint_callback)
 
@@ -76,7 +77,7 @@ class _Tolerant(Logger):
         """See Logger."""
         self._attempt(super().finalize, status)
 
-    def _attempt(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _attempt(self, write: Callable[..., object], *args: object, **kwargs: object) -> None:
         with self.effort.attempt():
             write(*args, **kwargs)
 
@@ -101,7 +102,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
     @property
     def experiment(self) -> Any:
         """Its SummaryWriter or, where the folder takes no file, something that ignores all calls."""
-        if self._has_room or getattr(rank_zero_only, "rank", 0) != 0 or "://" in self.log_dir:
+        if self._has_room or rank_zero_only.rank != 0 or "://" in self.log_dir:  # type: ignore[attr-defined]
             return super().experiment
         with self.effort.attempt():
             self._make_room()
@@ -208,23 +209,22 @@ class LateLoggers(Callback):
     def __init__(self, loggers: list[Logger]) -> None:
         self.loggers = loggers
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: object, stage: str) -> None:
         """Called when the data have been read."""
         trainer.loggers = self.loggers
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, ModelCheckpoint) and callback.dirpath is None for callback in callbacks):
+        if any(isinstance(one, ModelCheckpoint) and one.dirpath is None for one in callbacks_of(trainer)):
             for logger in self.loggers:
                 getattr(logger, "experiment", None)
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         """Called in the middle of a set-up too."""
         trainer.loggers = self.loggers
 
 
-def delay_loggers(trainer: Any) -> None:
+def delay_loggers(trainer: Trainer) -> None:
     """Hide the loggers from the Trainer until the first callback's ``setup``."""
-    others = [callback for callback in trainer.callbacks if not isinstance(callback, LateLoggers)]
-    trainer.callbacks = [LateLoggers(trainer.loggers), *others]
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, LateLoggers)]
+    trainer.callbacks = [LateLoggers(trainer.loggers), *others]  # type: ignore[attr-defined]
     trainer.loggers = []
 
 

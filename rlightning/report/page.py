@@ -36,7 +36,7 @@ _REWARD_TOTALS = {"reward/mean", "reward/std", "reward/no_signal", "reward/faile
 
 @dataclass
 class Run:
-    """What the page tells.
+    """What the page shows.
 
     Attributes:
         name: the heading.
@@ -136,7 +136,7 @@ def _tiles(history: History) -> list[str]:
     tiles = []
     for label, name in _tile_metrics(history):
         points = [value for _, value in history.series[name]]
-        # Single steps are noise: ends are told by the mean of a twentieth of the run.
+        # Single steps are noise: ends are shown as the mean of a twentieth of the run.
         num = max(len(points) // 20, 1)
         before, after = number(fmean(points[:num])), number(fmean(points[-num:]))
         tiles.append(f'<div class="tile"><b>{after}</b><span>{escape(label)}, from&nbsp;{before}</span></div>')
@@ -211,7 +211,7 @@ def _written(text: str) -> str:
     return escape(visible(text))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         return number(value)
     return "none" if value is None else str(value)

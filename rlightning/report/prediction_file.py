@@ -187,7 +187,7 @@ def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, Any]
     }
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return JSON on one line that every reader of UTF-8 and JSON takes.
 
     Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type their text. Lone
@@ -197,7 +197,7 @@ def to_json(value: Any) -> str:
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value in JSON's types."""
     if value is None or isinstance(value, bool | str):
         return value

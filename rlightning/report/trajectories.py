@@ -213,8 +213,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     branches = []
     for saved in row["branches"]:
         branch = Branch(saved["reason"])
+        arrays = branch.attributes()
         for _, name, _ in TOKEN_FIELDS:
-            getattr(branch, name).extend(saved[name])
+            arrays[name].extend(saved[name])
         branches.append(branch)
     turns = [
         Turn(json.loads(saved["message"]), None if saved["text"] is None else _sample(branches, place, saved))

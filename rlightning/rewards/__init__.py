@@ -3,7 +3,7 @@
 Nothing here imports torch before :meth:`RewardRunner.score`: the worker processes import this package too.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.rewards.config import Reward, RewardFunction
 from rlightning.rewards.functions import exact_match, length_penalty, regex_format
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import ``numeric_answer`` when it is asked for: sympy and its parsers take a while."""
     if name == "numeric_answer":
         from rlightning.rewards.numeric import numeric_answer

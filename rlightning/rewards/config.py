@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async
+from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
@@ -183,8 +183,8 @@ def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str]
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # of functools.partial
-    name = getattr(inner, "__name__", type(inner).__name__)
+    inner = unwrap(function)
+    name = inner.__name__ if hasattr(inner, "__name__") else type(inner).__name__
     return "reward" if name == "<lambda>" else name
 
 
@@ -228,7 +228,7 @@ def pickle_named(path: str) -> bytes:
     return pickle.dumps(_Named(path))
 
 
-def pickle_function(function: Any) -> Pickled:
+def pickle_function(function: object) -> Pickled:
     """Pickle a function, or its arguments; where that is impossible, name the modules that were met before."""
     file = io.BytesIO()
     pickler = _ModulePickler(file)
@@ -248,7 +248,7 @@ class _ModulePickler(pickle.Pickler):
         super().__init__(file)
         self.modules: set[str] = set()
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """See pickle.Pickler: called for what is no plain value; this leaves the work to pickle."""
         module = getattr(value, "__module__", None)
         if isinstance(module, str):

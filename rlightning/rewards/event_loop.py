@@ -128,7 +128,7 @@ async def await_result(call: Callable[[], Any]) -> Outcome:
         return failure(error)
 
 
-def _is_coroutine_function(function: Any) -> bool:
+def _is_coroutine_function(function: object) -> bool:
     """Whether a call only makes a coroutine."""
     inner = unwrap(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)

@@ -62,7 +62,7 @@ def import_longest(path: str) -> tuple[Any, list[str]]:
     raise AssertionError("the first name has been imported or refused")
 
 
-def check_kind(function: Any, name: str) -> None:
+def check_kind(function: object, name: str) -> None:
     """Refuse what is callable, or nearly so, and yet no reward function.
 
     Raises:
@@ -87,14 +87,14 @@ def check_kind(function: Any, name: str) -> None:
         raise ConfigError(f"The reward '{name}' is a generator: it yields, and has to return a number.")
 
 
-def unwrap(function: Any) -> Any:
+def unwrap(function: object) -> Any:
     """Return the function or object that a functools.partial is of."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: object) -> bool:
     """Whether a call ends in an ``async def``: of a partial, an object, or a wrapper made with functools.wraps."""
     while True:
         if inspect.iscoroutinefunction(function):
@@ -109,7 +109,7 @@ def is_async(function: Any) -> bool:
             return False
 
 
-def _class_of(function: Any) -> type | None:
+def _class_of(function: object) -> type | None:
     """The class whose method with a ``self`` a function is."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_varnames[:1] != ("self",):
         return None

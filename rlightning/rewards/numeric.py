@@ -4,7 +4,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from rlightning.rewards.answers import Answer, Text, answers_equal, find_answer, read_listing, read_reference
 from rlightning.rewards.references import answer_checker
@@ -56,7 +55,7 @@ def _time_limit() -> Iterator[None]:
         yield
         return
 
-    def stop(signal_number: int, frame: Any) -> None:
+    def stop(signal_number: int, frame: object) -> None:
         raise _OutOfTime
 
     previous = signal.signal(signal.SIGALRM, stop)
@@ -73,7 +72,7 @@ class _OutOfTime(BaseException):
     """Not an Exception: sympy and the parser catch those."""
 
 
-def _read_reference(answer: Any) -> Answer:
+def _read_reference(answer: object) -> Answer:
     read = None
     if isinstance(answer, list | tuple):
         read = read_listing([str(item) for item in answer]) if answer else None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
+from rlightning.rewards.lookup import unwrap
 from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def answer_checker(
 
 def find_answer_check(function: Callable[..., Any]) -> AnswerCheck | None:
     """The mark of a function, or of the one that a ``functools.partial`` is of."""
-    check = getattr(function, "answer_check", None) or getattr(getattr(function, "func", None), "answer_check", None)
-    return check if isinstance(check, AnswerCheck) else None
+    marked = next((one for one in (function, unwrap(function)) if hasattr(one, "answer_check")), None)
+    return marked.answer_check if marked is not None and isinstance(marked.answer_check, AnswerCheck) else None
 
 
 def choose_evenly(prompts: "Sequence[Prompt]") -> "list[Prompt]":

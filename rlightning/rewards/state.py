@@ -35,7 +35,7 @@ class _Source(NamedTuple):
     owner: type | None
 
 
-def find_state(function: Any) -> str | None:
+def find_state(function: object) -> str | None:
     """Return what a reward function, or what it calls in the user's modules, changes, such as "self.count".
 
     Source that cannot be read, and changes that have no usual form, are not found.
@@ -59,15 +59,15 @@ def find_state(function: Any) -> str | None:
     return None
 
 
-def _source_of(function: Any) -> _Source:
+def _source_of(function: object) -> _Source:
     """The function of a function, a method or a callable object."""
-    method: Any = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    method = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
     bound = getattr(function, "__self__", None) if inspect.isroutine(function) else function
     owner = bound if inspect.isclass(bound) else None if bound is None else type(bound)
     return _Source(getattr(method, "__func__", method), owner)
 
 
-def _parse(function: Any) -> ast.FunctionDef | None:
+def _parse(function: object) -> ast.FunctionDef | None:
     """The source of a function of Python's; a wrapper's own, not of what it wraps."""
     if not isinstance(function, FunctionType):
         return None
@@ -157,13 +157,13 @@ def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
             is_own = ast.unparse(node.func.value) == receiver
             found = source.owner if is_own else _look_up(node.func.value, source)
             owner = found if found is None or inspect.isclass(found) else type(found)
-            method: Any = getattr(owner, node.func.attr, None)
+            method = getattr(owner, node.func.attr, None)
             called = _Source(getattr(method, "__func__", method), owner)
         if isinstance(called, _Source) and _is_of_user(called.function, source):
             yield called
 
 
-def _look_up(node: ast.expr, source: _Source) -> Any:
+def _look_up(node: ast.expr, source: _Source) -> object:
     """What a name of the module's, or of a module in it, stands for; None if it is none."""
     if isinstance(node, ast.Name):
         return source.function.__globals__.get(node.id)
@@ -171,7 +171,7 @@ def _look_up(node: ast.expr, source: _Source) -> Any:
     return vars(found).get(node.attr) if inspect.ismodule(found) and isinstance(node, ast.Attribute) else None
 
 
-def _is_of_user(function: Any, source: _Source) -> bool:
+def _is_of_user(function: object, source: _Source) -> bool:
     """Whether a function is of the same module as ``source``, or of another one of the user's."""
     name = getattr(function, "__module__", None)
     return name is not None and (name == source.function.__module__ or is_own_module(name))

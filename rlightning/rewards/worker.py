@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlightning.foreign_text import cut, hide
 from rlightning.rewards.sources import ModuleSource, install
@@ -21,6 +21,9 @@ from rlightning.rpc.worker import Worker
 
 ASYNC, SYNC = "async", "sync"
 """First argument of the process: what it runs."""
+
+
+T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
@@ -65,7 +68,7 @@ class Setup(NamedTuple):
     search_path: list[str]
 
 
-def to_number(value: Any) -> float | None:
+def to_number(value: object) -> float | None:
     """Return a reward as a float; None stays None.
 
     Raises:
@@ -151,11 +154,10 @@ class RewardWorker:
             finally:
                 self._worker.progress.show(0, False)
 
-        result: Outcome = await self._do(job)
-        return result
+        return await self._do(job)
 
-    async def _do(self, job: Callable[[], Any]) -> Any:
-        done: asyncio.Future[Any] = self._loop.create_future()
+    async def _do(self, job: Callable[[], T]) -> T:
+        done: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put_nowait((job, done))
         return await done
 
@@ -184,10 +186,11 @@ class RewardWorker:
         ]
 
 
-def _import(pickled: bytes) -> Any:
+def _import(pickled: bytes) -> Callable[..., Any] | Outcome:
     """Return the function, or the outcome that each of its calls has where it cannot be imported here."""
     try:
-        return pickle.loads(pickled)
+        function: Callable[..., Any] = pickle.loads(pickled)
+        return function
     except BaseException as error:
         return failure(error)
 

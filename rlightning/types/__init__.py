@@ -1,6 +1,6 @@
 """What travels through a step: prompts in, trajectories out, and the packed batch that the update reads."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Status, Trajectory, Turn, single_turns
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what needs torch when it is asked for: workers of environments have none."""
     if name in ("LossTotals", "RolloutBatch"):
         from rlightning.types import batch

@@ -10,12 +10,17 @@ tensor, a dictionary of tensors, a list, or None. Fields without an axis stay as
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Dataclass = DataclassInstance | type[DataclassInstance]
 
 Axis = Literal["T", "N", "M", "G"]
 Batch = TypeVar("Batch", bound=Any)
@@ -47,9 +52,14 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
     return {KEY: AxisOf(name, fill)}
 
 
-def axis_fields(batch: Any) -> list[tuple["Field[Any]", AxisOf]]:
+def axis_fields(batch: "Dataclass") -> list[tuple["Field[Any]", AxisOf]]:
     """Return the fields of a batch, or of its class, that have an axis."""
     return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
+
+
+def axis_values(batch: "DataclassInstance") -> list[tuple["Field[Any]", AxisOf, Any]]:
+    """Return the fields of a batch that have an axis, with their values."""
+    return [(f, own, getattr(batch, f.name)) for f, own in axis_fields(batch)]
 
 
 def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
@@ -60,7 +70,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
         entries: by axis, which ones in which order: indices, or runs.
     """
 
-    def take(value: Any, chosen: Tensor | Runs) -> Any:
+    def take(value: list[object] | Tensor, chosen: Tensor | Runs) -> list[object] | Tensor:
         if isinstance(value, list):
             return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
         if isinstance(chosen, Tensor):
@@ -68,8 +78,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
         return torch.cat([value[:0], *(value[start:end] for start, end in chosen)])
 
     taken = {}
-    for f, own in axis_fields(batch):
-        value = getattr(batch, f.name)
+    for f, own, value in axis_values(batch):
         if own.name in entries:
             taken[f.name] = map_tensors(lambda part, name=own.name: take(part, entries[name]), value)  # type: ignore[misc]
     return replace(batch, **taken)
@@ -82,8 +91,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         ConfigError: a field, or an entry of one, is there in some of them and not in others.
     """
     joined: dict[str, Any] = {}
-    for f, _ in axis_fields(batches[0]):
-        values = [getattr(batch, f.name) for batch in batches]
+    for of_batches in zip(*map(axis_values, batches), strict=True):
+        f, values = of_batches[0][0], [value for *_, value in of_batches]
         if isinstance(values[0], list):
             joined[f.name] = [one for value in values for one in value]
         elif isinstance(values[0], dict):
@@ -101,8 +110,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 def to(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with all of its tensors on a device; copies from the host to a GPU are not waited for."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | dict)}
+    tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor | dict)}
     return replace(batch, **{name: map_tensors(lambda one: move(one, device), v) for name, v in tensors.items()})
 
 
@@ -121,14 +129,13 @@ def pad(batch: Batch, one: Batch) -> Batch:
         one: gets them.
     """
     filled = {}
-    for f, own in axis_fields(batch):
-        mine, value = getattr(one, f.name), getattr(batch, f.name)
+    for (f, own, value), (_, _, mine) in zip(axis_values(batch), axis_values(one), strict=True):
         if mine is None or (isinstance(mine, dict) and not mine):
             filled[f.name] = map_tensors(lambda part, fill=own.fill: part.new_full((1, *part.shape[1:]), fill), value)  # type: ignore[misc]
     return replace(one, **filled)
 
 
-def check(batch: Any, sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
+def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
     """Make tensors of what a field was set to, and refuse another length than the axis'.
 
     Args:
@@ -139,8 +146,7 @@ def check(batch: Any, sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> No
     Raises:
         ConfigError: names the field.
     """
-    for f, own in axis_fields(batch):
-        value = getattr(batch, f.name)
+    for f, own, value in axis_values(batch):
         if value is None or (isinstance(value, list) and f.default is not None):  # the latter is one of objects
             continue
         for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
@@ -158,11 +164,11 @@ def check(batch: Any, sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> No
 
 def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
     """Return the batch without its lists, and the lists: tensors and objects are sent in different ways."""
-    lists = {f.name: value for f, _ in axis_fields(batch) if isinstance(value := getattr(batch, f.name), list)}
+    lists = {f.name: value for f, _, value in axis_values(batch) if isinstance(value, list)}
     return replace(batch, **{name: [] for name in lists}), lists
 
 
-def map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Any], object], value: object) -> object:
     """Return what ``change`` makes of a field's tensors, or of its list; None stays None."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}

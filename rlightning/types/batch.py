@@ -123,7 +123,7 @@ class RolloutBatch:
         branches = [branch for one in trajectories for branch in one.branches]
         tokens: dict[str, Any] = {}
         for name, source, dtype in TOKEN_FIELDS:
-            parts = [np.asarray(getattr(branch, source)) for branch in branches]
+            parts = [np.asarray(branch.attributes()[source]) for branch in branches]
             tokens[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
         bounds = np.concatenate([[0], np.cumsum([len(branch.token_ids) for branch in branches])])
         batch = cls(
@@ -160,8 +160,9 @@ class RolloutBatch:
         bounds = self.cu_seqlens.tolist()
         for reason, start, end, m in zip(self.reasons, bounds, bounds[1:], self.trajectory_ids.tolist(), strict=False):
             branch = Branch(reason)
+            arrays = branch.attributes()
             for source, values in columns:
-                getattr(branch, source).frombytes(values[start:end].tobytes())
+                arrays[source].frombytes(values[start:end].tobytes())
             branches[m].append(branch)
         return [replace(one, branches=tuple(own)) for one, own in zip(self.trajectories, branches, strict=True)]
 

@@ -1,7 +1,7 @@
 """The arithmetic of a step: everything is derived from prompts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlightning.errors import ConfigError
 
@@ -13,7 +13,7 @@ class BatchPlan:
     Attributes:
         prompts_per_step: over all ranks.
         samples_per_prompt: completions of each.
-        updates_per_rollout: minibatches that a rollout is dealt out to; each is one optimizer step.
+        updates_per_rollout: minibatches that a rollout is split into; each is one optimizer step.
         epochs_per_rollout: passes over a rollout.
         max_tokens_per_microbatch: the most tokens, prompts included, that one forward pass sees.
     """
@@ -25,9 +25,9 @@ class BatchPlan:
     max_tokens_per_microbatch: int
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name, number in asdict(self).items():
+            if number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1.")
         if self.prompts_per_step % self.updates_per_rollout:
             raise ConfigError(
                 f"prompts_per_step={self.prompts_per_step} cannot be split into updates_per_rollout="
@@ -40,7 +40,7 @@ class BatchPlan:
         return self.updates_per_rollout * self.epochs_per_rollout
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of ranks that the prompts of a step cannot be shared out to."""
+        """Refuse a number of ranks over which the prompts of a step cannot be split evenly."""
         if self.prompts_per_step % world_size:
             raise ConfigError(
                 f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} ranks. "
@@ -48,11 +48,7 @@ class BatchPlan:
             )
 
     def check_sequence_length(
-        self,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        max_model_length: int,
-        reason: str = "",
+        self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int, reason: str = ""
     ) -> None:
         """Raise ConfigError for sequences that the model or a micro-batch has no room for.
 

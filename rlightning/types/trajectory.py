@@ -47,15 +47,19 @@ class Buffers:
 
     __slots__: tuple[str, ...] = ()
 
+    def attributes(self) -> dict[str, Any]:
+        """Return all attributes by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
     def __eq__(self, other: object) -> bool:
         """Return whether all attributes are equal."""
-        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+        return isinstance(other, Buffers) and type(other) is type(self) and self.attributes() == other.attributes()
 
     __hash__ = None  # type: ignore[assignment]  # as of any record that can change
 
     def __repr__(self) -> str:
         """Return all attributes."""
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
+        values = ", ".join(f"{name}={value!r}" for name, value in self.attributes().items())
         return f"{type(self).__name__}({values})"
 
 
@@ -273,11 +277,16 @@ def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]])
 
 def to_plain(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory without its prompt in plain types, which every way of saving a checkpoint takes."""
-    names = ("status", "scores", "reward", "turn_rewards", "metrics", "timings", "error")
     return {
         "branches": [_plain_buffers(branch) for branch in trajectory.branches],
         "turns": [(turn.message, turn.sample and _plain_buffers(turn.sample)) for turn in trajectory.turns],
-        **{name: getattr(trajectory, name) for name in names},
+        "status": trajectory.status,
+        "scores": trajectory.scores,
+        "reward": trajectory.reward,
+        "turn_rewards": trajectory.turn_rewards,
+        "metrics": trajectory.metrics,
+        "timings": trajectory.timings,
+        "error": trajectory.error,
     }
 
 
@@ -290,17 +299,18 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
     """
     branches = []
     for saved in plain["branches"]:
-        branch = Branch()
-        for name, value in saved.items():
-            setattr(branch, name, array(getattr(branch, name).typecode, value) if name != "reason" else value)
+        branch = Branch(saved["reason"])
+        for name, values in branch.attributes().items():
+            if isinstance(values, array):
+                values.extend(saved[name])
         branches.append(branch)
     turns = tuple(Turn(message, sample and Sample(**sample)) for message, sample in plain["turns"])
     return Trajectory(**{**plain, "prompt": prompt, "branches": tuple(branches), "turns": turns})
 
 
 def _plain_buffers(record: Buffers) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in record.__slots__}
-    return {name: value.tolist() if isinstance(value, array) else value for name, value in values.items()}
+    attributes = record.attributes().items()
+    return {name: value.tolist() if isinstance(value, array) else value for name, value in attributes}
 
 
 def _buffer(typecode: str, values: Iterable[Any]) -> array[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
+from sympy import Basic
 
 from rlightning.rewards.answers.numbers import RELATIVE_TOLERANCE, Number
 
@@ -35,7 +36,7 @@ _POINTS = [
 
 
 @lru_cache(maxsize=256)
-def parse(latex: str) -> Any:
+def parse(latex: str) -> Basic:
     """The sympy expression of a whole normalised text, or None where the parser cannot read it all.
 
     Degrees in an angle's function are radians. A logarithm without a base has one of its own, since some mean e and
@@ -110,13 +111,13 @@ def approximates(formula: str, number: Number) -> bool:
     return value is None or bool(abs(value - _rational(number.value)) <= _rational(number.last_place or Fraction(1, 2)))
 
 
-def _sum_up(expression: Any) -> Any:
+def _sum_up(expression: Basic) -> Basic:
     """Sums over a variable number of terms in closed form, which have values between the integers too."""
     is_sum = isinstance(expression, sympy.Expr) and expression.has(sympy.Sum) and expression.free_symbols
     return expression.doit() if is_sum else expression
 
 
-def _complete(expression: Any) -> Any:
+def _complete(expression: Basic) -> Basic:
     """Decimals as what they say, and i as the imaginary unit."""
     floats = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     expression = expression.xreplace(floats) if floats else expression
@@ -124,7 +125,7 @@ def _complete(expression: Any) -> Any:
     return expression.xreplace(imaginary) if imaginary else expression
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Basic, other: Basic) -> bool:
     if isinstance(one, sympy.MatrixBase) or isinstance(other, sympy.MatrixBase):
         return type(one) is type(other) and one.shape == other.shape and all(map(_equal, one.flat(), other.flat()))
     if isinstance(one, sympy.Set) or isinstance(other, sympy.Set):
@@ -145,14 +146,14 @@ def _equal(one: Any, other: Any) -> bool:
     return all(_agree(a, b) for a, b in known)
 
 
-def _sets_equal(one: Any, other: Any) -> bool:
+def _sets_equal(one: Basic, other: Basic) -> bool:
     if not isinstance(one, sympy.Set) or not isinstance(other, sympy.Set):
         return False
     one, other = one.doit(), other.doit()
     return bool(one == other or (one - other) | (other - one) == sympy.S.EmptySet)
 
 
-def _constants_equal(one: Any, other: Any) -> bool:
+def _constants_equal(one: Basic, other: Basic) -> bool:
     one, other = one.doit(), other.doit()
     if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
         return _equal(one, other)
@@ -166,7 +167,7 @@ def _constants_equal(one: Any, other: Any) -> bool:
     return _agree(a, b)
 
 
-def _equals_fraction(expression: Any, value: Fraction, is_decimal: bool) -> bool:
+def _equals_fraction(expression: Basic, value: Fraction, is_decimal: bool) -> bool:
     expression, exact = expression.doit(), sympy.Rational(value.numerator, value.denominator)
     if expression.is_Rational and not is_decimal:
         return bool(expression == exact)
@@ -179,12 +180,12 @@ def _equals_fraction(expression: Any, value: Fraction, is_decimal: bool) -> bool
     )
 
 
-def _agree(one: Any, other: Any) -> bool:
+def _agree(one: Basic, other: Basic) -> bool:
     scale = max(abs(one), abs(other))
     return bool(abs(one - other) <= 1e-40 * scale) or bool(scale < 1e-45)
 
 
-def _value(expression: Any, point: dict[Any, Any]) -> Any:
+def _value(expression: Basic, point: dict[Any, Any]) -> Basic:
     """The finite complex value at a point, or None."""
     try:
         value = sympy.N(expression.xreplace(point).doit(), DIGITS, maxn=2000)
@@ -202,11 +203,11 @@ def _points(symbols: Sequence[Any]) -> list[dict[Any, Any]]:
     ]
 
 
-def _rational(value: Fraction) -> Any:
+def _rational(value: Fraction) -> Basic:
     return sympy.Rational(value.numerator, value.denominator)
 
 
-def _is_beyond_bounds(expression: Any) -> bool:
+def _is_beyond_bounds(expression: Basic) -> bool:
     """Whether computing the expression would take numbers of more digits than anybody has time for."""
     for node in sympy.preorder_traversal(expression):
         size = node.exp if isinstance(node, sympy.Pow) else node.args[0] if isinstance(node, sympy.factorial) else None

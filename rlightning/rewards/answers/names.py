@@ -41,7 +41,7 @@ def exact_value(answer: Answer) -> Answer | None:
 
 
 def _is_close(exact: Answer | None, rounded: Answer | None) -> bool:
-    """Whether one value may be written beside the other; it may where nobody can tell."""
+    """Whether one value may be written beside the other; it may where that is not known."""
     if not isinstance(rounded, Number) or not isinstance(exact, Number | Formula):
         return True
     if isinstance(exact, Number):

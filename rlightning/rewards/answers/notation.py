@@ -5,63 +5,18 @@
 import re
 from collections.abc import Sequence
 
-_UNICODE = {
-    "−": "-",
-    "–": "-",
-    "‐": "-",
-    "‑": "-",
-    "﹣": "-",
-    "－": "-",
-    "＋": "+",
-    "×": r"\times ",
-    "⋅": r"\cdot ",
-    "·": r"\cdot ",
-    "∙": r"\cdot ",
-    "÷": "/",
-    "∕": "/",
-    "⁄": "/",
-    "／": "/",
-    "＝": "=",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "⩽": r"\le ",
-    "⩾": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "±": r"\pm ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∞": r"\infty ",
-    "π": r"\pi ",
-    "θ": r"\theta ",
-    "α": r"\alpha ",
-    "β": r"\beta ",
-    "λ": r"\lambda ",
-    "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "°": r"^\circ ",
-    "º": r"^\circ ",
-    "％": "%",
-    "，": ",",
-    "；": ";",
-    "：": ":",
-    "（": "(",
-    "）": ")",
-    "。": ".",
-    "√": r"\sqrt ",
-    "½": " 1/2",
-    "¼": " 1/4",
-    "¾": " 3/4",
-    "⅓": " 1/3",
-    "⅔": " 2/3",
-    "\u00a0": " ",
-    "\u202f": " ",
-    "\u2009": " ",
-    "\u200b": "",
-    "′": "'",
-    "’": "'",
-} | {chr(ord("０") + digit): str(digit) for digit in range(10)}
+# fmt: off
+_SIGNS_BY_NOTATION = {
+    "-": "−–‐‑﹣－", "+": "＋", r"\times ": "×", r"\cdot ": "⋅·∙", "/": "÷∕⁄／", "=": "＝", r"\le ": "≤⩽",
+    r"\ge ": "≥⩾", r"\ne ": "≠", r"\approx ": "≈", r"\pm ": "±", r"\cup ": "∪", r"\cap ": "∩", r"\in ": "∈",
+    r"\infty ": "∞", r"\pi ": "π", r"\theta ": "θ", r"\alpha ": "α", r"\beta ": "β", r"\lambda ": "λ",
+    r"\emptyset ": "∅", r"\mathbb{R}": "ℝ", r"^\circ ": "°º", "%": "％", ",": "，", ";": "；", ":": "：", "(": "（",
+    ")": "）", ".": "。", r"\sqrt ": "√", " 1/2": "½", " 1/4": "¼", " 3/4": "¾", " 1/3": "⅓", " 2/3": "⅔",
+    " ": "\u00a0\u202f\u2009", "": "\u200b", "'": "′’",
+}
+# fmt: on
+_UNICODE = {sign: notation for notation, signs in _SIGNS_BY_NOTATION.items() for sign in signs}
+_UNICODE |= {chr(ord("０") + digit): str(digit) for digit in range(10)}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 # Order matters: what comes later sees what came before.
@@ -214,7 +169,6 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-_PAIRS = {")": "(", "]": "[", "}": "{", r"\}": r"\{"}
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 
 

@@ -13,7 +13,6 @@ MAX_EXPONENT = 1000
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?(?![\d/])|\d+(?:\.\d*)?|\.\d+)"
 _POWER = r"(?:[eE][+-]?\d+|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))"
-_FRACTION = r"(?:\s*/\s*\d+|\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d))"
 NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:"
     rf"(?P<whole>\d+)\s+(?P<over>\d+)\s*/\s*(?P<under>\d+)(?![\d.])"

@@ -5,16 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from rlightning.rewards.answers.kinds import (
-    Answer,
-    Based,
-    Choice,
-    Congruence,
-    Formula,
-    Ratio,
-    Relation,
-    Text,
-)
+from rlightning.rewards.answers.kinds import Answer, Based, Choice, Congruence, Formula, Ratio, Relation, Text
 from rlightning.rewards.answers.notation import normalize, split_top_level
 from rlightning.rewards.answers.numbers import Number, read_number
 from rlightning.rewards.answers.structures import READERS, join, read_group

@@ -2,78 +2,21 @@
 
 import re
 
+_UNITS = """
+$: $ us$ dollar usd buck; ¢: ¢ cent penny pennie; nickel; dime; quarter; €: € euro eur; £: £ gbp sterling; ¥: ¥ yen
+yuan; ₹: ₹ rs rupee inr; mm; cm; m: m meter metre; km; in: in inch inche; ft: ft foot feet; yd: yd yard; mi: mi
+mile; acre; ha: ha hectare; mg; g: g gram gm; kg: kg kilo; t: tonne ton; lb: lb pound; oz: oz ounce; ml; l: l liter
+litre; gal: gal gallon; qt: qt quart; pt: pt pint; cup; tbsp: tbsp tablespoon; tsp: tsp teaspoon; ms; s: s sec
+second; min: min minute; h: h hr hour; day; week: week wk; month; year: year yr; decade; century: century centurie;
+degree: degree deg; rad: rad radian; K: kelvin; N: n newton; ohm; cal: cal calorie; mol: mol mole; bit; B: byte;
+kB: kb; MB: mb; GB: gb; TB: tb; J: joule; W: watt; kW: kw; V: volt; A: amp ampere; Hz: hz hertz; Pa: pa pascal;
+mi/h: mph; km/h: kmh kmph kph; degree/C: celsius c; degree/F: fahrenheit f
+"""
+"""Canonical names, each before the names that mean it; without any it is the only one."""
 _NAMES = {
-    name: unit
-    for unit, names in {
-        "$": r"$ us$ dollar usd buck",
-        "¢": "¢ cent penny pennie",
-        "nickel": "nickel",
-        "dime": "dime",
-        "quarter": "quarter",
-        "€": "€ euro eur",
-        "£": "£ gbp sterling",
-        "¥": "¥ yen yuan",
-        "₹": "₹ rs rupee inr",
-        "mm": "mm",
-        "cm": "cm",
-        "m": "m meter metre",
-        "km": "km",
-        "in": "in inch inche",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "acre": "acre",
-        "ha": "ha hectare",
-        "mg": "mg",
-        "g": "g gram gm",
-        "kg": "kg kilo",
-        "t": "tonne ton",
-        "lb": "lb pound",
-        "oz": "oz ounce",
-        "ml": "ml",
-        "l": "l liter litre",
-        "gal": "gal gallon",
-        "qt": "qt quart",
-        "pt": "pt pint",
-        "cup": "cup",
-        "tbsp": "tbsp tablespoon",
-        "tsp": "tsp teaspoon",
-        "ms": "ms",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "week wk",
-        "month": "month",
-        "year": "year yr",
-        "decade": "decade",
-        "century": "century centurie",
-        "degree": r"degree deg",
-        "rad": "rad radian",
-        "K": "kelvin",
-        "N": "n newton",
-        "ohm": "ohm",
-        "cal": "cal calorie",
-        "mol": "mol mole",
-        "bit": "bit",
-        "B": "byte",
-        "kB": "kb",
-        "MB": "mb",
-        "GB": "gb",
-        "TB": "tb",
-        "J": "joule",
-        "W": "watt",
-        "kW": "kw",
-        "V": "volt",
-        "A": "amp ampere",
-        "Hz": "hz hertz",
-        "Pa": "pa pascal",
-        "mi/h": "mph",
-        "km/h": "kmh kmph kph",
-        "degree/C": "celsius c",
-        "degree/F": "fahrenheit f",
-    }.items()
-    for name in names.split()
+    name: unit.strip()
+    for unit, _, names in (entry.partition(":") for entry in _UNITS.split(";"))
+    for name in (names or unit).split()
 }
 _PREFIXES = ("nano", "micro", "milli", "centi", "deci", "hecto", "kilo", "mega", "giga", "tera")
 _SYMBOLS = {"milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "tera": "T"}

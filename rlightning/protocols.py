@@ -1,0 +1,250 @@
+"""What callbacks ask of a training loop and of a module, each capability a protocol.
+
+Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a loop of the user's have different ones, and
+so have RLModule and a plain network. Hooks take any loop and any module, and :func:`has` tells what it can do::
+
+    if has(trainer, CountsSteps):
+        step = trainer.global_step
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import lightning.fabric
+    import lightning.pytorch
+    from _typeshed import DataclassInstance
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from typing_extensions import TypeIs
+
+    from rlightning.types import Prompt
+    from rlightning.types.batch_plan import BatchPlan
+
+P = TypeVar("P")
+
+
+def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
+    """Return whether an object has all members of a protocol, those of its ``__getattr__`` included."""
+    return all(hasattr(owner, name) for name in _members(protocol))
+
+
+@cache
+def _members(protocol: Callable[..., object]) -> list[str]:
+    return [name for name in dir(protocol) if not name.startswith("_")]
+
+
+class CallsHooks(Protocol):
+    """A loop that has callbacks: what :func:`rlightning.hooks.fire` needs."""
+
+    @property
+    def callbacks(self) -> Sequence[object]: ...
+
+
+Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHooks"
+"""Whatever drives a run. Lightning's Trainer has ``callbacks`` too, which its types do not say."""
+
+# Of a loop
+
+
+class CountsSteps(Protocol):
+    """A loop with the number of finished rollout steps."""
+
+    @property
+    def global_step(self) -> int: ...
+
+
+class HasFolder(Protocol):
+    """A loop with the folder of the run."""
+
+    @property
+    def default_root_dir(self) -> str | Path | None: ...
+
+
+class HasLoggers(Protocol):
+    """A loop with loggers, of Lightning or others."""
+
+    @property
+    def loggers(self) -> Sequence[object]: ...
+
+
+class HasMetrics(CountsSteps, Protocol):
+    """A loop that has the newest value of each metric."""
+
+    @property
+    def callback_metrics(self) -> "Mapping[str, Tensor]": ...
+
+
+class HasStrategy(Protocol):
+    """A loop of Lightning's."""
+
+    @property
+    def strategy(self) -> object: ...
+
+
+class HasAccelerator(Protocol):
+    """A loop on accelerate, such as transformers' Trainer."""
+
+    @property
+    def accelerator(self) -> object: ...
+
+
+class HasCheckpoint(Protocol):
+    """A loop that goes on from a checkpoint."""
+
+    @property
+    def ckpt_path(self) -> str | Path | None: ...
+
+
+class HasData(Protocol):
+    """A loop that may have a data module."""
+
+    @property
+    def datamodule(self) -> object: ...
+
+
+class HasOptimizers(Protocol):
+    """A loop with several optimizers, in the wrappers of Lightning, Fabric or accelerate or without."""
+
+    @property
+    def optimizers(self) -> "Sequence[Optimizer]": ...
+
+
+class HasOptimizer(Protocol):
+    """A loop with one optimizer, wrapped or not."""
+
+    @property
+    def optimizer(self) -> "Optimizer | None": ...
+
+
+# Of a callback and of a data module
+
+
+class HasEnvironment(Protocol):
+    """A callback whose rollouts may come from an environment."""
+
+    @property
+    def environment(self) -> object: ...
+
+
+class HasPromptLimit(Protocol):
+    """A data module with the length of its longest prompt; None is whatever the model allows."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None: ...
+
+
+class HasPredictPrompts(Protocol):
+    """A data module whose prompts of a prediction are known."""
+
+    @property
+    def predict_prompts(self) -> "Sequence[Prompt] | None": ...
+
+
+class HasValidationPrompts(Protocol):
+    """A data module that has read the validation sets; that of a controller's worker does not."""
+
+    @property
+    def validation_prompts(self) -> "Sequence[Sequence[Prompt]] | None": ...
+
+
+class LeavesOutPrompts(Protocol):
+    """A data module that can leave out prompts."""
+
+    def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
+
+
+# Of a module
+
+
+class Generates(Protocol):
+    """A module that may train on the data's own completions."""
+
+    @property
+    def generates(self) -> bool: ...
+
+
+class HasTensorParallelRank(Protocol):
+    """A module whose neighbouring ranks share one batch."""
+
+    @property
+    def tensor_parallel_rank(self) -> int: ...
+
+
+class HasTensorParallelSize(Protocol):
+    """A module that neighbouring ranks compute together."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+
+
+class HasModel(Protocol):
+    """A module that knows where its model came from."""
+
+    @property
+    def model_path(self) -> str: ...
+
+
+class HasSampling(Protocol):
+    """A module that says how its completions are sampled."""
+
+    @property
+    def sampling(self) -> "DataclassInstance": ...
+
+
+class HasGroupSize(Protocol):
+    """A module that says how large groups are."""
+
+    @property
+    def samples_per_prompt(self) -> int: ...
+
+
+class HasConfig(Protocol):
+    """A module whose network's configuration is known."""
+
+    @property
+    def model_config(self) -> object: ...
+
+
+class HasPlan(Protocol):
+    """A module that has a plan of a step."""
+
+    @property
+    def plan(self) -> "BatchPlan": ...
+
+
+class HasRoles(Protocol):
+    """A module of several models."""
+
+    @property
+    def roles(self) -> Mapping[str, object]: ...
+
+
+class SumsOverRanks(Protocol):
+    """A module that adds up over ranks."""
+
+    def world_sum(self, values: "Tensor") -> "Tensor": ...
+
+
+class LogsMetrics(Protocol):
+    """A module that logs."""
+
+    def log_dict(self, metrics: Mapping[str, float], /) -> None: ...
+
+
+class SavesHF(Protocol):
+    """A module that can be exported."""
+
+    def save_hf(self, path: Path) -> None: ...
+
+
+def generates(module: object) -> bool:
+    """Return whether training samples completions, so that an engine is needed; a module that does not say so does."""
+    return module.generates if has(module, Generates) else True
+
+
+def callbacks_of(loop: object) -> Sequence[object]:
+    """Return a loop's callbacks; none of one that has none."""
+    return loop.callbacks if has(loop, CallsHooks) else ()
