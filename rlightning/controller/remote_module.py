@@ -6,8 +6,8 @@ from lightning.pytorch import Callback, LightningModule
 
 from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
 from rlightning.controller.strategy import ControllerStrategy
-from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
+from rlightning.parallel.trainer_stages import validate_in_fit
 
 
 class ControllerModule(PromptBatchModule):

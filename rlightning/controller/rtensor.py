@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlightning.controller.tensor_store import Block, Bytes, Owner, stores_results, tensor_store
+from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 SHARED_BELOW = 1 << 20
 """Tensors with fewer bytes share one stored object with the others of a call."""

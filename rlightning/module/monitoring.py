@@ -172,7 +172,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         """Save the last state before a signal ends the run: between two steps, or before a step's update."""
         is_stopped = isinstance(exception, SIGTERMException)
         if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
-            is_stopped = stop_signal(trainer).can_be_cut
+            is_stopped = stop_signal(trainer).can_interrupt
         if is_stopped and trainer.state.fn == TrainerFn.FITTING:
             self._save_last_state(trainer)
         super().on_exception(trainer, pl_module, exception)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlightning.parallel.execution_mode import is_controller
+from rlightning.torch_internals import set_allocator
 
 GIB = 1 << 30
 HOST_THREADS = 4
@@ -80,7 +81,7 @@ def use_expandable_segments() -> None:
     What the user's variable says of it (:data:`ALLOCATOR_VARIABLES`) holds.
     """
     if torch.cuda.is_available() and not _allocator_settings():
-        _set_allocator(EXPANDABLE)
+        set_allocator(EXPANDABLE)
 
 
 @contextmanager
@@ -93,21 +94,15 @@ def shareable_memory() -> Iterator[None]:
     if EXPANDABLE not in settings or not torch.cuda.is_available():
         yield
         return
-    _set_allocator(settings.replace(EXPANDABLE, PLAIN))
+    set_allocator(settings.replace(EXPANDABLE, PLAIN))
     try:
         yield
     finally:
-        _set_allocator(settings)
+        set_allocator(settings)
 
 
 def _allocator_settings() -> str:
     return next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
-
-
-def _set_allocator(settings: str) -> None:
-    """Replace all of the allocator's settings, from the next block on; PyTorch has no public way to do so."""
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(settings)
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rlightning.parallel import device as platform
+from rlightning.parallel.device import empty_cache, host_bytes, synchronize, synchronize_stream
+from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
 """Page-locked memory is allocated in powers of two: one large buffer would waste up to half of it."""
@@ -45,7 +45,7 @@ class HostMemory:
         """
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
-            platform.synchronize(device)  # whatever stream still writes to them
+            synchronize(device)  # whatever stream still writes to them
         moved = []
         for storage in storages:
             start, size = self._end, storage.nbytes()
@@ -54,11 +54,11 @@ class HostMemory:
             moved.append((storage, start, size))
             self._end = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
         for device in {storage.device for storage in storages}:
-            platform.synchronize_stream(device)
+            synchronize_stream(device)
         for storage in storages:
             storage.resize_(0)
         for device in {storage.device for storage in storages}:
-            platform.empty_cache(device)
+            empty_cache(device)
         self._moved += moved
         return sum(size for _, _, size in moved)
 
@@ -83,7 +83,7 @@ class HostMemory:
                 num_bytes += size
         finally:
             for device in devices:
-                platform.synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
+                synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
         self._end = 0
         return num_bytes
 
@@ -99,7 +99,7 @@ class HostMemory:
         while done < size:
             index, offset = divmod(start + done, BLOCK_BYTES)
             while index >= len(self._blocks):
-                self._blocks.append(platform.host_bytes(BLOCK_BYTES, storage.device))
+                self._blocks.append(host_bytes(BLOCK_BYTES, storage.device))
             length = min(size - done, BLOCK_BYTES - offset)
             yield source[done : done + length], self._blocks[index][offset : offset + length]
             done += length

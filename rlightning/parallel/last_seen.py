@@ -22,7 +22,7 @@ PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib",
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen")
+    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen", "rank_store")
 )
 NUM_INNERMOST = 8
 """Frames among which one of torch.distributed's says that the thread waits in a collective."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rlightning import intervals
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
 from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
@@ -26,7 +26,7 @@ PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
 """What the launchers from outside call the number of ranks that they start on a node."""
 
 
-class RankLauncher(_SubprocessScriptLauncher):
+class RankLauncher(SubprocessLauncher):
     """Starts the other ranks as Lightning does, and reports an exception before anything is cleaned up.
 
     Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.

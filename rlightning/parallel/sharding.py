@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rlightning.torch_internals import non_persistent_buffers
+
 CPUOffload = Literal["none", "optimizer", "parameters"]
 
 
@@ -47,7 +49,7 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from policy.named_parameters()
     for prefix, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in non_persistent_buffers(module):
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 

@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from rlightning import intervals
 from rlightning.errors import check_rules
+from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
 from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
-from rlightning.parallel.lightning_internals import DataPreparation
 from rlightning.parallel.stacks import run_folder
 from rlightning.parallel.stop_signal import stop_signal
+from rlightning.parallel.trainer_stages import prepare_data_at_barrier
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class ConnectedRanks(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._launcher is None or type(self._launcher) is _SubprocessScriptLauncher:
+        if self._launcher is None or type(self._launcher) is SubprocessLauncher:
             strategy: Any = self  # which has the counts that this mixin does not
             # Also under torchrun and SLURM, where it starts nothing: it is the first to hear of an exception.
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -85,7 +85,7 @@ class ConnectedRanks(ParallelStrategy):
             watch = FailureWatch(grace=self.failure_grace, folder=run_folder(trainer.default_root_dir))
             watch.start()
             watch.stop_at_exit()
-        DataPreparation(trainer)
+        prepare_data_at_barrier(trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""
