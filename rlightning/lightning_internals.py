@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device_properties
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +12,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
@@ -29,9 +31,14 @@ __all__ = [
     "SubprocessLauncher",
     "TrainingEpochLoop",
     "checkpoint_connector",
+    "ddp_options",
+    "detects_anomaly",
     "epoch_results",
+    "has_sync_batchnorm",
     "last_saved",
+    "loaded_checkpoint",
     "logged_metrics",
+    "model_registry",
     "replace_prepare_data",
     "replace_signal_handling",
     "restore_module_modes",
@@ -93,6 +100,31 @@ def logged_metrics(trainer: Trainer) -> Metrics:
 def checkpoint_connector(trainer: Trainer) -> CheckpointConnector:
     """Return the part of a Trainer that reads and writes checkpoints."""
     return trainer._checkpoint_connector
+
+
+def loaded_checkpoint(connector: CheckpointConnector) -> dict[str, Any]:
+    """Return the checkpoint that is being loaded, which later parts of the loading read."""
+    return connector._loaded_checkpoint
+
+
+def detects_anomaly(trainer: Trainer) -> bool:
+    """Return the Trainer's argument ``detect_anomaly``."""
+    return trainer._detect_anomaly
+
+
+def has_sync_batchnorm(trainer: Trainer) -> bool:
+    """Return the Trainer's argument ``sync_batchnorm``."""
+    return trainer._accelerator_connector._layer_sync is not None
+
+
+def model_registry(trainer: Trainer) -> str | None:
+    """Return the Trainer's argument ``model_registry``."""
+    return trainer._model_registry
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the strategy's arguments for ``DistributedDataParallel``."""
+    return strategy._ddp_kwargs
 
 
 def teardown(trainer: Trainer) -> None:

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
-from rlightning.controller.commands import Fired, Inbox
-from rlightning.controller.rtensor import localize, remotize, remotize_own
+from rlightning.controller.commands import CommandQueue, FiredHook
+from rlightning.controller.rtensor import fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
@@ -61,7 +61,7 @@ class BatchPart:
         """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-        store = remotize if hook in GLOBAL_GROUPS else remotize_own
+        store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
         stored = store((tensors, pickled), label=hook)
         stored_tensors, handle = (None, None) if stored is None else stored
         sizes = (batch.num_tokens, batch.num_sequences, batch.num_trajectories)
@@ -105,7 +105,7 @@ class RemoteBatch:
         if self._batch is None:
             stored = [(part.tensors, part.lists) for part in self.parts if part.tensors is not None]
             batches = []
-            for batch, pickled in localize(stored):
+            for batch, pickled in fetch_tensors(stored):
                 batches.append(replace(batch, **pickle.loads(pickled.numpy().data)))
             self._batch = type(batches[0]).concatenate(batches)
             if self.has_global_groups:
@@ -125,12 +125,12 @@ class HookRelay(Checkpoint):
     epoch after the module too.
 
     Args:
-        inbox: of the worker.
+        queue: of the worker.
         wanted: the RL hooks to relay.
     """
 
-    def __init__(self, inbox: Inbox, wanted: Collection[str]) -> None:
-        self.inbox = inbox
+    def __init__(self, queue: CommandQueue, wanted: Collection[str]) -> None:
+        self.queue = queue
         self.wanted = wanted
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
@@ -152,14 +152,14 @@ class HookRelay(Checkpoint):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
-        trainer.datamodule.feed.outputs = remotize_own(outputs, label="predict_step")
+        trainer.datamodule.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
         if hook not in self.wanted:
             return
         sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
         version = getattr(module, "weight_version", 0)
-        self.inbox.note(Fired(hook, sent, trainer.global_step, version))
+        self.queue.record(FiredHook(hook, sent, trainer.global_step, version))
 
     def _part(self, batch: RolloutBatch, hook: str, module: Any) -> BatchPart:
         """The part of this rank, stored once as long as nothing in it changes."""
@@ -199,12 +199,12 @@ class Relay:
     Those that concern one rank alone are fired at once.
     """
 
-    def __init__(self, num_ranks: int, fire_one: Callable[[Fired, Sequence[Any]], None]) -> None:
-        self._order: deque[Fired] = deque()
-        self._others: list[dict[str, deque[Fired]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
+    def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[Any]], None]) -> None:
+        self._order: deque[FiredHook] = deque()
+        self._others: list[dict[str, deque[FiredHook]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
         self._fire = fire_one
 
-    def add(self, rank: int, fired: Fired) -> None:
+    def add(self, rank: int, fired: FiredHook) -> None:
         """Take note of a rank's hook, and fire those that are complete."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)

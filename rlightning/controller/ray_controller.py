@@ -5,7 +5,7 @@
     controller: Trainer.fit                          workers 0 .. n-1: Trainer.fit under worker_strategy
     data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks of the device
       training_step   --- Train(share) ---------->     RLModule.training_step, with all hooks around it
-      RL hooks        <-- Fired(hook, handles) ---     rlightning.hooks.fire
+      RL hooks        <-- FiredHook(hook, handles) ---     rlightning.hooks.fire
       metrics         <-- StepResult -------------     module.log
       save_checkpoint --- Save(loops, callbacks) ->    worker_strategy.save_checkpoint
 """
@@ -171,7 +171,7 @@ class RayController(ControllerStrategy):
                 f"max_store_bytes={self.max_store_bytes} must be positive. Leave it out for no limit": (
                     self.max_store_bytes is None or self.max_store_bytes > 0
                 ),
-                "worker_strategy is a RayController itself, but workers take orders from one controller. Use "
+                "worker_strategy is a RayController itself, but workers take commands from one controller. Use "
                 "rlightning.parallel.FSDP or rlightning.parallel.DDP": nested != own_name
                 and not isinstance(nested, RayController),
             }
@@ -215,7 +215,7 @@ class RayController(ControllerStrategy):
         module = ControllerModule(model, self)
         module.trainer = trainer
         self._standing = module
-        self._trainer = trainer
+        self.trainer = trainer
         self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
         trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
         self._engines = self._engines or find_engines(self.worker_callbacks)

@@ -18,7 +18,7 @@ class ControllerModule(PromptBatchModule):
 
     Args:
         configured: the user's module; it is never built here.
-        strategy: gives orders.
+        strategy: gives commands.
 
     Attributes:
         weight_version: the workers'.
@@ -56,27 +56,27 @@ class ControllerModule(PromptBatchModule):
         """The workers have them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """An order of the strategy."""
+        """A command of the strategy."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+        """A command of the strategy."""
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+        """A command of the strategy."""
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+        """A command of the strategy."""
 
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
-        self.strategy.order_all(StartTraining(self.trainer.num_training_batches))
+        self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
         is_wanted = getattr(self, "validate_first", False)
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
     def on_train_epoch_start(self) -> None:
         """Called when an epoch begins: it does in the workers."""
-        self.strategy.order_all(StartEpoch(self.trainer.num_training_batches))
+        self.strategy.execute_all(StartEpoch(self.trainer.num_training_batches))
 
     def on_train_epoch_end(self) -> None:
         """Called when an epoch is over: it is in the workers."""
@@ -85,7 +85,7 @@ class ControllerModule(PromptBatchModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log what the workers have found."""
-        (metrics, *_) = self.strategy.order_all(EndEvaluation())
+        (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 
     def on_test_epoch_end(self) -> None:
@@ -94,4 +94,4 @@ class ControllerModule(PromptBatchModule):
 
     def on_predict_epoch_end(self) -> None:
         """The workers are through."""
-        self.strategy.order_all(EndEvaluation())
+        self.strategy.execute_all(EndEvaluation())

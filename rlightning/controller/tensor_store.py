@@ -167,7 +167,7 @@ class LocalBlock(Block):
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
             f"A handle to what '{self.label}' stored in its own process cannot be sent to another one. "
-            "Localize it first, or store on Ray: set_store(RayStore())."
+            "Fetch it first, or store on Ray: set_store(RayStore())."
         )
 
 

@@ -1,4 +1,4 @@
-"""The workers of a run on Ray, and the way that orders and what comes of them take."""
+"""The workers of a run on Ray, and the way that commands and what comes of them take."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.controller.cluster import check_own_node, import_ray
-from rlightning.controller.commands import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
+from rlightning.controller.commands import Command, Completed, Entry, Failed, WorkerDiedError, raise_failure
 from rlightning.controller.driver import DriverContext
 from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """The workers of a run, one a rank, and the way that orders and what comes of them take.
+    """The workers of a run, one a rank, and the way that commands and what comes of them take.
 
     Args:
         num_workers: how many.
@@ -63,7 +63,7 @@ class WorkerGroup:
                 f"{describe_resources(free)}, on {sum(node['Alive'] for node in ray.nodes())} nodes. "
                 "Lower what is asked for, choose placement=PACK, or end what else runs there."
             )
-        actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
+        actor = ray.remote(concurrency_groups={"fit": 1, "commands": 8})(Worker)
         self.actors = [
             actor.options(
                 num_cpus=each["CPU"],
@@ -102,12 +102,12 @@ class WorkerGroup:
         for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
             log.warning(sentence)
 
-    def order(self, orders: Sequence[Order], heed: Callable[[int, Entry], None]) -> list[Any]:
-        """Have each worker obey its order.
+    def execute(self, commands: Sequence[Command], handle: Callable[[int, Entry], None]) -> list[Any]:
+        """Have each worker execute its command.
 
         Args:
-            orders: by rank.
-            heed: called with a rank and what its worker notes before it is done.
+            commands: by rank.
+            handle: called with a rank and what its worker notes before it is done.
 
         Returns:
             By rank, the answers.
@@ -117,11 +117,13 @@ class WorkerGroup:
             WorkerDiedError: a worker's process is gone.
         """
         if not self.actors:
-            raise WorkerDiedError("The workers of this run have ended, and take no orders.")
+            raise WorkerDiedError("The workers of this run have ended, and take no commands.")
         number = next(self._numbers)
-        asked = {self._call(actor, "obey", number, order, 0): rank for rank, actor, order in self._each(orders)}
+        asked = {
+            self._call(actor, "execute", number, command, 0): rank for rank, actor, command in self._each(commands)
+        }
         seen, answers = [0] * self.num_workers, [None] * self.num_workers
-        # Kept until the order is done: an object whose last reference goes here while another one to it is on its way
+        # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
         # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
         received: list[Entry] = []
         for rank, entries in self._entries(asked):
@@ -130,11 +132,11 @@ class WorkerGroup:
             for entry in entries:
                 if isinstance(entry, Failed):
                     self._fail(entry)
-                elif isinstance(entry, Answered):
+                elif isinstance(entry, Completed):
                     answers[rank] = entry.result
                 else:
-                    heed(rank, entry)
-            if not entries or not isinstance(entries[-1], Answered):
+                    handle(rank, entry)
+            if not entries or not isinstance(entries[-1], Completed):
                 asked[self._call(self.actors[rank], "collect", number, seen[rank])] = rank
             else:
                 self._call(self.actors[rank], "forget", number)
@@ -188,7 +190,7 @@ class WorkerGroup:
         assert len(shares) == self.num_workers
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
-    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "orders") -> Any:
+    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "commands") -> Any:
         return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
 
     def _get(self, refs: Any) -> Any:
@@ -202,7 +204,7 @@ class WorkerGroup:
         """What comes back, as it comes, until nothing is asked any more."""
         ray = import_ray()
         while asked:
-            # A run that has ended, well or not, has told so by its orders' records; unless it could not even begin.
+            # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
             if ready in self._engines:
                 self._lose_engine(ready)

@@ -2,45 +2,44 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from rlightning.controller.command_feed import ENDLESS, OrderFeed
+from rlightning.controller.command_feed import ENDLESS, CommandFeed
 from rlightning.controller.hook_relay import HookRelay
 from rlightning.errors import ConfigError
+from rlightning.lightning_internals import FitLoop, TrainingEpochLoop, detects_anomaly
 
 
-class WorkerEpochLoop(_TrainingEpochLoop):
+class WorkerEpochLoop(TrainingEpochLoop):
     """The steps of an epoch, as they are ordered.
 
     Args:
         trainer: the worker's.
-        feed: where orders come from.
+        feed: where commands come from.
         min_steps: the run's, as the controller's Trainer has it.
         max_steps: the run's, as the controller's Trainer has it.
     """
 
     done = False
 
-    def __init__(self, trainer: Trainer, feed: OrderFeed, min_steps: int | None, max_steps: int) -> None:
+    def __init__(self, trainer: Trainer, feed: CommandFeed, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.feed = feed
 
     def advance(self, data_fetcher: Any) -> None:
         """One step."""
-        order = self.feed.await_batch()
-        if order is None:
+        command = self.feed.await_batch()
+        if command is None:
             raise StopIteration
-        if order.is_last:
+        if command.is_last:
             data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
         try:
             super().advance(data_fetcher)
@@ -57,15 +56,15 @@ class WorkerEpochLoop(_TrainingEpochLoop):
         self.feed.answer_step()
 
 
-class WorkerFitLoop(_FitLoop):
+class WorkerFitLoop(FitLoop):
     """The epochs of a fit, as they are ordered.
 
     Args:
         trainer: the worker's, whose own loop this replaces.
-        feed: where orders come from.
+        feed: where commands come from.
     """
 
-    def __init__(self, trainer: Trainer, feed: OrderFeed) -> None:
+    def __init__(self, trainer: Trainer, feed: CommandFeed) -> None:
         replaced = trainer.fit_loop
         super().__init__(trainer, replaced.min_epochs, replaced.max_epochs)
         self.feed = feed
@@ -192,13 +191,13 @@ class WorkerTrainer(Trainer):
     """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation.
 
     Args:
-        feed: where orders come from.
+        feed: where commands come from.
         settings: of any Trainer.
     """
 
     fast_dev_run: bool | int
 
-    def __init__(self, feed: OrderFeed, **settings: Any) -> None:
+    def __init__(self, feed: CommandFeed, **settings: Any) -> None:
         super().__init__(**settings)
         self.feed = feed
         self.fit_loop = WorkerFitLoop(self, feed)
@@ -227,7 +226,9 @@ class WorkerTrainer(Trainer):
         """Not by itself."""
 
 
-def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
+def make_trainer(
+    config: WorkerConfig, environment: RayEnvironment, feed: CommandFeed, relay: HookRelay
+) -> WorkerTrainer:
     """The Trainer of one rank."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
     from rlightning.parallel.strategy import replace_lightning_ddp
@@ -266,7 +267,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "deterministic": deterministic or None,
         "benchmark": torch.backends.cudnn.benchmark or None,
-        "detect_anomaly": trainer._detect_anomaly,
+        "detect_anomaly": detects_anomaly(trainer),
         "inference_mode": trainer.validate_loop.inference_mode,
         "max_steps": trainer.max_steps,
         "min_steps": trainer.min_steps,
@@ -279,6 +280,5 @@ def make_strategy(strategy: Strategy | str) -> Strategy | str:
     """What the Trainer takes: a class that is named by its path, without arguments, is made."""
     if not isinstance(strategy, str) or "." not in strategy:
         return strategy
-    module, _, name = strategy.rpartition(".")
-    made: Strategy = getattr(import_module(module), name)()
+    made: Strategy = resolve_name(strategy)()
     return made

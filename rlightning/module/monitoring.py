@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.disk import needed
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.lightning_internals import epoch_results
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
 
@@ -111,8 +112,7 @@ def _unknown(callback: Any, metrics: Iterable[str]) -> str:
 
 def _training_metrics(trainer: Trainer) -> set[str]:
     """Names of what this epoch's training steps log."""
-    results = trainer.fit_loop.epoch_loop._results
-    names = {metric.meta.name for _, metric in results.valid_items()}
+    names = {metric.meta.name for _, metric in epoch_results(trainer).valid_items()}
     return {f"{name}{fork}" for name in names for fork in ("", "_step", "_epoch")}
 
 

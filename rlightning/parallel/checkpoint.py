@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -39,22 +39,32 @@ class StateOnHost(Protocol):
     is_state_on_host: bool
 
 
-class ShardedCheckpoints(ParallelStrategy):
+class LoadsByItself(Strategy):
+    """A strategy whose :meth:`load_checkpoint` fills model and optimizers; mixed in before Lightning's class."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The model has to be set up before a checkpoint is loaded into it."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """:meth:`load_checkpoint` restores optimizers."""
+        return False
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
     """A strategy's checkpoints are folders, to which each rank writes its shards; mixed in before Lightning's class.
 
     They are read on any number of ranks, split in any way. The single files of strategies that do not shard are read
     too. Messages between the ranks go over the CPU group.
     """
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read into the shards, which are there once the model is set up."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """:meth:`load_checkpoint` has done it."""
-        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by name, tied ones once; those of this rank are its shards, not copies of them."""
@@ -116,12 +126,6 @@ class ShardedCheckpoints(ParallelStrategy):
             state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
             optimizer.load_state_dict(state)
         return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """:meth:`load_checkpoint` has done it."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """:meth:`load_checkpoint` has done it."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a folder so that nobody takes a half of it for whole."""

@@ -28,6 +28,9 @@ from rlightning.processes.liveness import Heartbeat
 
 log = logging.getLogger(__name__)
 
+MAX_UNANSWERED = 8
+"""Reports to rank 0 without an answer."""
+
 
 @dataclass(frozen=True)
 class Status:
@@ -59,6 +62,11 @@ class RankState(Heartbeat):
     def __init__(self, status: Status | None = None, silent_seconds: float = 0.0) -> None:
         super().__init__(intervals.HEARTBEAT_INTERVAL)
         self.status, self.silent_seconds = status, silent_seconds
+
+    def tick(self) -> float:
+        """Count the time since the last tick."""
+        self.interval = intervals.HEARTBEAT_INTERVAL
+        return super().tick()
 
     @property
     def runs(self) -> bool:
@@ -116,7 +124,7 @@ class HangWatch(threading.Thread):
         self._process = identify_process(os.getpid())
         self._others = {other: RankState() for other in others}
         self._key: tuple[int, int] | None = None
-        self._stuck_seconds = 0.0
+        self._stuck_seconds, self._num_unanswered = 0.0, 0
         self._next_report = intervals.WAIT_REPORT_DELAY
         self._over = threading.Event()
 
@@ -126,7 +134,9 @@ class HangWatch(threading.Thread):
             for state in list(self._others.values()):
                 state.tick()
             own = self.make_report()
-            if self.rank == 0 or self._others[0].runs:  # one that is stopped reads nothing
+            # A rank 0 that is stopped reads nothing, and what it has not read would close the connection at last.
+            if self.rank == 0 or self._num_unanswered < MAX_UNANSWERED:
+                self._num_unanswered += 1
                 self._send("report", asdict(own))
             if self.rank != 0 and self._others[0].runs:
                 continue
@@ -145,6 +155,7 @@ class HangWatch(threading.Thread):
     def receive(self, rank: int, status: dict[str, Any]) -> None:
         """Take another rank's heartbeat."""
         if rank in self._others:
+            self._num_unanswered = 0
             self._others[rank].status = Status(**status)
             self._others[rank].beat()
 

@@ -19,6 +19,7 @@ from rlightning.errors import ConfigError
 from rlightning.parallel.failure import describe, is_failure
 from rlightning.parallel.failure_server import MAX_STRANGERS, Failure, FailureServer, connect
 from rlightning.rpc import LoopThread, Peer
+from rlightning.rpc.peer import Method
 
 LOOP = """\
 import ctypes, os, signal, subprocess, sys, threading, time
@@ -196,7 +197,7 @@ class Hub:
         async def end(failure: dict[str, Any]) -> None:
             self.ends[number] = failure
 
-        methods = {"rank": rank, "end": end}
+        methods: dict[str, Method] = {"rank": rank, "end": end}
         return self.loop.run(connect(["localhost"], self.server.port, key or self.server.key, methods), 60)
 
     def send(self, peer: Peer, method: str, *arguments: Any) -> None:
