@@ -1,4 +1,4 @@
-"""Private names of Lightning, torch and Ray that this package uses: an upgrade that moves one fails here by its name."""
+"""Private names of Lightning, torch and Ray that this package uses: an upgrade that moves one fails here by name."""
 
 import ast
 from importlib import import_module

@@ -38,7 +38,8 @@ from rlightning.foreign_text import cut
 from rlightning.lightning_internals import checkpoint_connector, epoch_results, loaded_checkpoint, logged_metrics
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
-from rlightning.parallel.failure import active_watch, describe
+from rlightning.parallel.failure import active_watch
+from rlightning.parallel.failures import describe
 from rlightning.parallel.stacks import record_own
 from rlightning.parallel.trainer_stages import validate_in_fit
 from rlightning.run_key import RUN_KEY_VARIABLE

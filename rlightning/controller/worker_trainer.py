@@ -103,7 +103,7 @@ class WorkerConfig:
     """What all workers of a run have in common, as the controller's Trainer has it.
 
     Attributes:
-        module: not built.
+        module: not built yet.
         data: not set up.
         strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
         callbacks: those that run in workers.

@@ -103,13 +103,7 @@ def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
 
 
 class SavedState(NamedTuple):
-    """What a checkpoint says of itself.
-
-    Attributes:
-        path: its file or folder.
-        step: after which it was saved.
-        is_resumable: whether it holds more than weights.
-    """
+    """A checkpoint's file or folder, the step after which it was saved, and whether it holds more than weights."""
 
     path: Path
     step: int
@@ -131,7 +125,7 @@ def read_state(path: Path) -> SavedState | None:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a checkpoint whose reading has raised ``error``."""
+    """Return what is wrong with a checkpoint whose reading has raised ``error``."""
     try:
         verify_checkpoint(path)
     except DamagedError as damage:
@@ -226,39 +220,28 @@ def _written_at(path: Path) -> float:
 
 
 class Inert(dict[Any, Any]):
-    """Stands for any class, function or object in a pickle; takes what it is given, and keeps entries alone."""
+    """Stands for any class, function or object in a pickle, and ignores what is done to it except for its entries."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     def __call__(self, *_: Any, **__: Any) -> "Inert":
-        """What calling it, or making an object of it, gives."""
+        """Return another one, as of a call or of the making of an object."""
         return Inert()
 
-    def __setstate__(self, state: Any) -> None:
-        """Leave out an object's attributes."""
-
-    def append(self, item: Any) -> None:
-        """Leave out an item of a list."""
-
-    def extend(self, items: Any) -> None:
-        """Leave out items of a list."""
-
-    def add(self, item: Any) -> None:
-        """Leave out an item of a set."""
-
+    __setstate__ = append = extend = add = __call__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Makes numbers, texts, lists, tuples and dictionaries; of all else, :class:`Inert` objects."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """No class is imported."""
+    def find_class(self, module: str, name: str) -> type[Inert]:
+        """Import no class."""
         return Inert
 
-    def persistent_load(self, key: Any) -> Any:
-        """No tensor is read."""
+    def persistent_load(self, key: Any) -> Inert:
+        """Read no tensor."""
         return Inert()
 
 

@@ -26,27 +26,27 @@ EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """A device's memory, in bytes: of this process, but for ``free`` and ``total``."""
+    """A device's memory, in bytes.
+
+    Attributes:
+        allocated: held by this process's tensors.
+        reserved: held by its caching allocator.
+        peak: of ``allocated``, since the start or :func:`reset_peak`.
+        free: left on the device by all processes.
+        total: the device's size.
+    """
 
     allocated: int
-    """Held by tensors."""
     reserved: int
-    """Held by the caching allocator, for tensors and for later."""
     peak: int
-    """The most that tensors held since the start or :func:`reset_peak`."""
     free: int
-    """Left on the device by all processes."""
     total: int
-    """The device's size."""
 
 
 def share_host_threads(num_processes: int) -> None:
     """Let torch's operations on the host use a share of its cores, unless ``OMP_NUM_THREADS`` says how many.
 
-    Lightning sets that variable, which whatever this process starts would take for the user's word.
-
-    Args:
-        num_processes: that share this host's cores.
+    Lightning sets that variable, which child processes would take for the user's word.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
@@ -65,10 +65,6 @@ def use_tensor_cores(device: torch.device, precision: str) -> None:
     """Let CUDA's products of float32 matrices round their factors to TF32, in a run that computes in bfloat16.
 
     Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
-
-    Args:
-        device: the actor's.
-        precision: the Trainer's.
     """
     if device.type == "cuda" and precision.startswith("bf16"):
         torch.set_float32_matmul_precision("high")

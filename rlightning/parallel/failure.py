@@ -22,15 +22,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from rlightning import intervals
-from rlightning.error_report import INTERRUPTED, exit_code, show_error
-from rlightning.errors import find_run_error
-from rlightning.foreign_text import cut_line
+from rlightning.error_report import INTERRUPTED, show_error
 from rlightning.parallel.barrier import BarrierError, barrier, report_arrivals, write_failure
 from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection, leave_groups
-from rlightning.parallel.failure_server import DISCONNECTED, Failure, FailureServer, connect
+from rlightning.parallel.failure_server import FailureServer, connect
+from rlightning.parallel.failures import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.hang_watch import HangWatch
 from rlightning.parallel.process_identity import kill_process
 from rlightning.parallel.rank_store import StoreError
@@ -41,8 +38,6 @@ from rlightning.torch_internals import nccl_backends
 
 log = logging.getLogger(__name__)
 
-TERMINATED = 143
-"""What a scheduler expects of a process that SIGTERM ended."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 """Wakes the main thread out of a system call; a signal that nobody else uses."""
 
@@ -238,7 +233,7 @@ class FailureWatch:
         Returns:
             The first failure of all ranks: this one's, unless another was earlier.
         """
-        own = Failure(self.rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
+        own = Failure.of(self.rank, error)
         if self._peer is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
@@ -408,25 +403,6 @@ def active_watch() -> FailureWatch | None:
 def report_failure(error: BaseException) -> Failure | None:
     """Report to the active watch, if there is one and ``error`` is a failure; the first failure of all."""
     return _active.report(error) if _active is not None and is_failure(error) else None
-
-
-def is_failure(error: BaseException) -> bool:
-    """Whether ``error`` ends a run badly: everything but an exit without a code, or after SIGTERM."""
-    return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Whether ``error`` is that of a collective, or of its connections: others may know more of its cause."""
-    # gloo raises a bare RuntimeError that begins with its source file.
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
-
-
-def describe(error: BaseException) -> str:
-    """``error`` in one line."""
-    if isinstance(error, KeyboardInterrupt):
-        return "was interrupted"
-    lines = str(error).strip().splitlines() or [""]
-    return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")
 
 
 def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:

@@ -18,36 +18,19 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rlightning import intervals
+from rlightning.parallel.failures import Failure
 from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
 from rlightning.rpc import connect as connect_url
 from rlightning.rpc.peer import Method
 
-DISCONNECTED = "is gone: it was killed, or ended without a word"
 MAX_STRANGERS = 32
 """Connections without the key, at once, beside those of all ranks."""
 NO_TIMEOUT = float("inf")
 """Of the transport's own heartbeats: the hang watch judges a rank that does not run."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended a run.
-
-    Attributes:
-        rank: the one that failed.
-        text: what happened to it, such as "failed: ValueError: boom"; follows "rank 1 ".
-        exit_code: what all ranks end with.
-        is_foreseen: whether the failed rank's own line says all of it, so that the others log nothing.
-    """
-
-    rank: int
-    text: str
-    exit_code: int = 1
-    is_foreseen: bool = False
 
 
 class FailureServer:

@@ -16,8 +16,8 @@ from rank_processes import end_ranks, start_ranks
 from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
-from rlightning.parallel.failure import describe, is_failure
-from rlightning.parallel.failure_server import MAX_STRANGERS, Failure, FailureServer, connect
+from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect
+from rlightning.parallel.failures import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
 
