@@ -1,4 +1,4 @@
-"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are.
+"""Relays the RL hooks of the workers to the callbacks in the controller, with batches that stay where they are.
 
 Each worker's :class:`HookRelay` sends them; the controller's :class:`Relay` puts those of all ranks together.
 """
@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from rlightning.controller.commands import CommandQueue, FiredHook
+from rlightning.controller.command_feed import CommandFeed
+from rlightning.controller.commands import FiredHook
 from rlightning.controller.rtensor import fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
@@ -125,12 +126,12 @@ class HookRelay(Checkpoint):
     epoch after the module too.
 
     Args:
-        queue: of the worker.
+        feed: of the worker.
         wanted: the RL hooks to relay.
     """
 
-    def __init__(self, queue: CommandQueue, wanted: Collection[str]) -> None:
-        self.queue = queue
+    def __init__(self, feed: CommandFeed, wanted: Collection[str]) -> None:
+        self.feed = feed
         self.wanted = wanted
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
@@ -140,28 +141,36 @@ class HookRelay(Checkpoint):
             return partial(self._relay, name)
         raise AttributeError(name)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let go of the step's batches."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Release the step's batches."""
         self._sent = None
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Called after the module: tell what was logged for the epoch, before Lightning clears it."""
-        trainer.datamodule.feed.end_epoch()
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called after the module: answer with what was logged for the epoch, before Lightning clears it."""
+        self.feed.end_epoch()
 
     def on_predict_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
-        trainer.datamodule.feed.outputs = store_own_tensors(outputs, label="predict_step")
+        self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
-    def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
+    def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
         if hook not in self.wanted:
             return
         sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
         version = getattr(module, "weight_version", 0)
-        self.queue.record(FiredHook(hook, sent, trainer.global_step, version))
+        self.feed.queue.record(FiredHook(hook, sent, trainer.global_step, version))
 
-    def _part(self, batch: RolloutBatch, hook: str, module: Any) -> BatchPart:
+    def _part(self, batch: RolloutBatch, hook: str, module: LightningModule) -> BatchPart:
         """The part of this rank, stored once as long as nothing in it changes."""
         contents = tuple(id(getattr(batch, f.name)) for f in fields(batch))
         if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
@@ -170,8 +179,8 @@ class HookRelay(Checkpoint):
         return self._sent[2]
 
 
-def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
-    """The RL hooks that any of the callbacks does something in."""
+def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
+    """Return the RL hooks that any of the callbacks overrides."""
     return frozenset(
         hook
         for hook in RL_HOOKS
@@ -180,8 +189,8 @@ def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
     )
 
 
-def warn_of_unheard(callbacks: Iterable[Any]) -> None:
-    """Say which hooks of the controller's callbacks will never be called."""
+def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
+    """Warn of hooks of the controller's callbacks that will never be called."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
             if getattr(type(callback), hook, None) not in (None, getattr(Callback, hook)):

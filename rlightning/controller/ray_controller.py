@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import Strategy
 
 from rlightning.controller.cluster import Resources, import_ray, join_cluster
 from rlightning.controller.driver import DriverContext, check_names
-from rlightning.controller.hook_relay import wanted_hooks, warn_of_unheard
+from rlightning.controller.hook_relay import wanted_hooks, warn_of_unrelayed
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.strategy import ControllerLauncher, ControllerStrategy
 from rlightning.controller.worker_group import WorkerGroup
@@ -139,13 +139,7 @@ class RayController(ControllerStrategy):
     # Before anything starts
 
     def take_devices(self, accelerator: Any, devices: Any, num_nodes: int) -> None:
-        """What a configuration says of devices is the workers'; called before the Trainer is made, which has none.
-
-        Args:
-            accelerator: as of the Trainer.
-            devices: as of the Trainer.
-            num_nodes: as of the Trainer.
-        """
+        """Give the Trainer's arguments for devices to the workers; called before the Trainer is made, without any."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
@@ -210,7 +204,7 @@ class RayController(ControllerStrategy):
         else:
             self.close()
             callbacks: list[Callback] = model.trainer.callbacks  # type: ignore[attr-defined]
-            warn_of_unheard(callback for callback in callbacks if not belongs_to_workers(callback))
+            warn_of_unrelayed(callback for callback in callbacks if not belongs_to_workers(callback))
         trainer: Any = model.trainer
         module = ControllerModule(model, self)
         module.trainer = trainer

@@ -208,10 +208,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Have the workers write a checkpoint of both, in their strategy's format, which resumes with or without this.
 
-        Args:
-            checkpoint: the controller's part: loops, callbacks, the position in the data.
-            filepath: on a disk that all workers see.
-            storage_options: of the workers' strategy.
+        The controller's part has loops, callbacks and the position in the data.
         """
         path = Path(filepath).absolute()
         self.execute_all(Save(checkpoint, str(path), storage_options))

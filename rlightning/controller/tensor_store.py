@@ -105,11 +105,7 @@ class TensorStore(ABC):
         """Store copies of ``arrays``; ``forget`` is to be called when nobody refers to the block any more."""
 
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
-        """Store one object.
-
-        Args:
-            arrays: of one tensor each; they are copied.
-            label: who stores it, for :meth:`holdings`.
+        """Store copies of arrays, of one tensor each, as one object; ``label`` is for :meth:`holdings`.
 
         Raises:
             StoreFullError: if the cap would be exceeded; nothing is stored then.

@@ -1,4 +1,4 @@
-"""A worker: a process of Ray's with a device, a Trainer and the actor, which computes what a controller commands."""
+"""A worker: a process of Ray's with a device, a Trainer and the actor, which executes a controller's commands."""
 
 import contextlib
 import logging
@@ -47,7 +47,7 @@ from rlightning.run_key import RUN_KEY_VARIABLE
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 """Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
 CONTROLLER = "Ray driver"
-"""What a worker's strategy calls whom it takes commands from."""
+"""The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 """What a checkpoint has of the workers; the rest is the controller's."""
 
@@ -103,13 +103,13 @@ class Worker:
         record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
-        """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
+        """Run one stage, a method of the Trainer's, until the controller ends it.
 
         Args:
-            number: grows; what is sent again has run.
+            number: grows; a stage that is sent again has run.
             config: None on a later stage of the same run: trainer and module are those of before.
-            rendezvous: rank 0's, for all.
-            stage: the method of the Trainer's.
+            rendezvous: of rank 0, for all.
+            stage: "fit", "validate", "test", or "predict".
         """
         if number <= self._last_stage:
             return
@@ -138,7 +138,7 @@ class Worker:
         self.queue.forget(number)
 
     def supply(self, number: int, things: Any) -> None:
-        """What the step has asked for."""
+        """Answer the step's request for prompts."""
         self.queue.supply(number, things)
 
     def failure(self) -> Failed:
@@ -146,7 +146,7 @@ class Worker:
         return self.queue.await_failure()
 
     def leave(self) -> None:
-        """Say goodbye to the other ranks: their connections are about to close."""
+        """Deregister from the other ranks: the connections to them are about to close."""
         watch = active_watch()
         if watch is not None:
             watch.stop()
@@ -166,7 +166,6 @@ class Worker:
         if config.run_key is not None:
             os.environ[RUN_KEY_VARIABLE] = config.run_key
         self.module = config.module
-        relay = HookRelay(self.queue, config.wanted_hooks)
         feed = CommandFeed(
             self.queue,
             execute=self._execute,
@@ -175,6 +174,7 @@ class Worker:
             report_stop=self._report_stop,
         )
         self.data = WorkerData(config.data, feed)
+        relay = HookRelay(feed, config.wanted_hooks)
         environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
         self.trainer = make_trainer(config, environment, feed, relay)
         strategy: Any = self.trainer.strategy

@@ -76,12 +76,9 @@ class WorkerGroup:
         ]
 
     def start(self, config: Any, stage: str, engines: Sequence[Any] = ()) -> None:
-        """Begin a stage on all workers; returns at once.
+        """Begin a stage, a method of the Trainer's, on all workers; returns at once.
 
-        Args:
-            config: of the workers; None on a later stage.
-            stage: the Trainer's method.
-            engines: what must not end before the workers are through, as references of Ray's.
+        The configuration is None on a later stage. Engines, as references of Ray's, must not end before the workers.
         """
         # One copy of the configuration in the object store, for all of them.
         shared = None if config is None else self._ray.put(config)
@@ -103,14 +100,9 @@ class WorkerGroup:
             log.warning(sentence)
 
     def execute(self, commands: Sequence[Command], handle: Callable[[int, Entry], None]) -> list[Any]:
-        """Have each worker execute its command.
+        """Have each worker execute its command; returns their answers by rank.
 
-        Args:
-            commands: by rank.
-            handle: called with a rank and what its worker notes before it is done.
-
-        Returns:
-            By rank, the answers.
+        ``handle`` is called with a rank and each entry before its answer.
 
         Raises:
             WorkerError: a worker raised.

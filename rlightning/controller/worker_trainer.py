@@ -137,27 +137,20 @@ class WorkerConfig:
 
 @dataclass
 class RayEnvironment(ClusterEnvironment):
-    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
+    """Tells Lightning which rank this process is, among workers that Ray has started with a device each.
 
-    rank: int
-    num_workers: int
-    address: str
-    port: int
+    Attributes:
+        rank: of this worker.
+        num_workers: of the run.
+        main_address: host of rank 0.
+        main_port: that rank 0 listens on.
+    """
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Ray has."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Host of rank 0."""
-        return self.address
-
-    @property
-    def main_port(self) -> int:
-        """Where rank 0 waits for the others."""
-        return self.port
+    rank: int = 0
+    num_workers: int = 1
+    main_address: str = ""
+    main_port: int = 0
+    creates_processes_externally = True
 
     @staticmethod
     def detect() -> bool:
@@ -165,25 +158,25 @@ class RayEnvironment(ClusterEnvironment):
         return False
 
     def world_size(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return self.num_workers
 
     def set_world_size(self, size: int) -> None:
-        """It is fixed."""
+        """Do nothing: it is fixed."""
 
     def global_rank(self) -> int:
-        """This worker's."""
+        """Return this worker's rank."""
         return self.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is fixed."""
+        """Do nothing: it is fixed."""
 
     def local_rank(self) -> int:
-        """The only one that sees its device."""
+        """Return 0: this worker sees one device."""
         return 0
 
     def node_rank(self) -> int:
-        """Lightning numbers by nodes and devices: a worker is a node with one device."""
+        """Return the rank: Lightning numbers by nodes and devices, and a worker is a node with one device."""
         return self.rank
 
 

@@ -16,7 +16,7 @@ from rlightning.checksums import DamagedError
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_folder import (
     empty_shard,
-    find_twins,
+    find_tied,
     is_checkpoint_folder,
     named_optimizer_state,
     other_model,
@@ -69,9 +69,9 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by name, tied ones once; those of this rank are its shards, not copies of them."""
         assert self.lightning_module is not None
-        twins = find_twins(self.lightning_module)
+        tied = find_tied(self.lightning_module)
         state = self.lightning_module.state_dict()
-        return {name: tensor.detach() for name, tensor in state.items() if name not in twins}
+        return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by the parameters' names."""
@@ -102,7 +102,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             files = write_tensors(partial, checkpoint)
             if self.is_global_zero:
                 assert self.lightning_module is not None
-                write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
+                write_meta(partial, checkpoint, find_tied(self.lightning_module), files)
                 swap_in(partial, path)
             self.barrier("the checkpoint has its name")
 
@@ -171,12 +171,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
 
 def local_part(whole: Tensor, target: Tensor) -> Tensor:
-    """What this rank holds of ``target``, out of its full value."""
+    """Return this rank's part of a full value, as ``target`` is sharded."""
     return local_box(target).of(whole) if isinstance(target, DTensor) else whole
 
 
 def shard_like(value: Any, parameter: nn.Parameter) -> Any:
-    """A full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
+    """Return a full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
     shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)

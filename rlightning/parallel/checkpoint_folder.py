@@ -37,7 +37,7 @@ Stored = Mapping[str, TensorStorageMetadata]
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder that a strategy wrote a whole checkpoint to."""
+    """Whether ``path`` is a folder with a whole checkpoint of a strategy."""
     return (path / META).is_file() and (path / INDEX).is_file()
 
 
@@ -92,17 +92,10 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
 
 
 def write_meta(
-    folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str], files: Checksums | None = None
+    folder: Path, checkpoint: dict[str, Any], tied: Mapping[str, str], files: Checksums | None = None
 ) -> None:
-    """Write what :func:`write_tensors` left of a checkpoint, and the checksums that it gave.
-
-    Args:
-        folder: the same.
-        checkpoint: the same.
-        twins: names of tied weights, and the name that each is stored under.
-        files: the checksums.
-    """
-    own = {"version": VERSION, "twins": dict(twins), "files": dict(files or {})}
+    """Write what :func:`write_tensors` left of a checkpoint, the names of :func:`find_tied`, and the checksums."""
+    own = {"version": VERSION, "twins": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
     seal_file(folder / META)
 
@@ -169,13 +162,13 @@ def read_optimizer(
     *,
     is_on_host: bool = False,
 ) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, its tensors sharded as the parameters are.
+    """Read an optimizer's ``state_dict``, its tensors sharded as the parameters are.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint, which has the ``stored`` tensors.
         stored: of :func:`stored_tensors`.
-        number: the optimizer's.
-        named: its entry in ``optimizer_states``.
+        number: the optimizer's, with the entry ``named`` in ``optimizer_states``.
+        named: this entry.
         parameters: by name.
         is_on_host: read the state to the host's memory, not to the parameters' device.
 
@@ -201,16 +194,13 @@ def read_optimizer(
 
 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of an optimizer's state, of unknown values, sharded as its parameter is.
+    """Return an uninitialised tensor of an optimizer's state, sharded as its parameter is.
 
-    Args:
-        parameter: plain or sharded.
-        size: of the whole; its parameter's, or in the last dimension the number of blocks that have a scale each.
-        dtype: its own.
-        device: that its values are on.
+    Its ``size``, that of the whole tensor, is its parameter's, or in the last dimension the number of blocks that have
+    a scale each.
 
     Raises:
-        ConfigError: if the parameter is cut within a block.
+        ConfigError: if the parameter is split within a block.
     """
     own = local_tensor(parameter)
     if tuple(size) == tuple(parameter.shape):
@@ -232,8 +222,8 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     with _alone_on_purpose():
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    twins = meta.pop(FORMAT)["twins"]
-    meta["state_dict"] = weights | {name: weights[twin] for name, twin in twins.items()}
+    tied = meta.pop(FORMAT)["twins"]
+    meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
         prefix = f"optimizer/{number}/"
         for key in [key for key in tensors if key.startswith(prefix)]:
@@ -252,8 +242,8 @@ def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | Non
     )
 
 
-def find_twins(module: nn.Module) -> dict[str, str]:
-    """Names of tied parameters, and the name that each goes by in ``named_parameters()``."""
+def find_tied(module: nn.Module) -> dict[str, str]:
+    """Return the names of tied parameters, and the name of each in ``named_parameters()``."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}

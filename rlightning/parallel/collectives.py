@@ -1,8 +1,7 @@
-"""What the ranks of a run tell each other that is no tensor of the model: counts, decisions, completions.
+"""Collectives of what is no tensor of the model: counts, decisions, completions.
 
-Everything here goes over the CPU (gloo) group and touches no device. Without several processes it is a no-op, so
-callers need not ask. All ranks must call the same function in the same order; they meet at a barrier first, whose error
-says by ``name`` where a rank did not come.
+They go over the CPU (gloo) group and touch no device; in a single process they do nothing. All ranks must call the same
+function in the same order: a barrier comes first, whose error gives the ``name`` where a rank is missing.
 """
 
 import pickle
@@ -20,26 +19,17 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def world_size() -> int:
-    """How many ranks the run has."""
+    """Return the number of ranks."""
     return 1 if cpu_group() is None else dist.get_world_size()
 
 
 def global_rank() -> int:
-    """This process's place among them."""
+    """Return this process's rank."""
     return 0 if cpu_group() is None else dist.get_rank()
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
-    """Reduce over all ranks.
-
-    Args:
-        tensor: small, of any device; it is left as it is.
-        op: sum or max.
-        name: of the barrier.
-
-    Returns:
-        The result, on the tensor's device; the tensor itself where there is one rank.
-    """
+    """Reduce a small tensor of any device over all ranks; returns the result on that device."""
     group = cpu_group()
     if group is None:
         return tensor
@@ -55,7 +45,7 @@ def any_rank(flag: bool, *, name: str) -> bool:
 
 
 def gather_objects(thing: Any, *, name: str) -> list[Any]:
-    """Every rank's ``thing``, in the order of ranks."""
+    """Return every rank's object, in the order of ranks."""
     group = cpu_group()
     if group is None:
         return [thing]
@@ -65,25 +55,17 @@ def gather_objects(thing: Any, *, name: str) -> list[Any]:
     return gathered
 
 
-def exchange(parcels: Mapping[int, Any], *, name: str) -> dict[int, Any]:
-    """Send objects from rank to rank.
-
-    Args:
-        parcels: by destination rank; they are pickled, and those for this rank handed over as they are.
-        name: of the barrier.
-
-    Returns:
-        What was sent to this rank, by the rank that it came from, in the order of ranks.
-    """
+def exchange(objects_by_rank: Mapping[int, Any], *, name: str) -> dict[int, Any]:
+    """Send each rank its object, pickled but for this rank's own; returns the received ones by the rank of origin."""
     group = cpu_group()
     own = dist.get_rank() if group is not None else 0
-    received = {own: parcels[own]} if own in parcels else {}
+    received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
     if group is None:
         return received
     barrier(name)
     outgoing = {
-        rank: torch.frombuffer(bytearray(pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-        for rank, parcel in parcels.items()
+        rank: torch.frombuffer(bytearray(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+        for rank, thing in objects_by_rank.items()
         if rank != own
     }
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)

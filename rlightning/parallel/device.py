@@ -150,15 +150,10 @@ def has_context() -> bool:
 
 
 def device_of(trainer: Any, module: Any) -> torch.device | None:
-    """The device that a training loop works on, whatever kind of loop it is.
+    """Return the device that a training loop works on, whatever kind of loop it is; None where that cannot be told.
 
-    Args:
-        trainer: Lightning's Trainer or a Fabric (``strategy.root_device``), transformers' Trainer
-            (``accelerator.device``), or an object of the user's (``device``).
-        module: with a ``device``, or with parameters.
-
-    Returns:
-        None where neither tells; the functions here take it for the CUDA device that this process uses, if any.
+    The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
+    object of the user's (``device``); the module has a ``device``, or parameters.
     """
     places = (
         (getattr(trainer, "strategy", None), "root_device"),

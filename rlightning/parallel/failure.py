@@ -29,10 +29,10 @@ from rlightning.parallel.cpu_group import Connection, barrier_timeout, connectio
 from rlightning.parallel.failure_server import FailureServer, connect
 from rlightning.parallel.failures import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.hang_watch import HangWatch
-from rlightning.parallel.process_identity import kill_process
 from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
 from rlightning.processes.liveness import Deadline
+from rlightning.processes.process_table import kill_process
 from rlightning.rpc import LoopThread, Peer, RPCError
 from rlightning.torch_internals import nccl_backends
 
@@ -227,11 +227,7 @@ class FailureWatch:
     def report(self, error: BaseException) -> Failure:
         """Tell the others that this rank failed, and end it hard if it has not ended by itself after the grace.
 
-        Args:
-            error: what happened. Only the first call counts.
-
-        Returns:
-            The first failure of all ranks: this one's, unless another was earlier.
+        Only the first call counts. Returns the first failure of all ranks.
         """
         own = Failure.of(self.rank, error)
         if self._peer is None:

@@ -22,9 +22,9 @@ from rlightning import intervals
 from rlightning.parallel.barrier import name_ranks
 from rlightning.parallel.cpu_group import Connection, barrier_timeout
 from rlightning.parallel.last_seen import find_position
-from rlightning.parallel.process_identity import identify_process, kill_process
 from rlightning.parallel.stacks import StackRecorder, do_nothing
 from rlightning.processes.liveness import Heartbeat
+from rlightning.processes.process_table import identify_process, kill_process
 
 log = logging.getLogger(__name__)
 

@@ -34,15 +34,7 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move those of ``tensors`` that are on such a device, besides what was taken before.
-
-        Args:
-            tensors: on any device.
-            device_type: tensors elsewhere stay as they are.
-
-        Returns:
-            Bytes moved.
-        """
+        """Move those of ``tensors`` that are on such a device, besides what was taken before; returns bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # whatever stream still writes to them
@@ -63,10 +55,7 @@ class HostMemory:
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move everything back to its device.
-
-        Returns:
-            Bytes moved.
+        """Move everything back to its device; returns bytes moved.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room; what is not back yet stays on the host for another try.

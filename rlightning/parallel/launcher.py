@@ -60,12 +60,7 @@ class RankLauncher(SubprocessLauncher):
 
 
 def check_launch(num_devices: int, num_nodes: int) -> None:
-    """Refuse numbers that differ from what torchrun or SLURM started, under one of them.
-
-    Args:
-        num_devices: ``trainer.devices``, resolved.
-        num_nodes: ``trainer.num_nodes``.
-    """
+    """Refuse numbers of devices and nodes that differ from what torchrun or SLURM has started."""
     launch = read_launch(os.environ)
     wanted = num_devices * num_nodes
     if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
@@ -80,11 +75,7 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it.
-
-    Args:
-        port: ``MASTER_PORT``, or one that Lightning has found free.
-    """
+    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
         try:

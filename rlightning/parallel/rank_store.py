@@ -78,16 +78,9 @@ class RankStore:
     def exchange(
         self, key: str, text: str, seconds: float, *, is_over: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, str]:
-        """Write this rank's text, and wait for those of the others.
+        """Write this rank's text, wait some seconds for those of the others, and return what is there by rank.
 
-        Args:
-            key: of the exchange.
-            text: of this rank.
-            seconds: to wait.
-            is_over: polled with the ranks that are missing; ends the wait.
-
-        Returns:
-            The texts by rank; without those of ranks that did not write in time.
+        ``is_over`` is polled with the ranks that are missing, and ends the wait.
         """
         self.set(f"{key}/{self.rank}", text)
         deadline, found = Deadline(seconds), self.by_rank(key)

@@ -73,12 +73,9 @@ def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor like ``tensor``, with other values on this rank, which may be on another device than the mesh's.
+    """Return a DTensor like ``tensor`` with other values on this rank, perhaps on another device than the mesh's.
 
-    Args:
-        tensor: a DTensor, or a plain one, in whose place ``local`` is returned.
-        local: the values.
-        shape: of the whole, where it is not that of ``tensor``.
+    Its full shape may be another one. For a plain tensor ``local`` is returned.
     """
     if not isinstance(tensor, DTensor):
         return local

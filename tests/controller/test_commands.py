@@ -133,8 +133,9 @@ def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_pa
     commands: list[Command] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
     for number, command in enumerate(commands):
         queue.submit(number, command)
-    trainer = bare_trainer(tmp_path, 1, HookRelay(queue, ()), enable_checkpointing=True)
-    getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed_of(queue, [])))
+    feed = feed_of(queue, [])
+    trainer = bare_trainer(tmp_path, 1, HookRelay(feed, ()), enable_checkpointing=True)
+    getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed))
     [answered] = queue.collect(1, 0)
     assert isinstance(answered, Completed)
     if stage != "predict":
@@ -146,7 +147,7 @@ def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_pa
 
 def worker_trainer(folder: Path, feed: CommandFeed, **settings: Any) -> WorkerTrainer:
     """On one CPU."""
-    relay = HookRelay(feed.queue, ())
+    relay = HookRelay(feed, ())
     shared: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     return WorkerTrainer(feed, default_root_dir=folder, callbacks=[relay], **shared, **settings)
 

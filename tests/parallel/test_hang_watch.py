@@ -15,7 +15,7 @@ from rank_processes import end_ranks, start_ranks
 
 from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
 from rlightning.parallel.last_seen import find_position
-from rlightning.parallel.process_identity import find_children, identify_process, kill_process
+from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 PROGRAM = """\
 import os, signal, sys, time

@@ -18,7 +18,7 @@ from test_runner import (  # noqa: F401 (a fixture)
     wait_for,
 )
 
-from rlightning.parallel.process_identity import find_children
+from rlightning.processes.process_table import find_children
 from rlightning.rewards import RewardFunction
 
 pytestmark = pytest.mark.processes
