@@ -8,6 +8,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties as 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
@@ -22,6 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 __all__ = [
     "CheckpointConnector",
+    "DataFetcher",
     "FitLoop",
     "Launcher",
     "MetricMetadata",

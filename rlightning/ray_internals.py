@@ -14,6 +14,6 @@ def is_pickled_for_call() -> bool:
     return bool(_worker.get_serialization_context().is_in_band_serialization())
 
 
-def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], Any]) -> None:
+def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], object]) -> None:
     """Have ``callback()`` called when no process refers to a stored object any more; Ray Data counts blocks so."""
     _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())

@@ -96,7 +96,7 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
 
 
 def check_own_node() -> None:
-    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else is the matter there.
+    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else has failed.
 
     Raises:
         ClusterLostError: it is.

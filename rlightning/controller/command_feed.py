@@ -7,7 +7,7 @@ executed there, in the thread of the run, on all ranks in the same order::
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
@@ -26,6 +26,7 @@ from rlightning.controller.commands import (
     Train,
 )
 
+C = TypeVar("C", bound=Command)
 ENDLESS = 1 << 30
 """Batches that a loader claims to have: Lightning fetches one ahead of time from a loader without a length."""
 
@@ -50,21 +51,21 @@ class CommandFeed:
         self,
         queue: CommandQueue,
         *,
-        execute: Callable[[BetweenBatches], Any],
-        evaluate: Callable[[Evaluate], Any],
-        step_result: Callable[[], Any],
+        execute: Callable[[BetweenBatches], object],
+        evaluate: Callable[[Evaluate], object],
+        step_result: Callable[[], object],
         report_stop: Callable[[], None],
     ) -> None:
         self.queue = queue
         self.num_loaders = 1
         self.num_batches = float("inf")
         self.is_over = False
-        self.outputs: Any = None
+        self.outputs: object = None
         """Of the last step of a prediction; those of a validation or a test are not used."""
         self._execute, self._evaluate = execute, evaluate
         self._step_result, self._report_stop = step_result, report_stop
         self._is_evaluating = False
-        self._batch: Any = None
+        self._batch: object = None
 
     def begin_fit(self) -> None:
         """Execute the commands that come before training, up to its start."""
@@ -89,7 +90,8 @@ class CommandFeed:
 
     def await_batch(self) -> Train | None:
         """Execute commands until the next step; returns None when the epoch is over."""
-        command: Train | EndEpoch = self._serve_until(Train, EndEpoch)
+        while not isinstance(command := self.queue.take(), Train | EndEpoch):
+            self._serve(command)
         if isinstance(command, EndEpoch):
             return None
         self._batch = command.batch
@@ -100,7 +102,7 @@ class CommandFeed:
         self.answer_step()
         self._rest_between_epochs()
 
-    def take_batch(self) -> Any:
+    def take_batch(self) -> object:
         """Return this rank's share of the step's batch, once."""
         batch, self._batch = self._batch, None
         return batch
@@ -120,7 +122,7 @@ class CommandFeed:
         self.num_loaders, self._is_evaluating = command.num_loaders, True
         self.queue.answer(None)
 
-    def evaluation_batches(self, loader: int) -> Iterator[Any]:
+    def evaluation_batches(self, loader: int) -> Iterator[object]:
         """Yield this rank's shares of one set's batches. The caller answers the end of the evaluation."""
         while self._is_evaluating:
             command = self.queue.peek()
@@ -136,8 +138,8 @@ class CommandFeed:
             else:
                 self._serve(command)
 
-    def _serve_until(self, *kinds: type[Any]) -> Any:
-        while not isinstance(command := self.queue.take(), kinds):
+    def _serve_until(self, kind: type[C]) -> C:
+        while not isinstance(command := self.queue.take(), kind):
             self._serve(command)
         return command
 
@@ -165,15 +167,15 @@ class TrainLoader:
     def __len__(self) -> int:
         return ENDLESS
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         while True:
             yield self.feed.take_batch()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Nothing, the position is the controller's; without this method Lightning warns of an inexact resume."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Nothing to load."""
 
 
@@ -187,7 +189,7 @@ class EvaluationLoader:
     def __len__(self) -> int:
         return ENDLESS
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.feed.evaluation_batches(self.number)
 
 
@@ -209,7 +211,7 @@ class WorkerData(LightningDataModule):
             raise AttributeError(name)
         return getattr(self.configured, name)
 
-    def take(self, num_prompts: int) -> Any:
+    def take(self, num_prompts: int) -> object:
         """Further training prompts for this rank; every rank must take as many."""
         self.feed.queue.record(PromptRequest(num_prompts))
         return self.feed.queue.await_prompts()

@@ -68,7 +68,7 @@ class StartEpoch:
 class Train:
     """Take a training step on this rank's share of a batch, the epoch's last or not; returns a :class:`StepResult`."""
 
-    batch: Any
+    batch: object
     is_last: bool = False
 
 
@@ -89,7 +89,7 @@ class Evaluate:
 class EvaluateBatch:
     """Take a step on this rank's share of a batch of set ``loader``; returns what a prediction's returned."""
 
-    batch: Any
+    batch: object
     loader: int
 
 
@@ -112,7 +112,7 @@ class Save:
 
     checkpoint: dict[str, Any]
     path: str
-    storage_options: Any
+    storage_options: object
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Call:
     """Call a method of the module; returns its result."""
 
     method: str
-    arguments: tuple[Any, ...] = ()
-    named: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[object, ...] = ()
+    named: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class FiredHook:
     """An RL hook that a worker's training step has fired, with the worker's counts at that moment."""
 
     hook: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     global_step: int
     weight_version: int
 
@@ -218,7 +218,7 @@ class CommandQueue:
         self._current: int | None = None
         self._last = -1
         self._failure: Failed | None = None
-        self._prompts: deque[Any] = deque()
+        self._prompts: deque[object] = deque()
         self._num_supplies = 0
 
     # Called by the controller
@@ -254,7 +254,7 @@ class CommandQueue:
         with self._changed:
             self._entries.pop(number, None)
 
-    def supply(self, number: int, prompts: Any) -> None:
+    def supply(self, number: int, prompts: object) -> None:
         """Answer the fit's request for prompts of this ``number``; a second answer is ignored."""
         with self._changed:
             if number == self._num_supplies:
@@ -291,7 +291,7 @@ class CommandQueue:
                 self._entries[self._current].append(entry)
                 self._changed.notify_all()
 
-    def answer(self, result: Any) -> None:
+    def answer(self, result: object) -> None:
         """End the current command."""
         self.record(Completed(result))
         self._current = None
@@ -302,7 +302,7 @@ class CommandQueue:
             self._failure = failure
             self._changed.notify_all()
 
-    def await_prompts(self) -> Any:
+    def await_prompts(self) -> object:
         """Return what :meth:`supply` brought."""
         with self._changed:
             self._changed.wait_for(lambda: self._prompts)

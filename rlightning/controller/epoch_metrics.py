@@ -73,7 +73,7 @@ def take_epoch_metrics(results: Results) -> list[EpochMetric]:
 
 
 def find_reduction(meta: MetricMetadata) -> Reduction:
-    """By its name, what Lightning does with a metric's values."""
+    """Return the name of a metric's reduction."""
     if meta.is_mean_reduction:
         return "mean"
     if meta.is_sum_reduction:

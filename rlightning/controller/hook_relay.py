@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,13 +17,15 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from rlightning.controller.command_feed import CommandFeed
 from rlightning.controller.commands import FiredHook
-from rlightning.controller.rtensor import fetch_tensors, store_own_tensors, store_tensors
+from rlightning.controller.rtensor import RTensor, fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
 from rlightning.types.axes import split_lists
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
 GLOBAL_GROUPS = ("on_update_start", "on_update_end")
@@ -53,8 +55,8 @@ class BatchPart:
     num_tokens: int
     num_sequences: int
     num_trajectories: int
-    tensors: Any
-    lists: Any
+    tensors: RolloutBatch | None
+    lists: RTensor | None
     is_head: bool
 
     @classmethod
@@ -208,13 +210,13 @@ class Relay:
     Those that concern one rank alone are fired at once.
     """
 
-    def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[Any]], None]) -> None:
+    def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
         self._order: deque[FiredHook] = deque()
         self._others: list[dict[str, deque[FiredHook]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
         self._fire = fire_one
 
     def add(self, rank: int, fired: FiredHook) -> None:
-        """Take note of a rank's hook, and fire those that are complete."""
+        """Add a rank's hook, and fire those that are complete."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -237,7 +239,7 @@ class Relay:
         self._fire(first, [merge(column, first.hook) for column in columns])
 
 
-def merge(values: Sequence[Any], hook: str) -> Any:
+def merge(values: Sequence[Any], hook: str) -> object:
     """One argument of a hook from those of the ranks."""
     if isinstance(values[0], BatchPart):
         return RemoteBatch(values, has_global_groups=hook in GLOBAL_GROUPS)
@@ -246,7 +248,7 @@ def merge(values: Sequence[Any], hook: str) -> Any:
     return values[0]
 
 
-def split_in_order(batch: Sequence[Any], num_parts: int) -> list[Any]:
+def split_in_order(batch: Sequence[T], num_parts: int) -> list[Sequence[T]]:
     """Neighbouring parts of equal size.
 
     Raises:

@@ -51,7 +51,7 @@ class RayStore(TensorStore):
             own, which is all processes' of a node together.
     """
 
-    patience = 10.0  # others let go by a message, which takes milliseconds
+    full_timeout = 10.0  # other processes release handles by a message, which takes milliseconds
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         super().__init__(max_bytes=max_bytes)
@@ -60,7 +60,7 @@ class RayStore(TensorStore):
                 "RayStore stores where this process has joined Ray, and it has not. Call ray.init() first."
             )
 
-    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
         ref = ray.put(list(arrays))
         call_when_unreferenced(ref, forget)
         return RayBlock(ref, owner, label)

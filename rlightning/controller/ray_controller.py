@@ -32,6 +32,7 @@ from rlightning.errors import check_rules
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.parallel.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.parallel.strategy_names import CLASSES, check_strategy
 from rlightning.seeds import run_seed
 
@@ -78,6 +79,13 @@ class EngineCallback(Protocol):
 
     def ray_engines(self) -> ActorEngines | None:
         """Return them; None if they run elsewhere."""
+
+
+@runtime_checkable
+class PlacedCallback(Protocol):
+    """A callback that says where it runs: in "workers", or in the "controller" as all others."""
+
+    runs_in: str
 
 
 class RayController(ControllerStrategy):
@@ -232,7 +240,8 @@ class RayController(ControllerStrategy):
         config = None
         if self.group is None:
             close_others(self)
-            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            nested = self.worker_strategy
+            hang_timeout = nested.barrier_timeout if isinstance(nested, ConnectedRanks) else DEFAULT_BARRIER_TIMEOUT
             self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
             config = self._worker_config(trainer)
         stage: Any = trainer.state.fn
@@ -307,7 +316,8 @@ class RayController(ControllerStrategy):
 
 def belongs_to_workers(callback: Callback) -> bool:
     """Whether a callback is to run where the devices are."""
-    return getattr(callback, "runs_in", "controller") == "workers" or isinstance(callback, DEVICE_CALLBACKS)
+    is_placed = isinstance(callback, PlacedCallback) and callback.runs_in == "workers"
+    return is_placed or isinstance(callback, DEVICE_CALLBACKS)
 
 
 def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:

@@ -1,5 +1,6 @@
-"""What stands for the module in a controller: its configuration, and hooks that ask the workers."""
+"""The module of a controller: the configuration of the real one, and hooks that are commands to the workers."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -46,7 +47,7 @@ class ControllerModule(PromptBatchModule):
             self.configured.plan.check_world_size(self.strategy.count_workers())
         return list(self.configured.configure_callbacks())
 
-    def save_hf(self, path: Any) -> None:
+    def save_hf(self, path: str | Path) -> None:
         """Have the workers write the actor as a Hugging Face folder."""
         self.strategy.call("save_hf", path)
 
@@ -55,16 +56,16 @@ class ControllerModule(PromptBatchModule):
     def configure_optimizers(self) -> None:
         """The workers have them."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: object, batch_idx: int) -> None:
         """A command of the strategy."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A command of the strategy."""
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A command of the strategy."""
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def predict_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A command of the strategy."""
 
     def on_train_start(self) -> None:

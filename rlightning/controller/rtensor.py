@@ -87,7 +87,7 @@ def store_tensors(tree: Any, *, label: str = "") -> Any:
 
 
 def store_own_tensors(tree: Any, *, label: str = "") -> Any:
-    """As :func:`store_tensors`, for what only this rank has: it is stored whatever the rank's place in a group.
+    """As :func:`store_tensors`, for what only this rank has: it is stored on every rank of a group.
 
     Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
     have the same batch.
@@ -166,7 +166,7 @@ def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Who called the function that asks."""
+    """Return the caller of the function that calls this one."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 

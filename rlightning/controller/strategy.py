@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy, as commands to workers; and its launcher, which restarts a stage after a death."""
+"""A Lightning strategy whose steps are commands to workers; its launcher restarts a stage after a worker's death."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +98,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Have all workers execute the same command."""
         return self.execute_each([command] * self.workers.num_workers)
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, method: str, *arguments: object, **named: object) -> Any:
         """Call a method of the module in all workers; what it returned on rank 0, with its tensors on this host."""
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
@@ -107,7 +107,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
-    def _fire(self, fired: FiredHook, arguments: Sequence[Any]) -> None:
+    def _fire(self, fired: FiredHook, arguments: Sequence[object]) -> None:
         """Fire a worker's RL hook here."""
         module: Any = self.lightning_module
         module.weight_version = fired.weight_version
@@ -130,7 +130,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     # What Lightning asks a strategy to do
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Sequence[object], batch_idx: int) -> None:
         """Train on a batch: neighbouring parts of it go to neighbouring ranks. What their steps return stays there."""
         shares = split_in_order(batch, self.workers.num_workers)
         is_last = self.trainer.is_last_batch
@@ -148,23 +148,23 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
             module.log(name, value, logger=name in first.in_logger, prog_bar=name in first.in_progress_bar)
         log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch: each worker takes every n-th element of it."""
         self._evaluate_batch(batch, dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As :meth:`validation_step`."""
         self._evaluate_batch(batch, dataloader_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
         """As :meth:`validation_step`; the predictions, in the batch's order."""
         parts = fetch_tensors(self._evaluate_batch(batch, dataloader_idx))
-        merged: list[Any] = [None] * len(batch)
+        merged: list[object] = [None] * len(batch)
         for rank, part in enumerate(parts):
             merged[rank :: len(parts)] = part
         return merged
 
-    def _evaluate_batch(self, batch: Any, loader: int) -> list[Any]:
+    def _evaluate_batch(self, batch: Sequence[object], loader: int) -> list[Any]:
         ranks = self.workers.num_workers
         return self.execute_each([EvaluateBatch(batch[rank::ranks], loader) for rank in range(ranks)])
 
@@ -205,7 +205,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Nothing: the workers add theirs when a checkpoint is written."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Have the workers write a checkpoint of both, in their strategy's format, which resumes with or without this.
 
         The controller's part has loops, callbacks and the position in the data.
@@ -215,7 +215,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         if "optimizer_states" in checkpoint:  # without, there are only weights
             self.saved.append(path)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Have the workers load their part.
 
         Returns:
@@ -228,7 +228,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         module.weight_version = loaded.get("weight_version", 0)
         return {**loaded, "callbacks": callbacks, "lr_schedulers": []}
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file or a folder of the workers'."""
         (self._checkpoint_io or AtomicCheckpointIO()).remove_checkpoint(filepath)
 
@@ -292,7 +292,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Within, have whatever Ray raises because the run's own cluster is gone say that."""
+    """Within, raise an error that names the loss of the run's own cluster in place of Ray's errors because of it."""
     try:
         yield
     except Exception:
@@ -325,6 +325,6 @@ def prepare_again(trainer: Trainer) -> None:
     trainer.training = True
 
 
-def with_checkpoint(args: tuple[Any, ...], path: Path | str) -> tuple[Any, ...]:
+def with_checkpoint(args: tuple[object, ...], path: Path | str) -> tuple[object, ...]:
     """The arguments of Lightning's fit with another checkpoint."""
     return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

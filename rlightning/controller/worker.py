@@ -6,7 +6,7 @@ import os
 import random
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from rlightning.parallel.trainer_stages import validate_in_fit
 from rlightning.run_key import RUN_KEY_VARIABLE
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
-"""Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
+"""Below those that the system assigns, which another process might get before rank 0 listens there."""
 CONTROLLER = "Ray driver"
 """The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
@@ -137,12 +137,12 @@ class Worker:
         """The controller has a command's answer."""
         self.queue.forget(number)
 
-    def supply(self, number: int, things: Any) -> None:
+    def supply(self, number: int, prompts: object) -> None:
         """Answer the step's request for prompts."""
-        self.queue.supply(number, things)
+        self.queue.supply(number, prompts)
 
     def failure(self) -> Failed:
-        """How the run has ended; waits until it has, by an exception."""
+        """Return how the run has ended; waits until it has, by an exception."""
         return self.queue.await_failure()
 
     def leave(self) -> None:
@@ -156,7 +156,7 @@ class Worker:
     def _prepare(self, config: WorkerConfig, rendezvous: tuple[str, int]) -> None:
         quieten()
         logging.getLogger("rlightning").setLevel(logging.INFO if self.rank == 0 else logging.WARNING)
-        for name in ("lightning.pytorch", "lightning.fabric"):  # which the controller's tells of already
+        for name in ("lightning.pytorch", "lightning.fabric"):  # the controller's logs the same
             logging.getLogger(name).setLevel(logging.WARNING)
         if config.seed is not None:
             seed_everything(config.seed, verbose=False)
@@ -210,12 +210,13 @@ class Worker:
 
     # What is done between two batches
 
-    def _execute(self, command: BetweenBatches) -> Any:
+    def _execute(self, command: BetweenBatches) -> object:
         match command:
             case Load():
                 return self._load(command)
             case Save():
-                return self._save(command)
+                self._save(command)
+                return None
             case Call():
                 found = getattr(self.module, command.method)(*command.arguments, **command.named)
                 return store_tensors(found, label=command.method)
@@ -256,7 +257,7 @@ class Worker:
         return Failed(self.rank, summary, text, foreseen.exit_code if foreseen else None, is_first=is_first)
 
 
-def as_floats(outputs: Sequence[Any] | None) -> dict[str, float]:
+def as_floats(outputs: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
     """Metrics of several dictionaries in one, as numbers."""
     merged = {name: value for part in outputs or () for name, value in part.items()}
     return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rlightning import intervals
 from rlightning.controller.cluster import check_own_node, import_ray
@@ -17,7 +17,14 @@ from rlightning.foreign_text import cut_line
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.processes.liveness import Deadline
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ref: TypeAlias = "ObjectRef[Any]"
 
 
 class WorkerGroup:
@@ -51,10 +58,10 @@ class WorkerGroup:
         self._silent_seconds = dict.fromkeys(range(num_workers), 0.0)
         self._numbers = itertools.count()
         self._supplies = itertools.count()
-        self._runs: dict[Any, int] = {}
-        self._engines: list[Any] = []
+        self._runs: dict[Ref, int] = {}
+        self._engines: list[Ref] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
-        self.actors: list[Any] = []
+        self.actors: list[ActorHandle[Any]] = []
         if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
             self.kill()
             free = ray.available_resources()
@@ -75,7 +82,7 @@ class WorkerGroup:
             for rank in range(num_workers)
         ]
 
-    def start(self, config: Any, stage: str, engines: Sequence[Any] = ()) -> None:
+    def start(self, config: Any, stage: str, engines: Sequence[Ref] = ()) -> None:
         """Begin a stage, a method of the Trainer's, on all workers; returns at once.
 
         The configuration is None on a later stage. Engines, as references of Ray's, must not end before the workers.
@@ -114,7 +121,8 @@ class WorkerGroup:
         asked = {
             self._call(actor, "execute", number, command, 0): rank for rank, actor, command in self._each(commands)
         }
-        seen, answers = [0] * self.num_workers, [None] * self.num_workers
+        seen: list[int] = [0] * self.num_workers
+        answers: list[object] = [None] * self.num_workers
         # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
         # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
         received: list[Entry] = []
@@ -134,8 +142,8 @@ class WorkerGroup:
                 self._call(self.actors[rank], "forget", number)
         return answers
 
-    def supply(self, shares: Sequence[Any]) -> None:
-        """Give each worker what its step has asked for."""
+    def supply(self, shares: Sequence[object]) -> None:
+        """Answer each worker's request for prompts."""
         number = next(self._supplies)
         for _, actor, share in self._each(shares):
             self._call(actor, "supply", number, share)
@@ -171,14 +179,15 @@ class WorkerGroup:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             remove_placement_group(self._place)
 
-    def _each(self, shares: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Any]", T]]:
         assert len(shares) == self.num_workers
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
-    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "commands") -> Any:
-        return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+    def _call(self, actor: "ActorHandle[Any]", method: str, *arguments: object, group: str = "commands") -> Ref:
+        called: Ref = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+        return called
 
-    def _call_all(self, method: str, *arguments: Any) -> dict[Any, int]:
+    def _call_all(self, method: str, *arguments: object) -> dict[Ref, int]:
         """Call a method of all workers; returns Ray's references to the results, and their ranks."""
         return {self._call(actor, method, *arguments): rank for rank, actor in enumerate(self.actors)}
 
@@ -188,13 +197,13 @@ class WorkerGroup:
         answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         return {rank: ref in answered for ref, rank in asked.items()}
 
-    def _get(self, refs: Any) -> Any:
+    def _get(self, refs: "Ref | list[Ref]") -> Any:
         try:
             return self._ray.get(refs)
         except self._ray.exceptions.RayActorError as error:
             raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
 
-    def _entries(self, asked: dict[Any, int]) -> Iterator[tuple[int, list[Entry]]]:
+    def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
         """Yield ranks and their entries as they arrive, until nothing is asked any more."""
         while asked:
             # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
@@ -211,12 +220,13 @@ class WorkerGroup:
             if entries is not None:
                 yield rank, entries
 
-    def _wait(self, refs: Sequence[Any]) -> Any:
+    def _wait(self, refs: Sequence[Ref]) -> Ref:
         """Return the first reference that is ready, however long that takes, unless a worker does not run."""
         while True:
             ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
             if ready:
-                return ready[0]
+                first: Ref = ready[0]
+                return first
             self._check_silence()
 
     def _check_silence(self) -> None:
@@ -274,7 +284,7 @@ class WorkerGroup:
                 break
         return error
 
-    def _lose_engine(self, ref: Any) -> None:
+    def _lose_engine(self, ref: Ref) -> None:
         """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""
         self.kill()
         try:
@@ -301,7 +311,7 @@ def describe_resources(resources: Mapping[str, float]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says of a death, in one line."""
+    """Return Ray's reason for a death, in one line."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
     return cut_line(detail.partition(" Some common causes")[0])

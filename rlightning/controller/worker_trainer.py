@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from rlightning.controller.command_feed import ENDLESS, CommandFeed
 from rlightning.controller.hook_relay import HookRelay
 from rlightning.errors import ConfigError
-from rlightning.lightning_internals import FitLoop, TrainingEpochLoop, detects_anomaly
+from rlightning.lightning_internals import DataFetcher, FitLoop, TrainingEpochLoop, detects_anomaly
 
 
 class WorkerEpochLoop(TrainingEpochLoop):
@@ -34,7 +34,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self.feed = feed
 
-    def advance(self, data_fetcher: Any) -> None:
+    def advance(self, data_fetcher: DataFetcher) -> None:
         """One step."""
         command = self.feed.await_batch()
         if command is None:
@@ -50,7 +50,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
                 "ddp."
             ) from stop
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         """The step is over, with all of its hooks."""
         super().on_advance_end(data_fetcher)
         self.feed.answer_step()
@@ -72,7 +72,7 @@ class WorkerFitLoop(FitLoop):
 
     @property
     def done(self) -> bool:
-        """It is for the controller to say."""
+        """Whether the controller has ended the fit."""
         return self.feed.is_over
 
     def run(self) -> None:
@@ -120,12 +120,12 @@ class WorkerConfig:
     """
 
     module: LightningModule
-    data: Any
+    data: LightningDataModule | None
     strategy: Strategy | str
     callbacks: Sequence[Callback]
     wanted_hooks: frozenset[str]
     accelerator: str
-    precision: Any
+    precision: object
     settings: dict[str, Any]
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
@@ -227,7 +227,7 @@ def make_trainer(
     from rlightning.parallel.strategy import replace_lightning_ddp
 
     replace_lightning_ddp()
-    plugins: list[Any] = [environment]
+    plugins: list[ClusterEnvironment | CheckpointIO] = [environment]
     if config.checkpoint_io is not None:
         plugins.append(config.checkpoint_io)
     trainer = WorkerTrainer(
@@ -254,7 +254,7 @@ def make_trainer(
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Arguments of a Trainer that say how its process computes, and for how long; the first two are in torch alone."""
-    deterministic: Any = torch.are_deterministic_algorithms_enabled()
+    deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
     return {

@@ -264,7 +264,7 @@ def report_arrivals(is_over: Callable[[], bool]) -> str:
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Have errors of barriers say of ``rank`` what has happened to it, such as "failed: ValueError: boom"."""
+    """Add what has happened to ``rank``, such as "failed: ValueError: boom", to errors of barriers."""
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):

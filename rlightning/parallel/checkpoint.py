@@ -79,7 +79,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_optimizer_state(inner, self.lightning_module)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a folder aside, then give it its name; all ranks call it.
 
         Args:
@@ -106,7 +106,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
                 swap_in(partial, path)
             self.barrier("the checkpoint has its name")
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's shards of the model and, when training goes on, of the optimizers' state.
 
         Returns:
@@ -127,12 +127,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             optimizer.load_state_dict(state)
         return checkpoint
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a folder so that nobody takes a half of it for whole."""
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a folder; what is left of it while that goes on is not taken for a checkpoint."""
         if self.is_global_zero:
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
-    def _verified(self, checkpoint_path: Any) -> Path:
+    def _verified(self, checkpoint_path: str | Path) -> Path:
         """Rank 0's path of a checkpoint, once rank 0 has compared it with its checksums.
 
         Raises:

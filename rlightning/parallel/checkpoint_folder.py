@@ -4,7 +4,7 @@
     last.ckpt/__0_0.distcp    rank 0's shards, and so on
     last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the checksums of the others
 
-Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whole, whoever held which part of them.
+Tensors have the names ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whichever ranks hold their parts.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from rlightning.parallel.sharding import local_tensor, with_local_tensor
 META, INDEX = "meta.pt", ".metadata"
 """The names that Lightning gives these files too."""
 FORMAT = "rlightning_checkpoint"
-"""The key in it under which a folder of this module says so."""
+"""The key in it that marks a folder of this module."""
 VERSION = 1
 """Of such folders; grows when this code could not read them any more."""
 
@@ -42,7 +42,7 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
+    """Return an optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
@@ -53,7 +53,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 
 
 def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
+    """Return a ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -75,7 +75,7 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
     Returns:
         The checksums of all files, on rank 0; of others, those of this rank's.
     """
-    tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
+    tensors: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
     for number, named in enumerate(checkpoint.get("optimizer_states", [])):
         for name, state in named["state"].items():
             # single numbers, such as the count of steps, would each be an entry and a message between the ranks
@@ -118,7 +118,7 @@ def verify_checkpoint_folder(folder: Path) -> None:
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """What :func:`write_meta` wrote."""
+    """Return what :func:`write_meta` wrote."""
     meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
     if FORMAT not in meta:
         raise ConfigError(
@@ -135,7 +135,7 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> Stored:
-    """Sizes and dtypes of the tensors in a folder."""
+    """Return sizes and dtypes of the tensors in a folder."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -216,7 +216,7 @@ def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, devi
 
 
 def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """The checkpoint as Lightning has it in a single file, for strategies that do not shard; all of it on the host."""
+    """Return the checkpoint as Lightning has it in a single file, for strategies that do not shard; all on the host."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     with _alone_on_purpose():
@@ -234,7 +234,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
 
 
 def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
-    """What to say of a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
+    """Return the error for a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
     instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
     return ConfigError(
         f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "

@@ -6,7 +6,7 @@ function in the same order: a barrier comes first, whose error gives the ``name`
 
 import pickle
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group
 
+T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -44,18 +45,18 @@ def any_rank(flag: bool, *, name: str) -> bool:
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
-def gather_objects(thing: Any, *, name: str) -> list[Any]:
+def gather_objects(thing: T, *, name: str) -> list[T]:
     """Return every rank's object, in the order of ranks."""
     group = cpu_group()
     if group is None:
         return [thing]
     barrier(name)
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[T] = [thing] * dist.get_world_size()
     dist.all_gather_object(gathered, thing, group=group)
     return gathered
 
 
-def exchange(objects_by_rank: Mapping[int, Any], *, name: str) -> dict[int, Any]:
+def exchange(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
     """Send each rank its object, pickled but for this rank's own; returns the received ones by the rank of origin."""
     group = cpu_group()
     own = dist.get_rank() if group is not None else 0
@@ -83,16 +84,32 @@ def exchange(objects_by_rank: Mapping[int, Any], *, name: str) -> dict[int, Any]
     return dict(sorted(received.items()))
 
 
-def rank_in(loop: Any) -> int:
+@runtime_checkable
+class HasRank(Protocol):
+    """A loop that knows the rank of this process, such as Lightning's Trainer."""
+
+    global_rank: int | None
+
+
+@runtime_checkable
+class HasWorldSize(Protocol):
+    """A loop that knows the number of ranks."""
+
+    world_size: int | None
+
+
+def rank_in(loop: object) -> int:
     """Return the rank of this process: ``loop.global_rank``, else that of torch.distributed, else 0."""
-    rank: int | None = getattr(loop, "global_rank", None)
-    return rank if rank is not None else dist.get_rank() if _has_group() else 0
+    if isinstance(loop, HasRank) and loop.global_rank is not None:
+        return loop.global_rank
+    return dist.get_rank() if _has_group() else 0
 
 
-def num_ranks_in(loop: Any) -> int:
+def num_ranks_in(loop: object) -> int:
     """Return the number of ranks: ``loop.world_size``, else that of torch.distributed, else 1."""
-    number: int | None = getattr(loop, "world_size", None)
-    return number if number is not None else dist.get_world_size() if _has_group() else 1
+    if isinstance(loop, HasWorldSize) and loop.world_size is not None:
+        return loop.world_size
+    return dist.get_world_size() if _has_group() else 1
 
 
 def _has_group() -> bool:

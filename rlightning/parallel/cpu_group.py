@@ -107,7 +107,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 def leave_groups() -> None:
     """Leave all process groups, once every rank is through, while Python still stands.
 
-    A thread of gloo's that lets go of its last tensor when the interpreter is gone aborts the process
+    A thread of gloo's that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     if dist.is_available() and dist.is_initialized():

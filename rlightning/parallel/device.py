@@ -1,4 +1,4 @@
-"""The device: the one place that waits for it and that asks its memory allocator.
+"""The device: the one place that synchronizes with it and that calls its memory allocator.
 
 Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
 (:mod:`~rlightning.parallel.execution_mode`). There, all of it does nothing.
@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ def use_expandable_segments() -> None:
     """Let PyTorch's caching allocator grow what it has instead of adding blocks that later sizes do not fit.
 
     Micro-batches of ever other lengths left 13 of an H100's 79 GiB in unused pieces otherwise (docs/measurements.md).
-    What the user's variable says of it (:data:`ALLOCATOR_VARIABLES`) holds.
+    A setting of the user's (:data:`ALLOCATOR_VARIABLES`) takes precedence.
     """
     if torch.cuda.is_available() and not _allocator_settings():
         set_allocator(EXPANDABLE)
@@ -82,7 +81,7 @@ def use_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Within it the CUDA memory is allocated that other processes are to open.
+    """Within, allocate CUDA memory such that other processes can open it.
 
     They could open an expandable segment only where the system lets them trace this process (pytorch issue 165685).
     """
@@ -125,7 +124,7 @@ def empty_cache(device: torch.device | None = None) -> None:
 
 
 def memory_use(device: torch.device | None = None) -> MemoryUse | None:
-    """What the device's memory is used for; None where this process uses no CUDA device."""
+    """Return the use of the device's memory; None where this process uses no CUDA device."""
     if not _is_used(device):
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -149,7 +148,7 @@ def has_context() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def device_of(trainer: Any, module: Any) -> torch.device | None:
+def device_of(trainer: object, module: object) -> torch.device | None:
     """Return the device that a training loop works on, whatever kind of loop it is; None where that cannot be told.
 
     The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
@@ -171,7 +170,7 @@ def device_of(trainer: Any, module: Any) -> torch.device | None:
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Host memory to copy to and from ``device``: page-locked for a CUDA device, so that copies are at full speed.
+    """Return host memory to copy to and from ``device``: page-locked for a CUDA device, for copies at full speed.
 
     Returns:
         [num_bytes] uint8, uninitialised.

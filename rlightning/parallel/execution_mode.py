@@ -7,7 +7,7 @@ The mode is resolved once (:func:`resolve_execution_mode`) and never changes. Al
 import os
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlightning.errors import ConfigError
 
@@ -54,7 +54,7 @@ class HasController(Protocol):
 class HasDevice(Protocol):
     """A strategy whose device can be told from its configuration."""
 
-    root_device: Any
+    root_device: object
 
 
 @runtime_checkable

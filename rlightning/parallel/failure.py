@@ -1,4 +1,4 @@
-"""The first failure anywhere ends all ranks, whatever they do, and only the rank that failed shows a traceback.
+"""Ends all ranks at the first failure of any, whatever they do; only the rank that failed shows a traceback.
 
 A rank that hangs is one that fails, too (:mod:`~rlightning.parallel.hang_watch`).
 """
@@ -39,7 +39,7 @@ from rlightning.torch_internals import nccl_backends
 log = logging.getLogger(__name__)
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-"""Wakes the main thread out of a system call; a signal that nobody else uses."""
+"""Wakes the main thread out of a system call; a signal without any other use."""
 
 
 class PeerFailure(SystemExit):
@@ -221,7 +221,7 @@ class FailureWatch:
             log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
 
     def stop_at_exit(self) -> None:
-        """Have the process, when it ends by whatever way Python knows, call :meth:`stop` and leave its groups."""
+        """Call :meth:`stop` and leave the process groups when the process ends in any way that Python runs code in."""
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
@@ -281,7 +281,7 @@ class FailureWatch:
         name = signal.Signals(-code).name
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
-    def _send(self, method: str, *arguments: Any, waits: bool = False) -> None:
+    def _send(self, method: str, *arguments: object, waits: bool = False) -> None:
         """Call a method of rank 0's server, while there is one; ``waits`` until it is sent, for a process that ends."""
         if self._peer is not None and self._loop is not None:
             sending = self._loop.submit(self._peer.notify(method, self.rank, *arguments))
@@ -290,7 +290,7 @@ class FailureWatch:
                     sending.result(intervals.FAILURE_ANSWER_TIMEOUT)
 
     def _end_hung(self, rank: int, reason: str) -> None:
-        """End the run for a rank that hangs; rank 0 tells all, unless it is the one."""
+        """End the run for a rank that hangs; rank 0 reports it to all, unless it is that rank."""
         failure = Failure(rank, reason)
         if self._error is None:
             record_all(f"rank {rank} {reason}")
@@ -358,10 +358,10 @@ class FailureWatch:
         self._end_children()
 
     def _end_failed(self) -> None:
-        """End a process in which nobody has caught the failure, without destroying anything.
+        """End a process whose failure was not caught, without destroying anything.
 
-        A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
-        interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).
+        A thread of gloo's whose collective broke may release its tensors at any time, which aborts a process whose
+        interpreter has ended (https://github.com/pytorch/pytorch/issues/190489).
         """
         if self._is_fatal and (self._first is not None or self._error is not None):
             self._hang_watch.kill_silent(self._ranks)
@@ -392,7 +392,7 @@ _active: FailureWatch | None = None
 
 
 def active_watch() -> FailureWatch | None:
-    """The watch that this process takes part in."""
+    """Return this process's watch, if it has one."""
     return _active
 
 

@@ -56,7 +56,7 @@ class FailureServer:
         *,
         on_first: Callable[[Failure], None],
         find_cause: Callable[[int], Awaitable[str]],
-        on_report: Callable[[int, Any], None],
+        on_report: Callable[[int, dict[str, Any]], None],
         on_leave: Callable[[int], None],
     ) -> None:
         self._ranks, self._left = range(world_size), set[int]()
@@ -75,7 +75,7 @@ class FailureServer:
         self._reported: Failure | None = None
         self._first: Failure | None = None
         self._is_decided = False
-        self._own_status: Any = None
+        self._own_status: dict[str, Any] | None = None
         methods = (self.fail, self.clean_up, self.report, self.relay, self.leave)
         self._methods: dict[str, Method] = {method.__name__: method for method in methods}
 
@@ -117,7 +117,7 @@ class FailureServer:
         """Note that a rank has reacted to the first failure."""
         self.cleaning_up.add(rank)
 
-    async def report(self, rank: int, status: Any) -> None:
+    async def report(self, rank: int, status: dict[str, Any]) -> None:
         """Take a heartbeat, and answer it."""
         if rank == 0:
             self._own_status = status
@@ -125,7 +125,7 @@ class FailureServer:
         if self._own_status is not None:
             self._send([rank], "report", self._own_status)
 
-    async def relay(self, rank: int, method: str, argument: Any) -> None:
+    async def relay(self, rank: int, method: str, argument: object) -> None:
         """Call a method of all other ranks."""
         self._send(set(self._peers) - {rank}, method, argument)
 
@@ -162,7 +162,7 @@ class FailureServer:
         self._on_first(failure)
         self._send(sorted(self._peers, reverse=True), "end", asdict(failure))  # rank 0 last: this loop ends with it
 
-    def _send(self, ranks: Iterable[int], method: str, argument: Any) -> None:
+    def _send(self, ranks: Iterable[int], method: str, argument: object) -> None:
         """Call a method of some ranks without waiting for it, even if the caller's own connection ends."""
         for rank in ranks:
             if rank in self._peers:
@@ -171,7 +171,7 @@ class FailureServer:
                 task.add_done_callback(self._sending.discard)
 
 
-async def _notify(peer: Peer, method: str, argument: Any) -> None:
+async def _notify(peer: Peer, method: str, argument: object) -> None:
     with contextlib.suppress(ConnectionLostError):  # which the server learns of
         await peer.notify(method, argument)
 

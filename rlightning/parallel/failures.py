@@ -1,4 +1,4 @@
-"""A rank's failure, as the other ranks are told of it."""
+"""A rank's failure, as it is reported to the other ranks."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Failure:
         rank: the one that failed.
         text: what happened to it, such as "failed: ValueError: boom"; follows "rank 1 ".
         exit_code: what all ranks end with.
-        is_foreseen: whether the failed rank's own line says all of it, so that the others log nothing.
+        is_foreseen: whether the failed rank's own error line is complete, so that the others log nothing.
     """
 
     rank: int

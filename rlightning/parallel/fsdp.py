@@ -103,12 +103,12 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
         cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
             ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
+        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
             once an optimizer step and needs memory for the whole model, in the dtype of the forward.
         reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
             its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
-            barrier, and in a collective of the devices.
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names the missing:
+            at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
     """
 

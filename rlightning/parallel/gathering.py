@@ -14,9 +14,8 @@ Letters: ``g`` ranks that hold different parts.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ ALIGNMENT = 16
 """Bytes. Each shard starts at a multiple of this in its buffer, which suits every dtype."""
 
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Since torch 2.13 the old name is deprecated."""
 
 

@@ -1,4 +1,4 @@
-"""Finds ranks that hang: each rank reports its position with its heartbeats, and a rank that waits is told for whom.
+"""Finds ranks that hang: each rank reports its position with its heartbeats, and whether it waits for others.
 
 ::
 

@@ -1,7 +1,6 @@
 """Tensors' bytes, moved to host memory and back, while the tensors stay the objects that they are."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,8 +17,8 @@ class HostMemory:
     """Takes the storages of tensors off their device and puts them back.
 
     A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
-    parameters, views, DTensors, FSDP's shards and whoever refers to them notice nothing, so long as nobody reads
-    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the
+    parameters, views, DTensors and FSDP's shards stay the objects that they are, and must not be read in between: that
+    ends the process. Storages that tensors share are moved once. The host memory is kept for the
     next time.
     """
 
@@ -107,7 +106,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
                 yield storage
 
 
-def _plain_tensors(thing: Any) -> Iterator[Tensor]:
+def _plain_tensors(thing: object) -> Iterator[Tensor]:
     """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
     if is_traceable_wrapper_subclass(thing):
         for name in thing.__tensor_flatten__()[0]:

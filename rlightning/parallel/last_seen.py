@@ -1,4 +1,4 @@
-"""Where a rank is: the line of its own code that it is at, and whether it waits there for other ranks."""
+"""The position of a rank: the line of its own code that it executes, and whether it waits there for other ranks."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def _folder_of(package: str) -> str:
 
 
 LIBRARIES = tuple(filter(None, map(_folder_of, ("torch", "lightning"))))
-"""Whose lines say little of where a run is, as do those of Python's own folder; other packages may lie in that."""
+"""Folders that are skipped in stacks, as is that of Python itself; other packages may lie in that."""
 PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(

@@ -24,7 +24,7 @@ class Sharding:
         device: this rank's.
         compute_dtype: of weights and activations in forward and backward; None is the weights' own.
         cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
-        reshard_after_forward: whether a layer's gathered weights are let go of between its forward and its backward.
+        reshard_after_forward: whether a layer's gathered weights are freed between its forward and its backward.
     """
 
     mesh: DeviceMesh

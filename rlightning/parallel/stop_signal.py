@@ -62,16 +62,16 @@ class StopSignal:
         self._trainer: Trainer = weakref.proxy(trainer)
         self._must_interrupt = self._is_frozen = False
         self._lock, self._is_decided, self._is_over = threading.RLock(), threading.Event(), threading.Event()
-        replace_signal_handling(trainer, handler=self.note, before_batch=self.agree)
+        replace_signal_handling(trainer, handler=self.handle_signal, before_batch=self.agree)
 
     @property
     def exit_code(self) -> int:
         """What a shell or a scheduler expects of a process that the signal ended."""
         return 128 + (self.signum or signal.SIGTERM)
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
+    def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler, of both signals."""
-        if self._must_interrupt:  # it is the watch that calls
+        if self._must_interrupt:  # sent by this process's own thread
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
@@ -250,20 +250,20 @@ class EndOnSigterm(Callback):
         is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_usual and not is_interactive():
             assert self._stop is not None
-            self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
+            self._usual_handler = signal.signal(signal.SIGINT, self._stop.handle_signal)
 
-    def _allow_interrupt(self, *_: Any, **__: Any) -> None:
+    def _allow_interrupt(self, *_: object, **__: object) -> None:
         """Called before anything of a step, a rollout or a validation has happened."""
         # A controller's workers would go on with a step that it has left.
         if self._stop is not None and not is_controller():
             self._stop.can_interrupt = True
 
-    def _keep_step(self, *_: Any, **__: Any) -> None:
+    def _keep_step(self, *_: object, **__: object) -> None:
         """Called before an update, of modules with and without RL hooks, and before checkpoints are saved."""
         if self._stop is not None:
             self._stop.keep_step()
 
-    def _go_on(self, *_: Any, **__: Any) -> None:
+    def _go_on(self, *_: object, **__: object) -> None:
         """Called when a step or a validation is over and saved; after a signal the run ends here."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
