@@ -7,6 +7,7 @@ executed there, in the thread of the run, on all ranks in the same order::
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule
@@ -102,6 +103,11 @@ class CommandFeed:
         self.answer_step()
         self._rest_between_epochs()
 
+    def training_batches(self) -> Iterator[object]:
+        """Yield this rank's share of each step's batch."""
+        while True:
+            yield self.take_batch()
+
     def take_batch(self) -> object:
         """Return this rank's share of the step's batch, once."""
         batch, self._batch = self._batch, None
@@ -158,18 +164,21 @@ class CommandFeed:
         self.queue.answer(self._execute(command))
 
 
-class TrainLoader:
-    """The batches of all epochs; the loops know when one is over."""
+class FeedLoader:
+    """A loader of batches that arrive by command; the loops know when an epoch or a set is over.
 
-    def __init__(self, feed: CommandFeed) -> None:
-        self.feed = feed
+    Args:
+        batches: called for each epoch.
+    """
+
+    def __init__(self, batches: Callable[[], Iterator[object]]) -> None:
+        self._batches = batches
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __iter__(self) -> Iterator[object]:
-        while True:
-            yield self.feed.take_batch()
+        return self._batches()
 
     def state_dict(self) -> dict[str, object]:
         """Nothing, the position is the controller's; without this method Lightning warns of an inexact resume."""
@@ -177,20 +186,6 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Nothing to load."""
-
-
-class EvaluationLoader:
-    """One set of an evaluation."""
-
-    def __init__(self, feed: CommandFeed, number: int) -> None:
-        self.feed = feed
-        self.number = number
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __iter__(self) -> Iterator[object]:
-        return self.feed.evaluation_batches(self.number)
 
 
 class WorkerData(LightningDataModule):
@@ -220,14 +215,14 @@ class WorkerData(LightningDataModule):
         """As the user's data module does it."""
         return self.configured.transfer_batch_to_device(batch, device, dataloader_idx)
 
-    def train_dataloader(self) -> TrainLoader:
-        """The commands to train."""
-        return TrainLoader(self.feed)
+    def train_dataloader(self) -> FeedLoader:
+        """Return the loader of training batches."""
+        return FeedLoader(self.feed.training_batches)
 
-    def val_dataloader(self) -> list[EvaluationLoader]:
-        """The commands to evaluate, a loader a set."""
+    def val_dataloader(self) -> list[FeedLoader]:
+        """Return a loader for each set of the evaluation."""
         if self.trainer is not None and self.trainer.state.fn != "fit":
             self.feed.await_evaluation()
-        return [EvaluationLoader(self.feed, number) for number in range(self.feed.num_loaders)]
+        return [FeedLoader(partial(self.feed.evaluation_batches, number)) for number in range(self.feed.num_loaders)]
 
     test_dataloader = predict_dataloader = val_dataloader

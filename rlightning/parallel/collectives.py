@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group
+from rlightning.parallel.execution_mode import HasWorldSize
 
 T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -89,13 +90,6 @@ class HasRank(Protocol):
     """A loop that knows the rank of this process, such as Lightning's Trainer."""
 
     global_rank: int | None
-
-
-@runtime_checkable
-class HasWorldSize(Protocol):
-    """A loop that knows the number of ranks."""
-
-    world_size: int | None
 
 
 def rank_in(loop: object) -> int:

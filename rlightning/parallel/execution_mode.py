@@ -59,9 +59,9 @@ class HasDevice(Protocol):
 
 @runtime_checkable
 class HasWorldSize(Protocol):
-    """A strategy of a known number of processes."""
+    """A strategy or a loop of a known number of processes."""
 
-    world_size: int
+    world_size: int | None
 
 
 _resolved: ExecutionMode | None = None
@@ -175,7 +175,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 def _find_launch(strategy: object) -> Launch | None:
     """Return the launcher of this process, or of more of its kind."""
     launch = read_launch(os.environ)
-    world_size = strategy.world_size if isinstance(strategy, HasWorldSize) else 1
+    world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.
     return Launch(OWN, world_size) if world_size > 1 and (launch is None or launch.launcher == UNNAMED) else launch
 

@@ -107,7 +107,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             once an optimizer step and needs memory for the whole model, in the dtype of the forward.
         reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
             its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names the missing:
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
             at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
     """

@@ -36,7 +36,7 @@ class ConnectedRanks(ParallelStrategy):
     - SIGTERM stops all ranks before the same batch.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names the missing:
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
             at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: the strategy's own.
@@ -155,11 +155,7 @@ class ConnectedRanks(ParallelStrategy):
 class DDP(ConnectedRanks, DDPStrategy):
     """Lightning's ``DDPStrategy`` whose ranks meet at named barriers with a timeout, and end together.
 
-    Args:
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names the missing:
-            at a barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
-        kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
+    Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
