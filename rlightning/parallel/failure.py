@@ -4,7 +4,6 @@ A rank that hangs is one that fails, too (:mod:`~rlightning.parallel.hang_watch`
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import faulthandler
 import json
@@ -196,8 +195,7 @@ class FailureWatch:
         self._is_leaving = True
         if self.rank > 0:
             self._hang_watch.stop()
-        with contextlib.suppress(RPCError):
-            self._loop.run(self._peer.call("leave", self.rank), intervals.FAILURE_ANSWER_TIMEOUT)
+        self._send("leave", waits=True)
         if self._server is not None:
             self._await_others(self._server)
             self._hang_watch.stop()
@@ -282,12 +280,14 @@ class FailureWatch:
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
     def _send(self, method: str, *arguments: object, waits: bool = False) -> None:
-        """Call a method of rank 0's server, while there is one; ``waits`` until it is sent, for a process that ends."""
-        if self._peer is not None and self._loop is not None:
-            sending = self._loop.submit(self._peer.notify(method, self.rank, *arguments))
-            if waits:
-                with contextlib.suppress(RPCError, concurrent.futures.TimeoutError):
-                    sending.result(intervals.FAILURE_ANSWER_TIMEOUT)
+        """Call a method of rank 0's server, while there is one; ``waits`` until it has run, for a process that ends."""
+        if self._peer is None or self._loop is None:
+            return
+        if waits:
+            with contextlib.suppress(RPCError):
+                self._loop.run(self._peer.call(method, self.rank, *arguments), intervals.FAILURE_ANSWER_TIMEOUT)
+        else:
+            self._loop.submit(self._peer.notify(method, self.rank, *arguments))
 
     def _end_hung(self, rank: int, reason: str) -> None:
         """End the run for a rank that hangs; rank 0 reports it to all, unless it is that rank."""

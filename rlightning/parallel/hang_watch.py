@@ -170,10 +170,12 @@ class HangWatch(threading.Thread):
 
     def kill_silent(self, among: Container[int]) -> None:
         """Kill those ``among`` the ranks that do not run: they neither clean up nor end by themselves."""
-        for rank, status in self.find_silent().items():
+        silent = self.find_silent()
+        for rank, status in silent.items():
             if rank in among:
                 kill_process(status.process)
-                self._send("relay", "kill", status.process)
+                if 0 not in silent:
+                    self._send("relay", "kill", status.process, waits=True)
 
     def record_others(self, reason: str) -> None:
         """Have the other ranks record their stacks."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import signal
 import socket
 import time
@@ -70,7 +71,13 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             Path(__file__).with_name("struck").touch()
             if how == "raise":
                 raise ValueError("boom")
-            if how == "kill":
+            if how == "fork" and (child := os.fork()) == 0:
+                os.closerange(0, 3)
+                time.sleep(60)  # with copies of this rank's connections
+                os._exit(0)
+            if how == "fork":
+                Path(__file__).with_name("child").write_text(str(child))
+            if how in ("kill", "fork"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -135,6 +142,15 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
         if rank != failing:
             assert f"rank {rank} ends because rank {failing} is gone" in error
             assert "Traceback" not in error
+
+
+@pytest.mark.processes
+def test_killed_rank_with_forked_child_ends_the_others(tmp_path: Path) -> None:
+    """The child does not keep the connection to the failure watch open."""
+    codes, errors = run_ranks(tmp_path, 1, "fork", "sleep", num_ranks=2)
+    assert codes == [1, -signal.SIGKILL], errors
+    assert "rank 0 ends because rank 1 is gone" in errors[0]
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # which is still there
 
 
 @pytest.mark.multigpu
