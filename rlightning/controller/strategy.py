@@ -41,6 +41,7 @@ from rlightning.lightning_internals import Launcher, teardown
 from rlightning.parallel.checkpoint import LoadsByItself
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
+from rlightning.processes.liveness import RestartPolicy
 
 
 class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
@@ -270,8 +271,9 @@ class ControllerLauncher(Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function``, Lightning's implementation of a stage."""
         self.strategy.saved.clear()
+        budget = RestartPolicy(self.strategy.max_restarts)
         with without_cuda_rng(), naming_lost_cluster():
-            for restart in range(1, self.strategy.max_restarts + 1):
+            while True:
                 try:
                     return function(*args, **kwargs)
                 except WorkerDiedError as error:
@@ -279,12 +281,12 @@ class ControllerLauncher(Launcher):
                     if trainer is None or trainer.state.fn != "fit":
                         raise
                     path = find_last(self.strategy.saved) or args[CKPT_PATH]
-                    if path is None:
+                    if path is None or not budget.take():
                         raise
-                    log.warning("%s Restart %d of %d, from %s.", str(error), restart, self.strategy.max_restarts, path)
+                    used, allowed = budget.num_restarts, budget.max_restarts
+                    log.warning("%s Restart %d of %d, from %s.", str(error), used, allowed, path)
                     prepare_again(trainer)
                     args = with_checkpoint(args, path)
-            return function(*args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Do nothing: workers end with this process."""

@@ -168,12 +168,12 @@ class _Barrier:
 
     def _raise(self, text: str) -> NoReturn:
         diagnosis = _Diagnosis(*json.loads(text))
-        num_readers = self.store.add("num_readers", 1)
-        # The store may be in this process, and ends with it: the others read the diagnosis first.
-        leave, num_present = Deadline(intervals.BARRIER_REPORT_GRACE), len(self.store.ranks) - len(diagnosis.missing)
-        while self.store.rank == 0 and num_readers < num_present and not leave.is_over:
-            time.sleep(intervals.SHORT_POLL_INTERVAL)
-            num_readers = self.store.add("num_readers", 0)
+        self.store.add("num_readers", 1)
+        if self.store.rank == 0:
+            # The store may be in this process, and ends with it: the others read the diagnosis first.
+            num_present = len(self.store.ranks) - len(diagnosis.missing)
+            deadline = Deadline(intervals.BARRIER_REPORT_GRACE)
+            deadline.wait_until(lambda: self.store.add("num_readers", 0) >= num_present)
         raise BarrierError(*diagnosis)
 
     def _not_reached(self) -> _Diagnosis:

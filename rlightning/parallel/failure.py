@@ -319,8 +319,10 @@ class FailureWatch:
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         deadline = Deadline(self.grace)
         self._hang_watch.kill_silent([first.rank])
-        if self._begins_to_end(intervals.ABORT_DELAY):
-            time.sleep(intervals.ABORT_DELAY)  # it may yet wait for work that the device has queued behind a collective
+        # Unless a collective on a device keeps the main thread from cleaning up, it may yet wait for work that is queued
+        # behind one.
+        if Deadline(intervals.ABORT_DELAY).wait_until(lambda: self._is_ending):
+            time.sleep(intervals.ABORT_DELAY)
         abort_device_groups(deadline)
         time.sleep(deadline.remaining)
         self._hang_watch.kill_silent(self._ranks)
@@ -328,13 +330,6 @@ class FailureWatch:
             show_error(self._error)
         end_children(self.children, 0)
         exit_now(first.exit_code)
-
-    def _begins_to_end(self, seconds: float) -> bool:
-        """Whether the main thread begins to clean up in time: a collective on a device keeps it from that."""
-        deadline = Deadline(seconds)
-        while not self._is_ending and not deadline.is_over:
-            time.sleep(intervals.SHORT_POLL_INTERVAL)
-        return self._is_ending
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._first is not None and not self._is_ending:
@@ -370,11 +365,14 @@ class FailureWatch:
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
         if self._first is not None and self._server is not None:
-            reacted, deadline = self._server.cleaning_up, Deadline(intervals.STUCK_GRACE)
-            stuck = {rank: child for rank, child in enumerate(self.children, start=1) if child.poll() is None}
-            while stuck and not deadline.is_over:
-                time.sleep(intervals.SHORT_POLL_INTERVAL)
-                stuck = {r: child for r, child in stuck.items() if child.poll() is None and r not in reacted}
+            stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
+
+            def have_reacted() -> bool:
+                for rank in [rank for rank, child in stuck.items() if child.poll() is not None or rank in reacted]:
+                    del stuck[rank]
+                return not stuck
+
+            Deadline(intervals.STUCK_GRACE).wait_until(have_reacted)
             for child in stuck.values():
                 child.kill()
         end_children(self.children, self.grace)

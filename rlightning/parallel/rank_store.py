@@ -7,7 +7,6 @@ import copy
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Self, TypeVar
@@ -83,12 +82,14 @@ class RankStore:
         ``is_over`` is polled with the ranks that are missing, and ends the wait.
         """
         self.set(f"{key}/{self.rank}", text)
-        deadline, found = Deadline(seconds), self.by_rank(key)
-        while missing := [rank for rank in self.ranks if rank not in found]:
-            if is_over(missing) or deadline.is_over:
-                break
-            time.sleep(intervals.SHORT_POLL_INTERVAL)
-            found |= self.by_rank(key, missing)
+        found: dict[int, str] = {}
+
+        def is_complete() -> bool:
+            found.update(self.by_rank(key, [rank for rank in self.ranks if rank not in found]))
+            missing = [rank for rank in self.ranks if rank not in found]
+            return not missing or is_over(missing)
+
+        Deadline(seconds).wait_until(is_complete)
         return dict(sorted(found.items()))
 
     def until(self, deadline: Deadline) -> Self:
