@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.controller.command_feed import CommandFeed
 from rlightning.controller.commands import FiredHook
@@ -183,19 +184,14 @@ class HookRelay(Checkpoint):
 
 def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
     """Return the RL hooks that any of the callbacks overrides."""
-    return frozenset(
-        hook
-        for hook in RL_HOOKS
-        for callback in callbacks
-        if getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
-    )
+    return frozenset(hook for hook in RL_HOOKS for one in callbacks if is_overridden(hook, one, RLCallback))
 
 
 def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
     """Warn of hooks of the controller's callbacks that will never be called."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
-            if getattr(type(callback), hook, None) not in (None, getattr(Callback, hook)):
+            if is_overridden(hook, callback, Callback):
                 log.warning(
                     "%s.%s is never called: the callback runs in the controller, and the actor is in the workers. "
                     'Give the class runs_in = "workers".',

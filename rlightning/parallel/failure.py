@@ -319,8 +319,7 @@ class FailureWatch:
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         deadline = Deadline(self.grace)
         self._hang_watch.kill_silent([first.rank])
-        # A main thread that cleans up may yet wait for work that is queued behind a collective; one that does not, is in
-        # a collective itself.
+        # A main thread that cleans up may yet wait for work that is queued behind a collective; any other is in one.
         if Deadline(intervals.ABORT_DELAY).wait_until(lambda: self._is_ending):
             time.sleep(intervals.ABORT_DELAY)
         abort_device_groups(deadline)
