@@ -82,7 +82,7 @@ class WorkerGroup:
             for rank in range(num_workers)
         ]
 
-    def start(self, config: Any, stage: str, engines: Sequence[Ref] = ()) -> None:
+    def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
         """Begin a stage, a method of the Trainer's, on all workers; returns at once.
 
         The configuration is None on a later stage. Engines, as references of Ray's, must not end before the workers.
