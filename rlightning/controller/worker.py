@@ -117,7 +117,7 @@ class Worker:
         try:
             if config is not None:
                 self._prepare(config, rendezvous)
-                is_measured = stage in ("validate", "test")
+            is_measured = stage in ("validate", "test")
             quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
             found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
             self.queue.answer(as_floats(found) if is_measured else None)
