@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rlightning.controller.epoch_metrics import EpochMetric
 from rlightning.errors import ConfigError, RunError
@@ -309,7 +309,7 @@ class CommandQueue:
             return self._prompts.popleft()
 
 
-def raise_failure(failure: Failed) -> None:
+def raise_failure(failure: Failed) -> NoReturn:
     """Raise in the controller what happened in a worker."""
     if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from rlightning import intervals
 from rlightning.controller.cluster import check_own_node, import_ray
@@ -248,7 +248,7 @@ class WorkerGroup:
             if silent:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
-    def _fail(self, failure: Failed) -> None:
+    def _fail(self, failure: Failed) -> NoReturn:
         """Raise the cause of what one worker reported, and end the others."""
         if not failure.is_first:
             failure = self._find_first(failure)
@@ -296,7 +296,7 @@ class WorkerGroup:
         except self._ray.exceptions.RayActorError as error:
             raise EngineError(f"engine {self._engines.index(ref)}: its actor died: {_reason(error)}") from None
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, reason: str) -> NoReturn:
         self.kill()
         raise WorkerDiedError(
             f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
