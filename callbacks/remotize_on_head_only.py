@@ -24,8 +24,8 @@ class RemotizeOnHeadOnly(RLCallback):
     others where that is not done by counting references (docs/rtensor.md).
 
     It holds from ``setup`` to ``teardown`` or an exception, for all that
-    :func:`~rlightning.controller.rtensor.remotize` is asked to store. Before and after, in a process without a part in
-    the training (a controller, an engine), and where no layers are split, everything is stored.
+    :func:`~rlightning.controller.rtensor.store_tensors` is given. Before and after, in a process without a part in the
+    training (a controller, an engine), and where no layers are split, everything is stored.
 
     From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` once the ranks are laid out, and in the
     end ``teardown(loop, module, "fit")``. The layout is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``

@@ -27,8 +27,8 @@ SILENT_AFTER = 10.0
 
 CONNECT_TIMEOUT = 5.0
 """Of connecting to another process, and of each message until the two know each other."""
-HELLO_TIMEOUT = 30.0
-"""Of a connection to the failure watch, to say whose it is."""
+JOIN_TIMEOUT = 30.0
+"""Of connecting a rank to the failure watch of rank 0, which is busy if many start at once."""
 STORE_TIMEOUT = 30.0
 """Of an answer of torch's store, which usually takes 0.1 ms, and seconds on a host with more work than cores."""
 MIN_STORE_TIMEOUT = 10.0
@@ -41,18 +41,18 @@ ACTOR_START_TIMEOUT = 300.0
 """Of the actors of engines, which have to find room and to import what they need."""
 ENGINE_PROGRESS_TIMEOUT = 30.0
 """Of an engine's heartbeat while it only samples, and has before, where ``rollout.hang_timeout`` is longer."""
-VERDICT_TIMEOUT = 5.0
+FAILURE_ANSWER_TIMEOUT = 5.0
 """Of the answer to a rank that failed which rank was the first to fail."""
 
-VERDICT_DELAY = 0.1
-"""Between a reported failure and the verdict, for a report of a death that it may be a consequence of."""
+FAILURE_DECISION_DELAY = 0.1
+"""Between a reported failure and the decision that it was the first, for a report of a death that caused it."""
 CAUSE_GRACE = 30.0
 """For the cause of a failure of Ray workers to be known: one whose neighbour died may report that before Ray does."""
 SAME_SIGNAL_GRACE = 0.5
 """Within which two signals to stop are one: a terminal sends it to each process, and so does the launcher of ranks."""
-CUT_GRACE = 10.0
+INTERRUPT_VOTE_TIMEOUT = 10.0
 """For all ranks to say whether the step under way may be left, half of their grace period after a signal to stop."""
-ARRIVALS_GRACE = 2.5
+BARRIER_REPORT_GRACE = 2.5
 """For ranks to report that they have reached a barrier, after a connection broke."""
 CLEANUP_GRACE = 15.0
 """For the other ranks to clean up after the first failure, unless ``failure_grace`` is set."""

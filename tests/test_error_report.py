@@ -25,7 +25,7 @@ from rlightning.errors import (
     find_run_error,
 )
 from rlightning.parallel.barrier import BarrierError
-from rlightning.parallel.cpu_group import StoreError
+from rlightning.parallel.rank_store import StoreError
 
 KINDS: list[type[RunError]] = [
     *(BarrierError, ConfigError, DeviceMemoryError, EngineDiedError, EngineError, EngineStartError),

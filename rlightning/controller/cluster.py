@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from rlightning import intervals
@@ -30,8 +31,12 @@ _own_nodes: dict[str, OwnNode] = {}
 """By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
 
 
-def import_ray() -> Any:
-    """Ray, or how to get it."""
+def import_ray() -> ModuleType:
+    """Import Ray.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
     try:
         import ray
@@ -91,7 +96,7 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
 
 
 def check_own_node() -> None:
-    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else is the matter there.
+    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else has failed.
 
     Raises:
         ClusterLostError: it is.
@@ -140,12 +145,7 @@ def check_reachable(address: str) -> None:
 
 
 def check_admitted(where: str, address: str) -> None:
-    """Refuse a cluster that does not answer this process, by the cause: ``ray.init`` names none.
-
-    Args:
-        where: as configured.
-        address: "host:port".
-    """
+    """Refuse a cluster that does not answer this process, by the cause: ``ray.init`` names none."""
     ray = import_ray()
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
@@ -197,11 +197,7 @@ class Resources:
         )
 
     def settle(self, num_workers: int | None, accelerator: str) -> "tuple[int, dict[str, float]]":
-        """How many workers there are, and what each takes.
-
-        Args:
-            num_workers: None is one a GPU of the cluster, or one.
-            accelerator: of the workers.
+        """Return how many workers there are, by default one a GPU of the cluster, and what each takes.
 
         Raises:
             ConfigError: if the cluster has less.

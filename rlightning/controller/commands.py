@@ -1,23 +1,23 @@
-"""What a controller asks of its workers, and the inbox of one worker in which each order is obeyed once.
+"""Commands of a controller to its workers, and the queue of one worker in which each command is executed once.
 
 ::
 
-    controller                              worker: orders come in one thread,      the fit runs in another
-    submit(7, Train(prompts))  ---------->  Inbox.submit                            Inbox.take -> Train(prompts)
-    collect(7, seen=0)         ---------->  Inbox.collect   <--- Fired(...) ------  Inbox.note
+    controller                              worker: calls arrive in some threads,   the fit runs in another
+    submit(7, Train(prompts))  ---------->  CommandQueue.submit                     take -> Train(prompts)
+    collect(7, seen=0)         ---------->  CommandQueue.collect   <-- FiredHook -- record
                                <----------
-    collect(7, seen=1)         ---------->  Inbox.collect   <--- Answered(...) ---  Inbox.answer
-    forget(7)                  ---------->  Inbox.forget
+    collect(7, seen=1)         ---------->  CommandQueue.collect   <-- Completed -- answer
+    forget(7)                  ---------->  CommandQueue.forget
 
-Numbers grow. An order that is sent again, because nobody knows whether it arrived, is not obeyed again: its record is
-read from its beginning, and after :meth:`Inbox.forget` it is refused.
+Numbers grow. A command that is sent again, because it is unknown whether it arrived, is not executed again: its entries
+are read from their beginning, and after :meth:`CommandQueue.forget` it is refused.
 """
 
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rlightning.controller.epoch_metrics import EpochMetric
 from rlightning.errors import ConfigError, RunError
@@ -47,39 +47,39 @@ class ClusterLostError(WorkerDiedError):
     """The cluster is gone, and workers cannot be started again in it."""
 
 
-# What a controller asks
+# Commands
 
 
 @dataclass(frozen=True)
 class StartTraining:
-    """The time of ``on_train_start``; an epoch has ``num_batches``, which may be infinite."""
+    """Run ``on_train_start``; an epoch has ``num_batches``, which may be infinite."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
 class StartEpoch:
-    """The time of ``on_train_epoch_start``; the epoch has ``num_batches``, which differ where loaders are made anew."""
+    """Run ``on_train_epoch_start``; ``num_batches`` differs from the epoch before where loaders are made anew."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
 class Train:
-    """A training step on this rank's share of a batch, the epoch's last or not; answered by a :class:`StepResult`."""
+    """Take a training step on this rank's share of a batch, the epoch's last or not; returns a :class:`StepResult`."""
 
-    batch: Any
+    batch: object
     is_last: bool = False
 
 
 @dataclass(frozen=True)
 class EndEpoch:
-    """The time of ``on_train_epoch_end``; answered by a :class:`StepResult` of what was logged in it."""
+    """Run ``on_train_epoch_end``; returns a :class:`StepResult` of what was logged in it."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The beginning of a validation, a test or a prediction over ``num_loaders`` sets."""
+    """Start a validation, a test or a prediction over ``num_loaders`` sets."""
 
     num_loaders: int
     is_sanity_check: bool = False
@@ -87,20 +87,20 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class EvaluateBatch:
-    """A step on this rank's share of a batch of set ``loader``; answered by what a prediction's returned."""
+    """Take a step on this rank's share of a batch of set ``loader``; returns what a prediction's returned."""
 
-    batch: Any
+    batch: object
     loader: int
 
 
 @dataclass(frozen=True)
 class EndEvaluation:
-    """Answered by the metrics of the whole evaluation, by name."""
+    """End the evaluation; returns its metrics by name."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Go on from a checkpoint; answered by all of it but weights and the optimizers' state."""
+    """Go on from a checkpoint; returns all of it but weights and the optimizers' state."""
 
     path: str
     weights_only: bool | None
@@ -112,41 +112,42 @@ class Save:
 
     checkpoint: dict[str, Any]
     path: str
-    storage_options: Any
+    storage_options: object
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the module; answered by what it returns."""
+    """Call a method of the module; returns its result."""
 
     method: str
-    arguments: tuple[Any, ...] = ()
-    named: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[object, ...] = ()
+    named: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class End:
-    """The fit is over."""
+    """End the fit."""
 
 
-Order = (
-    StartTraining | StartEpoch | Train | EndEpoch | Evaluate | EvaluateBatch | EndEvaluation | Load | Save | Call | End
-)
+BetweenBatches = Load | Save | Call
+"""Commands that are executed whenever no step is under way."""
+TrainingCommand = StartTraining | StartEpoch | Train | EndEpoch | End
+Command = TrainingCommand | Evaluate | EvaluateBatch | EndEvaluation | BetweenBatches
 
 
-# What comes back
+# Entries: what workers answer
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """After a training step, or an epoch's end: what was logged, also for the epoch, and the trainer's count of steps.
+    """The result of a training step, or of an epoch's end.
 
     Attributes:
-        metrics: by name.
+        metrics: that were logged, by name.
         in_logger: those that were logged with ``logger=True``.
         in_progress_bar: those that were logged with ``prog_bar=True``.
         epoch_metrics: what the step has added to them.
-        global_step: after it.
+        global_step: of the trainer, after it.
     """
 
     metrics: dict[str, float]
@@ -157,30 +158,30 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Fired:
+class FiredHook:
     """An RL hook that a worker's training step has fired, with the worker's counts at that moment."""
 
     hook: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     global_step: int
     weight_version: int
 
 
 @dataclass(frozen=True)
-class PromptsWanted:
-    """The step needs further prompts, so many for each rank."""
+class PromptRequest:
+    """The step needs ``num_prompts`` further prompts for each rank."""
 
     num_prompts: int
 
 
 @dataclass(frozen=True)
-class StopWanted:
+class StopRequest:
     """A callback or the module in a worker has set ``trainer.should_stop``."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The order has been obeyed."""
+class Completed:
+    """The command has been executed, with this result."""
 
     result: Any
 
@@ -193,7 +194,7 @@ class Failed:
         rank: of the worker.
         summary: type and message, in one line.
         traceback: as Python prints it.
-        exit_code: of a foreseen error, of which the summary alone says all; None of any other.
+        exit_code: of a foreseen error, which the summary describes fully; None of any other.
         is_first: whether no other rank had failed before.
     """
 
@@ -204,111 +205,111 @@ class Failed:
     is_first: bool
 
 
-Entry = Fired | PromptsWanted | StopWanted | Answered | Failed
+Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
 
 
-class Inbox:
-    """The orders of one worker; filled and read by the threads of the controller's calls, obeyed by that of the fit."""
+class CommandQueue:
+    """The commands of one worker: threads of the controller's calls fill and read it, that of the fit executes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, Order]] = deque()
-        self._records: dict[int, list[Entry]] = {}
+        self._waiting: deque[tuple[int, Command]] = deque()
+        self._entries: dict[int, list[Entry]] = {}
         self._current: int | None = None
         self._last = -1
         self._failure: Failed | None = None
-        self._supplies: deque[Any] = deque()
+        self._prompts: deque[object] = deque()
         self._num_supplies = 0
 
-    # The controller's side
+    # Called by the controller
 
-    def submit(self, number: int, order: Order) -> None:
-        """Accept an order, unless it has come before.
+    def submit(self, number: int, command: Command) -> None:
+        """Accept a command, unless it has come before.
 
         Raises:
-            RuntimeError: if it has been obeyed and its record is forgotten.
+            RuntimeError: if it has been executed and its entries are forgotten.
         """
         with self._changed:
-            if number in self._records:
+            if number in self._entries:
                 return
             if number <= self._last:
-                raise RuntimeError(f"order {number} has been obeyed, and its answer was fetched")
+                raise RuntimeError(f"command {number} has been executed, and its answer was fetched")
             self._last = number
-            self._records[number] = []
-            self._waiting.append((number, order))
+            self._entries[number] = []
+            self._waiting.append((number, command))
             self._changed.notify_all()
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """What has happened since ``seen`` entries of the order's record; waits until something has.
+        """Return the entries of a command beyond the first ``seen``; waits for one.
 
-        The last one of a record is :class:`Answered` or :class:`Failed`.
+        The last of all is :class:`Completed` or :class:`Failed`.
         """
         with self._changed:
-            record = self._records[number]
-            self._changed.wait_for(lambda: len(record) > seen or self._failure is not None)
-            return record[seen:] or [self._failure]  # type: ignore[list-item]
+            entries = self._entries[number]
+            self._changed.wait_for(lambda: len(entries) > seen or self._failure is not None)
+            return entries[seen:] or [self.await_failure()]
 
     def forget(self, number: int) -> None:
-        """Let go of an order's record, and of the results in it."""
+        """Delete a command's entries, and the results in them."""
         with self._changed:
-            self._records.pop(number, None)
+            self._entries.pop(number, None)
 
-    def supply(self, number: int, things: Any) -> None:
-        """Give the fit what it has asked for by its ``number``-th note of that kind; a second time it is ignored."""
+    def supply(self, number: int, prompts: object) -> None:
+        """Answer the fit's request for prompts of this ``number``; a second answer is ignored."""
         with self._changed:
             if number == self._num_supplies:
                 self._num_supplies += 1
-                self._supplies.append(things)
+                self._prompts.append(prompts)
                 self._changed.notify_all()
 
     def await_failure(self) -> Failed:
-        """How the fit has ended, once it has by an exception."""
+        """Return how the fit has ended, once it has by an exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None)
             assert self._failure is not None
             return self._failure
 
-    # The fit's side
+    # Called by the fit
 
-    def peek(self) -> Order:
-        """The next order, which stays the next one; waits for it."""
+    def peek(self) -> Command:
+        """Return the next command, which stays the next one; waits for it."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             return self._waiting[0][1]
 
-    def take(self) -> Order:
-        """The next order, which is the current one until it is answered."""
+    def take(self) -> Command:
+        """Return the next command, which is the current one until it is answered."""
         self.peek()
         with self._changed:
-            self._current, order = self._waiting.popleft()
-            return order
+            self._current, command = self._waiting.popleft()
+            return command
 
-    def note(self, entry: Entry) -> None:
-        """Add to the record of the current order; without one nobody is told."""
+    def record(self, entry: Entry) -> None:
+        """Add an entry to the current command; without one it is dropped."""
         with self._changed:
-            if self._current in self._records:
-                self._records[self._current].append(entry)
+            if self._current in self._entries:
+                self._entries[self._current].append(entry)
                 self._changed.notify_all()
 
-    def answer(self, result: Any) -> None:
-        """End the current order."""
-        self.note(Answered(result))
+    def answer(self, result: object) -> None:
+        """End the current command."""
+        self.record(Completed(result))
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all orders, those to come too, by ``failure``."""
+        """Answer all commands, those to come too, by ``failure``."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
-    def await_supply(self) -> Any:
-        """What :meth:`supply` brought."""
+    def await_prompts(self) -> object:
+        """Return what :meth:`supply` brought."""
         with self._changed:
-            self._changed.wait_for(lambda: self._supplies)
-            return self._supplies.popleft()
+            self._changed.wait_for(lambda: self._prompts)
+            return self._prompts.popleft()
 
 
-def raise_failure(failure: Failed) -> None:
+def raise_failure(failure: Failed) -> NoReturn:
     """Raise in the controller what happened in a worker."""
     if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)

@@ -6,10 +6,12 @@ Lightning reduces it over the steps of the controller's epoch, as its loggers an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
+
+from rlightning.lightning_internals import MetricMetadata, Results
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -44,12 +46,8 @@ class EpochMetric:
         return {self.name, f"{self.name}_step"}
 
 
-def take_epoch_metrics(results: Any) -> list[EpochMetric]:
-    """Take them out of a worker's results, which begin anew; of a torchmetrics object its value for the step.
-
-    Args:
-        results: Lightning's collection of what a loop has logged.
-    """
+def take_epoch_metrics(results: Results) -> list[EpochMetric]:
+    """Take the metrics of an epoch out of a worker's results, which begin anew; of torchmetrics' their step's value."""
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
@@ -74,8 +72,8 @@ def take_epoch_metrics(results: Any) -> list[EpochMetric]:
     return taken
 
 
-def find_reduction(meta: Any) -> Reduction:
-    """By its name, what Lightning does with a metric's values."""
+def find_reduction(meta: MetricMetadata) -> Reduction:
+    """Return the name of a metric's reduction."""
     if meta.is_mean_reduction:
         return "mean"
     if meta.is_sum_reduction:

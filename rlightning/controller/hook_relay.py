@@ -1,4 +1,4 @@
-"""The RL hooks of the workers, relayed to the callbacks in the controller, with batches that stay where they are.
+"""Relays the RL hooks of the workers to the callbacks in the controller, with batches that stay where they are.
 
 Each worker's :class:`HookRelay` sends them; the controller's :class:`Relay` puts those of all ranks together.
 """
@@ -9,20 +9,24 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from rlightning.controller.commands import Fired, Inbox
-from rlightning.controller.rtensor import localize, remotize, remotize_own
+from rlightning.controller.command_feed import CommandFeed
+from rlightning.controller.commands import FiredHook
+from rlightning.controller.rtensor import RTensor, fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch
 from rlightning.types.axes import split_lists
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
 GLOBAL_GROUPS = ("on_update_start", "on_update_end")
@@ -52,8 +56,8 @@ class BatchPart:
     num_tokens: int
     num_sequences: int
     num_trajectories: int
-    tensors: Any
-    lists: Any
+    tensors: RolloutBatch | None
+    lists: RTensor | None
     is_head: bool
 
     @classmethod
@@ -61,7 +65,7 @@ class BatchPart:
         """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-        store = remotize if hook in GLOBAL_GROUPS else remotize_own
+        store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
         stored = store((tensors, pickled), label=hook)
         stored_tensors, handle = (None, None) if stored is None else stored
         sizes = (batch.num_tokens, batch.num_sequences, batch.num_trajectories)
@@ -105,7 +109,7 @@ class RemoteBatch:
         if self._batch is None:
             stored = [(part.tensors, part.lists) for part in self.parts if part.tensors is not None]
             batches = []
-            for batch, pickled in localize(stored):
+            for batch, pickled in fetch_tensors(stored):
                 batches.append(replace(batch, **pickle.loads(pickled.numpy().data)))
             self._batch = type(batches[0]).concatenate(batches)
             if self.has_global_groups:
@@ -125,12 +129,12 @@ class HookRelay(Checkpoint):
     epoch after the module too.
 
     Args:
-        inbox: of the worker.
+        feed: of the worker.
         wanted: the RL hooks to relay.
     """
 
-    def __init__(self, inbox: Inbox, wanted: Collection[str]) -> None:
-        self.inbox = inbox
+    def __init__(self, feed: CommandFeed, wanted: Collection[str]) -> None:
+        self.feed = feed
         self.wanted = wanted
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
@@ -140,28 +144,36 @@ class HookRelay(Checkpoint):
             return partial(self._relay, name)
         raise AttributeError(name)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let go of the step's batches."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Release the step's batches."""
         self._sent = None
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Called after the module: tell what was logged for the epoch, before Lightning clears it."""
-        trainer.datamodule.feed.end_epoch()
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called after the module: answer with what was logged for the epoch, before Lightning clears it."""
+        self.feed.end_epoch()
 
     def on_predict_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
-        trainer.datamodule.feed.outputs = remotize_own(outputs, label="predict_step")
+        self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
-    def _relay(self, hook: str, trainer: Any, module: Any, *arguments: Any) -> None:
+    def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
         if hook not in self.wanted:
             return
         sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
         version = getattr(module, "weight_version", 0)
-        self.inbox.note(Fired(hook, sent, trainer.global_step, version))
+        self.feed.queue.record(FiredHook(hook, sent, trainer.global_step, version))
 
-    def _part(self, batch: RolloutBatch, hook: str, module: Any) -> BatchPart:
+    def _part(self, batch: RolloutBatch, hook: str, module: LightningModule) -> BatchPart:
         """The part of this rank, stored once as long as nothing in it changes."""
         contents = tuple(id(getattr(batch, f.name)) for f in fields(batch))
         if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
@@ -170,21 +182,16 @@ class HookRelay(Checkpoint):
         return self._sent[2]
 
 
-def wanted_hooks(callbacks: Sequence[Any]) -> frozenset[str]:
-    """The RL hooks that any of the callbacks does something in."""
-    return frozenset(
-        hook
-        for hook in RL_HOOKS
-        for callback in callbacks
-        if getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
-    )
+def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
+    """Return the RL hooks that any of the callbacks overrides."""
+    return frozenset(hook for hook in RL_HOOKS for one in callbacks if is_overridden(hook, one, RLCallback))
 
 
-def warn_of_unheard(callbacks: Iterable[Any]) -> None:
-    """Say which hooks of the controller's callbacks will never be called."""
+def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
+    """Warn of hooks of the controller's callbacks that will never be called."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
-            if getattr(type(callback), hook, None) not in (None, getattr(Callback, hook)):
+            if is_overridden(hook, callback, Callback):
                 log.warning(
                     "%s.%s is never called: the callback runs in the controller, and the actor is in the workers. "
                     'Give the class runs_in = "workers".',
@@ -199,13 +206,13 @@ class Relay:
     Those that concern one rank alone are fired at once.
     """
 
-    def __init__(self, num_ranks: int, fire_one: Callable[[Fired, Sequence[Any]], None]) -> None:
-        self._order: deque[Fired] = deque()
-        self._others: list[dict[str, deque[Fired]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
+    def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
+        self._order: deque[FiredHook] = deque()
+        self._others: list[dict[str, deque[FiredHook]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
         self._fire = fire_one
 
-    def add(self, rank: int, fired: Fired) -> None:
-        """Take note of a rank's hook, and fire those that are complete."""
+    def add(self, rank: int, fired: FiredHook) -> None:
+        """Add a rank's hook, and fire those that are complete."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -228,7 +235,7 @@ class Relay:
         self._fire(first, [merge(column, first.hook) for column in columns])
 
 
-def merge(values: Sequence[Any], hook: str) -> Any:
+def merge(values: Sequence[Any], hook: str) -> object:
     """One argument of a hook from those of the ranks."""
     if isinstance(values[0], BatchPart):
         return RemoteBatch(values, has_global_groups=hook in GLOBAL_GROUPS)
@@ -237,7 +244,7 @@ def merge(values: Sequence[Any], hook: str) -> Any:
     return values[0]
 
 
-def split_in_order(batch: Sequence[Any], num_parts: int) -> list[Any]:
+def split_in_order(batch: Sequence[T], num_parts: int) -> list[Sequence[T]]:
     """Neighbouring parts of equal size.
 
     Raises:

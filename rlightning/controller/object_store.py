@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-import ray._private.worker
 
 from rlightning.controller.tensor_store import Block, Bytes, Owner, TensorLostError, TensorStore
 from rlightning.errors import ConfigError
+from rlightning.ray_internals import call_when_unreferenced, is_pickled_for_call
 
 
 class RayBlock(Block):
@@ -27,16 +27,16 @@ class RayBlock(Block):
             lost = next((block for block in blocks if block._ref.hex() == error.object_ref_hex), blocks[0])
             raise TensorLostError(
                 f"What '{lost.label}' stored is gone: {lost.owner} has ended ({type(error).__name__}). "
-                "Localize results while their worker lives."
+                "Fetch results while their worker lives."
             ) from error
         return found
 
     def __reduce__(self) -> Any:
-        if not _worker().get_serialization_context().is_in_band_serialization():
+        if not is_pickled_for_call():
             # Ray could not count this copy: it would be dangling, or keep the tensor for ever.
             raise pickle.PicklingError(
                 f"A handle to what '{self.label}' stored can only be sent in an argument or a result of a Ray call, "
-                "where it is counted. Send it there, or localize it first."
+                "where it is counted. Send it there, or fetch it first."
             )
         return RayBlock, (self._ref, self.owner, self.label)
 
@@ -51,7 +51,7 @@ class RayStore(TensorStore):
             own, which is all processes' of a node together.
     """
 
-    patience = 10.0  # others let go by a message, which takes milliseconds
+    full_timeout = 10.0  # other processes release handles by a message, which takes milliseconds
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         super().__init__(max_bytes=max_bytes)
@@ -60,15 +60,7 @@ class RayStore(TensorStore):
                 "RayStore stores where this process has joined Ray, and it has not. Call ray.init() first."
             )
 
-    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
         ref = ray.put(list(arrays))
-        _worker().core_worker.add_object_out_of_scope_callback(ref, lambda _: forget())
+        call_when_unreferenced(ref, forget)
         return RayBlock(ref, owner, label)
-
-
-def _worker() -> Any:
-    """This process's end of Ray, for two things that ``ray`` itself does not offer.
-
-    They are whether an object is being pickled for a Ray call, and the callback that Ray Data counts its blocks with.
-    """
-    return ray._private.worker.global_worker

@@ -5,7 +5,7 @@
     controller: Trainer.fit                          workers 0 .. n-1: Trainer.fit under worker_strategy
     data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks of the device
       training_step   --- Train(share) ---------->     RLModule.training_step, with all hooks around it
-      RL hooks        <-- Fired(hook, handles) ---     rlightning.hooks.fire
+      RL hooks        <-- FiredHook(hook, handles) ---     rlightning.hooks.fire
       metrics         <-- StepResult -------------     module.log
       save_checkpoint --- Save(loops, callbacks) ->    worker_strategy.save_checkpoint
 """
@@ -15,16 +15,16 @@ import logging
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import Strategy
 
 from rlightning.controller.cluster import Resources, import_ray, join_cluster
 from rlightning.controller.driver import DriverContext, check_names
-from rlightning.controller.hook_relay import wanted_hooks, warn_of_unheard
+from rlightning.controller.hook_relay import wanted_hooks, warn_of_unrelayed
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.strategy import ControllerLauncher, ControllerStrategy
 from rlightning.controller.worker_group import WorkerGroup
@@ -32,8 +32,12 @@ from rlightning.errors import check_rules
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.parallel.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.parallel.stacks import run_folder, start_recorder
+from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.parallel.strategy_names import CLASSES, check_strategy
 from rlightning.seeds import run_seed
+
+if TYPE_CHECKING:
+    from rlightning.controller.worker_trainer import WorkerConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ DEVICE_CALLBACKS = (ModelSummary,)
 class RowlessData(Protocol):
     """A data module that workers need not read."""
 
-    def without_rows(self) -> Any:
+    def without_rows(self) -> LightningDataModule:
         """Return it without its rows: what workers ask it follows from these, and prompts come by command."""
 
 
@@ -58,14 +62,16 @@ class ActorEngines(Protocol):
         runs: Ray's references to their calls, which return by an exception only.
     """
 
-    callback: Any
+    callback: Callback
     run_key: str | None
     runs: list[Any]
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
         """Raise a ConfigError if the cluster has no place for them beside workers of so many resources each."""
 
-    def start(self, module: Any, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> Any:
+    def start(
+        self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
+    ) -> Callback:
         """Start them, unless they run already; return a copy of the callback that knows where they are."""
 
     def close(self) -> None:
@@ -78,6 +84,13 @@ class EngineCallback(Protocol):
 
     def ray_engines(self) -> ActorEngines | None:
         """Return them; None if they run elsewhere."""
+
+
+@runtime_checkable
+class PlacedCallback(Protocol):
+    """A callback that says where it runs: in "workers", or in the "controller" as all others."""
+
+    runs_in: str
 
 
 class RayController(ControllerStrategy):
@@ -133,19 +146,13 @@ class RayController(ControllerStrategy):
         self._driver: DriverContext | None = None
         self._settled: tuple[int, dict[str, float]] | None = None
         self._standing: ControllerModule | None = None
-        self._data: Any = None
+        self._data: LightningDataModule | None = None
         self._engines: ActorEngines | None = None
 
     # Before anything starts
 
     def take_devices(self, accelerator: Any, devices: Any, num_nodes: int) -> None:
-        """What a configuration says of devices is the workers'; called before the Trainer is made, which has none.
-
-        Args:
-            accelerator: as of the Trainer.
-            devices: as of the Trainer.
-            num_nodes: as of the Trainer.
-        """
+        """Give the Trainer's arguments for devices to the workers; called before the Trainer is made, without any."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
@@ -171,7 +178,7 @@ class RayController(ControllerStrategy):
                 f"max_store_bytes={self.max_store_bytes} must be positive. Leave it out for no limit": (
                     self.max_store_bytes is None or self.max_store_bytes > 0
                 ),
-                "worker_strategy is a RayController itself, but workers take orders from one controller. Use "
+                "worker_strategy is a RayController itself, but workers take commands from one controller. Use "
                 "rlightning.parallel.FSDP or rlightning.parallel.DDP": nested != own_name
                 and not isinstance(nested, RayController),
             }
@@ -200,7 +207,9 @@ class RayController(ControllerStrategy):
     def connect(self, model: LightningModule) -> None:
         """Keep the module as it is configured; callbacks here get one that stands for it."""
         # Lightning has put the new module in the old one's place by now.
-        standing = self._standing
+        standing, trainer = self._standing, model.trainer
+        listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        here = [callback for callback in listed if not belongs_to_workers(callback)]
         is_same = standing is not None and (model is standing or model is standing.configured)
         if standing is not None and is_same and self.group is not None:
             super().connect(standing)  # another stage with the same weights
@@ -209,20 +218,18 @@ class RayController(ControllerStrategy):
             model = standing.configured  # workers have died; engines in actors of their own have not
         else:
             self.close()
-            callbacks: list[Callback] = model.trainer.callbacks  # type: ignore[attr-defined]
-            warn_of_unheard(callback for callback in callbacks if not belongs_to_workers(callback))
-        trainer: Any = model.trainer
+            warn_of_unrelayed(here)
         module = ControllerModule(model, self)
         module.trainer = trainer
         self._standing = module
-        self._trainer = trainer
-        self.worker_callbacks += [callback for callback in trainer.callbacks if belongs_to_workers(callback)]
-        trainer.callbacks = [callback for callback in trainer.callbacks if not belongs_to_workers(callback)]
+        self.trainer = trainer
+        self.worker_callbacks += [callback for callback in listed if belongs_to_workers(callback)]
+        trainer.callbacks = here  # type: ignore[attr-defined]
         self._engines = self._engines or find_engines(self.worker_callbacks)
         self.count_workers()
         if self._engines is not None and self._settled is not None:
             self._engines.check_room(*self._settled)
-        self._data = copy.copy(trainer.datamodule)
+        self._data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
         if self._data is not None:
             self._data.trainer = None  # which does not travel, and prompts are not read yet
         super().connect(module)
@@ -238,11 +245,12 @@ class RayController(ControllerStrategy):
         config = None
         if self.group is None:
             close_others(self)
-            hang_timeout = getattr(self.worker_strategy, "barrier_timeout", DEFAULT_BARRIER_TIMEOUT)
+            nested = self.worker_strategy
+            hang_timeout = nested.barrier_timeout if isinstance(nested, ConnectedRanks) else DEFAULT_BARRIER_TIMEOUT
             self.group = WorkerGroup(*self._settled, self.resources.placement, self._driver, hang_timeout=hang_timeout)
             config = self._worker_config(trainer)
-        stage: Any = trainer.state.fn
-        self.group.start(config, str(stage.value), () if self._engines is None else self._engines.runs)
+        assert trainer.state.fn is not None
+        self.group.start(config, str(trainer.state.fn.value), () if self._engines is None else self._engines.runs)
         self._is_started = True
 
     def _record_workers(self, reason: str) -> None:
@@ -250,13 +258,13 @@ class RayController(ControllerStrategy):
         if self.group is not None:
             self.group.record_stacks(reason)
 
-    def _worker_config(self, trainer: Trainer) -> Any:
+    def _worker_config(self, trainer: Trainer) -> "WorkerConfig":
         from rlightning.controller.worker_trainer import WorkerConfig, settings_of
 
-        module: Any = self.lightning_module
+        assert self._standing is not None
         callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
         return WorkerConfig(
-            module=module.configured,
+            module=self._standing.configured,
             data=self._settled_data(trainer),
             strategy=self.worker_strategy,
             callbacks=callbacks,
@@ -267,25 +275,26 @@ class RayController(ControllerStrategy):
             root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=self._checkpoint_io,
             seed=run_seed(),
-            fast_dev_run=module.trainer.fast_dev_run,
+            fast_dev_run=trainer.fast_dev_run,  # type: ignore[attr-defined]
             max_store_bytes=self.max_store_bytes,
             run_key=None if self._engines is None else self._engines.run_key,
         )
 
-    def _settled_data(self, trainer: Any) -> Any:
-        """The data module as workers get it."""
-        data = trainer.datamodule
+    def _settled_data(self, trainer: Trainer) -> LightningDataModule | None:
+        """Return the data module as workers get it."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
         return data.without_rows() if isinstance(data, RowlessData) else self._data
 
-    def _start_engines(self, callback: Any, trainer: Trainer) -> Any:
-        """The callback; where its engines run in actors, one that knows them."""
-        module: Any = self.lightning_module
-        is_needed = getattr(module, "generates", True) or trainer.state.fn == "predict"
+    def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
+        """Return the callback; where its engines run in actors, a copy with their addresses."""
+        assert self._standing is not None
+        configured = self._standing.configured
+        is_needed = getattr(configured, "generates", True) or trainer.state.fn == "predict"
         if self._engines is None or callback is not self._engines.callback or not is_needed:
             return callback
         assert self._driver is not None
         longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
-        return self._engines.start(module.configured, longest, Path(trainer.default_root_dir), self._driver)
+        return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 
     def close(self) -> None:
         """End the workers, and with them the weights."""
@@ -313,7 +322,8 @@ class RayController(ControllerStrategy):
 
 def belongs_to_workers(callback: Callback) -> bool:
     """Whether a callback is to run where the devices are."""
-    return getattr(callback, "runs_in", "controller") == "workers" or isinstance(callback, DEVICE_CALLBACKS)
+    is_placed = isinstance(callback, PlacedCallback) and callback.runs_in == "workers"
+    return is_placed or isinstance(callback, DEVICE_CALLBACKS)
 
 
 def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from rlightning.parallel.process_identity import find_children, identify_process, kill_process
+from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OwnNode:
 
     Attributes:
         raylet: its process id.
-        identity: the raylet's, by :func:`~rlightning.parallel.process_identity.identify_process`.
+        identity: the raylet's, by :func:`~rlightning.processes.process_table.identify_process`.
         reaper: the process whose standard input has to stay open.
     """
 

@@ -1,13 +1,14 @@
-"""What stands for the module in a controller: its configuration, and hooks that ask the workers."""
+"""The module of a controller: the configuration of the real one, and hooks that are commands to the workers."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
 from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
 from rlightning.controller.strategy import ControllerStrategy
-from rlightning.parallel.lightning_internals import validate_in_fit
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
+from rlightning.parallel.trainer_stages import validate_in_fit
 
 
 class ControllerModule(PromptBatchModule):
@@ -18,7 +19,7 @@ class ControllerModule(PromptBatchModule):
 
     Args:
         configured: the user's module; it is never built here.
-        strategy: gives orders.
+        strategy: gives commands.
 
     Attributes:
         weight_version: the workers'.
@@ -46,7 +47,7 @@ class ControllerModule(PromptBatchModule):
             self.configured.plan.check_world_size(self.strategy.count_workers())
         return list(self.configured.configure_callbacks())
 
-    def save_hf(self, path: Any) -> None:
+    def save_hf(self, path: str | Path) -> None:
         """Have the workers write the actor as a Hugging Face folder."""
         self.strategy.call("save_hf", path)
 
@@ -55,28 +56,28 @@ class ControllerModule(PromptBatchModule):
     def configure_optimizers(self) -> None:
         """The workers have them."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """An order of the strategy."""
+    def training_step(self, batch: object, batch_idx: int) -> None:
+        """A command of the strategy."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+    def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """A command of the strategy."""
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+    def test_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """A command of the strategy."""
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """An order of the strategy."""
+    def predict_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """A command of the strategy."""
 
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
-        self.strategy.order_all(StartTraining(self.trainer.num_training_batches))
+        self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
         is_wanted = getattr(self, "validate_first", False)
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
     def on_train_epoch_start(self) -> None:
         """Called when an epoch begins: it does in the workers."""
-        self.strategy.order_all(StartEpoch(self.trainer.num_training_batches))
+        self.strategy.execute_all(StartEpoch(self.trainer.num_training_batches))
 
     def on_train_epoch_end(self) -> None:
         """Called when an epoch is over: it is in the workers."""
@@ -85,7 +86,7 @@ class ControllerModule(PromptBatchModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log what the workers have found."""
-        (metrics, *_) = self.strategy.order_all(EndEvaluation())
+        (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 
     def on_test_epoch_end(self) -> None:
@@ -94,4 +95,4 @@ class ControllerModule(PromptBatchModule):
 
     def on_predict_epoch_end(self) -> None:
         """The workers are through."""
-        self.strategy.order_all(EndEvaluation())
+        self.strategy.execute_all(EndEvaluation())

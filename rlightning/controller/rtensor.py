@@ -3,7 +3,7 @@
 ::
 
     worker, rank 1                      controller                      another worker
-    remotize(results)  -- handles -->   passes them on   -- handles --> localize(handles)
+    store_tensors(results)  -- handles -->   passes them on   -- handles --> fetch_tensors(handles)
           |                                                                   ^
           +--------------------- bytes, from node to node --------------------+
 
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlightning.controller.tensor_store import Block, Bytes, Owner, stores_results, tensor_store
+from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 SHARED_BELOW = 1 << 20
 """Tensors with fewer bytes share one stored object with the others of a call."""
@@ -37,7 +37,7 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarra
 class RTensor:
     """A handle to a tensor that stays where it is.
 
-    It is small, and goes where arguments and results of Ray's calls go. Whoever holds it can :func:`localize` it.
+    It is small, and goes where arguments and results of Ray's calls go. Whoever holds it can :func:`fetch_tensors` it.
 
     Attributes:
         shape: of the tensor.
@@ -65,7 +65,7 @@ class RTensor:
         return f"RTensor({list(self.shape)}, {self.dtype}, stored by {self.owner})"
 
 
-def remotize(tree: Any, *, label: str = "") -> Any:
+def store_tensors(tree: Any, *, label: str = "") -> Any:
     """Store the tensors in ``tree`` and put handles in their places.
 
     What is stored is a copy on the host, detached; a tensor that occurs twice is stored once, small ones together.
@@ -83,19 +83,19 @@ def remotize(tree: Any, *, label: str = "") -> Any:
         TypeError: for a tensor that is not plain: a DTensor, a sparse one, one on the meta device.
         StoreFullError: over the store's cap; nothing stays behind.
     """
-    return _store_tensors(tree, label or _call_site()) if stores_results() else None
+    return _store(tree, label or _call_site()) if stores_results() else None
 
 
-def remotize_own(tree: Any, *, label: str = "") -> Any:
-    """As :func:`remotize`, for what only this rank has: it is stored whatever the rank's place in a group.
+def store_own_tensors(tree: Any, *, label: str = "") -> Any:
+    """As :func:`store_tensors`, for what only this rank has: it is stored on every rank of a group.
 
     Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
     have the same batch.
     """
-    return _store_tensors(tree, label or _call_site())
+    return _store(tree, label or _call_site())
 
 
-def _store_tensors(tree: Any, label: str) -> Any:
+def _store(tree: Any, label: str) -> Any:
     tensors = list({id(tensor): tensor for tensor in _leaves(tree, Tensor)}.values())
     for tensor in tensors:
         _check_plain(tensor)
@@ -107,11 +107,11 @@ def _store_tensors(tree: Any, label: str) -> Any:
     return _map_leaves(tree, Tensor, lambda tensor: handles[id(tensor)])
 
 
-def localize(tree: Any) -> Any:
+def fetch_tensors(tree: Any) -> Any:
     """Fetch what the handles in ``tree`` stand for, all at once, and put the tensors in their places.
 
     Args:
-        tree: as :func:`remotize` returned it, or any part of it, or parts of several.
+        tree: as :func:`store_tensors` returned it, or any part of it, or parts of several.
 
     Returns:
         ``tree`` with tensors on the CPU that are the caller's own; the stored ones never change.
@@ -166,7 +166,7 @@ def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Who called the function that asks."""
+    """Return the caller of the function that calls this one."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 

@@ -14,7 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,13 +22,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from rlightning.errors import RunError, check_rules
+from rlightning.processes.liveness import Deadline
 
 Bytes = NDArray[np.uint8]
 """A tensor's elements as they are in memory: [nbytes]."""
 
 
 class StoreFullError(RunError, RuntimeError):
-    """A process would store more than its cap allows; the message says who holds what."""
+    """A process would store more than its cap allows; the message lists what is stored."""
 
 
 class TensorLostError(RunError, RuntimeError):
@@ -50,7 +51,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Who asks."""
+        """Return the owner of what this process stores."""
         is_grouped = dist.is_available() and dist.is_initialized()
         return cls(dist.get_rank() if is_grouped else 0, socket.gethostname(), os.getpid())
 
@@ -78,7 +79,7 @@ class Block(ABC):
     def read_all(blocks: "Sequence[Any]") -> list[Sequence[Bytes]]:
         """The tensors' bytes of each of these blocks, which are of one kind, fetched at once; not to be written to."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # what is stored never changes
 
 
@@ -89,27 +90,23 @@ class TensorStore(ABC):
         max_bytes: more than this is never alive at once; None is no limit.
     """
 
-    patience = 0.0
-    """Seconds that a full store waits for others to let go before it refuses."""
+    full_timeout = 0.0
+    """Seconds that a full store waits for handles to be released before it refuses."""
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         is_positive = max_bytes is None or max_bytes > 0
         check_rules({f"max_bytes={max_bytes} must be positive. Leave it out for no limit": is_positive})
         self.max_bytes = max_bytes
-        # Entries are taken out by whatever thread lets go of the last handle: one operation each, and no lock.
+        # Entries are removed by the thread that releases the last handle: one operation each, and no lock.
         self._alive: dict[int, tuple[str, int]] = {}
         self._keys = itertools.count()
 
     @abstractmethod
-    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
-        """Store copies of ``arrays``; ``forget`` is to be called when nobody refers to the block any more."""
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
+        """Store copies of ``arrays``; ``forget`` is to be called when no process refers to the block any more."""
 
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
-        """Store one object.
-
-        Args:
-            arrays: of one tensor each; they are copied.
-            label: who stores it, for :meth:`holdings`.
+        """Store copies of arrays, of one tensor each, as one object; ``label`` is for :meth:`holdings`.
 
         Raises:
             StoreFullError: if the cap would be exceeded; nothing is stored then.
@@ -122,11 +119,11 @@ class TensorStore(ABC):
         return block
 
     def live_entries(self) -> int:
-        """Stored objects that somebody refers to."""
+        """Return the number of stored objects that any process refers to."""
         return len(self._alive)
 
     def live_bytes(self) -> int:
-        """Their size."""
+        """Return their size in bytes."""
         return sum(nbytes for _, nbytes in self._alive.copy().values())
 
     def holdings(self) -> list[Holding]:
@@ -140,9 +137,9 @@ class TensorStore(ABC):
     def _make_room(self, nbytes: int, label: str) -> None:
         if self.max_bytes is None:
             return
-        deadline = monotonic() + self.patience
+        deadline = Deadline(self.full_timeout)
         while self.live_bytes() + nbytes > self.max_bytes:
-            if monotonic() >= deadline or nbytes > self.max_bytes:
+            if deadline.is_over or nbytes > self.max_bytes:
                 held = "; ".join(f"'{h.label}': {h.entries} x, {h.nbytes:,} bytes" for h in self.holdings())
                 raise StoreFullError(
                     f"'{label}' would store {nbytes:,} bytes more than the {self.live_bytes():,} that are alive in the "
@@ -167,14 +164,14 @@ class LocalBlock(Block):
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
             f"A handle to what '{self.label}' stored in its own process cannot be sent to another one. "
-            "Localize it first, or store on Ray: set_store(RayStore())."
+            "Fetch it first, or store on Ray: set_store(RayStore())."
         )
 
 
 class LocalStore(TensorStore):
     """Stores in this process's memory, for this process: what there is without Ray."""
 
-    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], Any]) -> Block:
+    def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
         block = LocalBlock([array.copy() for array in arrays], owner, label)
         weakref.finalize(block, forget).atexit = False
         return block
@@ -196,12 +193,12 @@ def set_store(store: TensorStore) -> None:
 
 
 def live_entries() -> int:
-    """Objects that this process has stored and that somebody, anywhere, refers to."""
+    """Return the number of objects of this process that any process refers to."""
     return _store.live_entries()
 
 
 def live_bytes() -> int:
-    """Their size."""
+    """Return their size in bytes."""
     return _store.live_bytes()
 
 

@@ -1,4 +1,4 @@
-"""A worker: a process of Ray's with a device, a Trainer and the actor, which computes what a controller orders."""
+"""A worker: a process of Ray's with a device, a Trainer and the actor, which executes a controller's commands."""
 
 import contextlib
 import logging
@@ -6,45 +6,48 @@ import os
 import random
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
 
 from rlightning.console import quieten
-from rlightning.controller.command_feed import OrderFeed, WorkerData
+from rlightning.controller.command_feed import CommandFeed, WorkerData
 from rlightning.controller.commands import (
+    BetweenBatches,
     Call,
+    Command,
+    CommandQueue,
     Entry,
     Evaluate,
     Failed,
-    Inbox,
     Load,
-    Order,
     Save,
     StepResult,
-    StopWanted,
+    StopRequest,
 )
 from rlightning.controller.driver import DriverContext
 from rlightning.controller.epoch_metrics import take_epoch_metrics
 from rlightning.controller.hook_relay import HookRelay
-from rlightning.controller.rtensor import remotize
+from rlightning.controller.rtensor import store_tensors
 from rlightning.controller.tensor_store import set_store
 from rlightning.controller.worker_trainer import RayEnvironment, WorkerConfig, WorkerTrainer, make_trainer
 from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut
+from rlightning.lightning_internals import checkpoint_connector, epoch_results, loaded_checkpoint, logged_metrics
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
-from rlightning.parallel.failure import active_watch, describe
-from rlightning.parallel.lightning_internals import validate_in_fit
+from rlightning.parallel.failure import active_watch
+from rlightning.parallel.failures import describe
 from rlightning.parallel.stacks import record_own
+from rlightning.parallel.trainer_stages import validate_in_fit
 from rlightning.run_key import RUN_KEY_VARIABLE
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)
-"""Below those that the system gives to whoever asks for any, who might get a free one before rank 0 listens there."""
+"""Below those that the system assigns, which another process might get before rank 0 listens there."""
 CONTROLLER = "Ray driver"
-"""What a worker's strategy calls whom it takes orders from."""
+"""The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 """What a checkpoint has of the workers; the rest is the controller's."""
 
@@ -71,8 +74,8 @@ class Worker:
             os.environ["OMP_NUM_THREADS"] = host_threads
             torch.set_num_threads(int(host_threads.split(",")[0]))
         self.rank, self.num_workers = rank, num_workers
-        self.inbox = Inbox()
-        self.trainer: WorkerTrainer | None = None
+        self.queue = CommandQueue()
+        self.trainer: WorkerTrainer
         self._last_stage = -1
 
     def rendezvous(self) -> tuple[str, int]:
@@ -100,13 +103,13 @@ class Worker:
         record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
-        """Run one stage ("fit", "validate", "test", "predict") until the controller ends it.
+        """Run one stage, a method of the Trainer's, until the controller ends it.
 
         Args:
-            number: grows; what is sent again has run.
+            number: grows; a stage that is sent again has run.
             config: None on a later stage of the same run: trainer and module are those of before.
-            rendezvous: rank 0's, for all.
-            stage: the method of the Trainer's.
+            rendezvous: of rank 0, for all.
+            stage: "fit", "validate", "test", or "predict".
         """
         if number <= self._last_stage:
             return
@@ -114,37 +117,36 @@ class Worker:
         try:
             if config is not None:
                 self._prepare(config, rendezvous)
-            assert self.trainer is not None
             is_measured = stage in ("validate", "test")
             quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
             found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
-            self.inbox.answer(as_floats(found) if is_measured else None)
+            self.queue.answer(as_floats(found) if is_measured else None)
         except BaseException as error:
-            self.inbox.fail(self._describe(error))
+            self.queue.fail(self._describe(error))
 
-    def obey(self, number: int, order: Order, seen: int) -> list[Entry]:
-        """Accept an order, once, and return what has come of it beyond ``seen`` entries."""
-        self.inbox.submit(number, order)
-        return self.inbox.collect(number, seen)
+    def execute(self, number: int, command: Command, seen: int) -> list[Entry]:
+        """Accept a command, once, and return what has come of it beyond ``seen`` entries."""
+        self.queue.submit(number, command)
+        return self.queue.collect(number, seen)
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """What has come of an order beyond ``seen`` entries."""
-        return self.inbox.collect(number, seen)
+        """What has come of a command beyond ``seen`` entries."""
+        return self.queue.collect(number, seen)
 
     def forget(self, number: int) -> None:
-        """The controller has an order's answer."""
-        self.inbox.forget(number)
+        """The controller has a command's answer."""
+        self.queue.forget(number)
 
-    def supply(self, number: int, things: Any) -> None:
-        """What the step has asked for."""
-        self.inbox.supply(number, things)
+    def supply(self, number: int, prompts: object) -> None:
+        """Answer the step's request for prompts."""
+        self.queue.supply(number, prompts)
 
     def failure(self) -> Failed:
-        """How the run has ended; waits until it has, by an exception."""
-        return self.inbox.await_failure()
+        """Return how the run has ended; waits until it has, by an exception."""
+        return self.queue.await_failure()
 
     def leave(self) -> None:
-        """Say goodbye to the other ranks: their connections are about to close."""
+        """Deregister from the other ranks: the connections to them are about to close."""
         watch = active_watch()
         if watch is not None:
             watch.stop()
@@ -154,7 +156,7 @@ class Worker:
     def _prepare(self, config: WorkerConfig, rendezvous: tuple[str, int]) -> None:
         quieten()
         logging.getLogger("rlightning").setLevel(logging.INFO if self.rank == 0 else logging.WARNING)
-        for name in ("lightning.pytorch", "lightning.fabric"):  # which the controller's tells of already
+        for name in ("lightning.pytorch", "lightning.fabric"):  # the controller's logs the same
             logging.getLogger(name).setLevel(logging.WARNING)
         if config.seed is not None:
             seed_everything(config.seed, verbose=False)
@@ -164,15 +166,15 @@ class Worker:
         if config.run_key is not None:
             os.environ[RUN_KEY_VARIABLE] = config.run_key
         self.module = config.module
-        relay = HookRelay(self.inbox, config.wanted_hooks)
-        feed = OrderFeed(
-            self.inbox,
-            obey=self._obey,
+        feed = CommandFeed(
+            self.queue,
+            execute=self._execute,
             evaluate=self._evaluate,
             step_result=self._step_result,
-            tell_of_stop=self._tell_of_stop,
+            report_stop=self._report_stop,
         )
         self.data = WorkerData(config.data, feed)
+        relay = HookRelay(feed, config.wanted_hooks)
         environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
         self.trainer = make_trainer(config, environment, feed, relay)
         strategy: Any = self.trainer.strategy
@@ -183,10 +185,9 @@ class Worker:
             module.validate_first = False  # it is for the controller to say when
 
     def _step_result(self) -> StepResult:
-        assert self.trainer is not None
-        found = self.trainer._logger_connector.metrics
+        found = logged_metrics(self.trainer)
         logged = as_floats([found["callback"]])
-        of_epoch = take_epoch_metrics(self.trainer.fit_loop.epoch_loop._results)
+        of_epoch = take_epoch_metrics(epoch_results(self.trainer))
         twice = set[str]().union(*(metric.step_names for metric in of_epoch))
         metrics = {name: value for name, value in logged.items() if name not in twice}
         return StepResult(
@@ -197,37 +198,35 @@ class Worker:
             global_step=self.trainer.global_step,
         )
 
-    def _evaluate(self, order: Evaluate) -> dict[str, float]:
-        assert self.trainer is not None
-        if order.is_sanity_check:
+    def _evaluate(self, command: Evaluate) -> dict[str, float]:
+        if command.is_sanity_check:
             self.trainer.check_sanity()
             return {}  # Lightning throws them away
         return as_floats(validate_in_fit(self.trainer))
 
-    def _tell_of_stop(self) -> None:
-        assert self.trainer is not None
+    def _report_stop(self) -> None:
         if self.trainer.should_stop:
-            self.inbox.note(StopWanted())
+            self.queue.record(StopRequest())
 
     # What is done between two batches
 
-    def _obey(self, order: Load | Save | Call) -> Any:
-        match order:
+    def _execute(self, command: BetweenBatches) -> object:
+        match command:
             case Load():
-                return self._load(order)
+                return self._load(command)
             case Save():
-                return self._save(order)
+                self._save(command)
+                return None
             case Call():
-                found = getattr(self.module, order.method)(*order.arguments, **order.named)
-                return remotize(found, label=order.method)
+                found = getattr(self.module, command.method)(*command.arguments, **command.named)
+                return store_tensors(found, label=command.method)
 
-    def _load(self, order: Load) -> dict[str, Any]:
-        trainer: Any = self.trainer
-        connector = trainer._checkpoint_connector
-        connector.resume_start(order.path, order.weights_only)
-        loaded = connector._loaded_checkpoint
+    def _load(self, command: Load) -> dict[str, Any]:
+        trainer, connector = self.trainer, checkpoint_connector(self.trainer)
+        connector.resume_start(command.path, command.weights_only)
+        loaded = loaded_checkpoint(connector)
         rest = {name: value for name, value in loaded.items() if name not in OF_WORKERS}
-        known = {callback.state_key for callback in trainer.callbacks}
+        known = {callback.state_key for callback in trainer.callbacks}  # type: ignore[attr-defined]
         loaded["callbacks"] = {key: state for key, state in loaded.get("callbacks", {}).items() if key in known}
         connector.restore_model()
         connector.restore_callbacks()
@@ -239,15 +238,14 @@ class Worker:
         connector.resume_end()
         return rest if self.rank == 0 else {}
 
-    def _save(self, order: Save) -> None:
-        assert self.trainer is not None
-        is_whole = "optimizer_states" in order.checkpoint
-        checkpoint = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=not is_whole)
-        callbacks = {**checkpoint.get("callbacks", {}), **order.checkpoint.get("callbacks", {})}
-        checkpoint |= {name: value for name, value in order.checkpoint.items() if name not in OF_WORKERS}
+    def _save(self, command: Save) -> None:
+        is_whole = "optimizer_states" in command.checkpoint
+        checkpoint = checkpoint_connector(self.trainer).dump_checkpoint(weights_only=not is_whole)
+        callbacks = {**checkpoint.get("callbacks", {}), **command.checkpoint.get("callbacks", {})}
+        checkpoint |= {name: value for name, value in command.checkpoint.items() if name not in OF_WORKERS}
         if is_whole:
             checkpoint["callbacks"] = callbacks
-        self.trainer.strategy.save_checkpoint(checkpoint, order.path, order.storage_options)
+        self.trainer.strategy.save_checkpoint(checkpoint, command.path, command.storage_options)
 
     def _describe(self, error: BaseException) -> Failed:
         watch, is_first = active_watch(), True
@@ -259,7 +257,7 @@ class Worker:
         return Failed(self.rank, summary, text, foreseen.exit_code if foreseen else None, is_first=is_first)
 
 
-def as_floats(outputs: Sequence[Any] | None) -> dict[str, float]:
+def as_floats(outputs: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
     """Metrics of several dictionaries in one, as numbers."""
     merged = {name: value for part in outputs or () for name, value in part.items()}
     return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -1,4 +1,4 @@
-"""The workers of a run on Ray, and the way that orders and what comes of them take."""
+"""The workers of a run on Ray: starting them, calling them, and finding out how one has ended."""
 
 import contextlib
 import itertools
@@ -6,21 +6,29 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from rlightning import intervals
 from rlightning.controller.cluster import check_own_node, import_ray
-from rlightning.controller.commands import Answered, Entry, Failed, Order, WorkerDiedError, raise_failure
+from rlightning.controller.commands import Command, Completed, Entry, Failed, WorkerDiedError, raise_failure
 from rlightning.controller.driver import DriverContext
 from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
+from rlightning.processes.liveness import Deadline
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Ref: TypeAlias = "ObjectRef[Any]"
+
 
 class WorkerGroup:
-    """The workers of a run, one a rank, and the way that orders and what comes of them take.
+    """The workers of a run, one a rank.
 
     Args:
         num_workers: how many.
@@ -39,7 +47,7 @@ class WorkerGroup:
         *,
         hang_timeout: float = DEFAULT_BARRIER_TIMEOUT,
     ) -> None:
-        ray = import_ray()
+        self._ray = ray = import_ray()
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -50,10 +58,10 @@ class WorkerGroup:
         self._silent_seconds = dict.fromkeys(range(num_workers), 0.0)
         self._numbers = itertools.count()
         self._supplies = itertools.count()
-        self._runs: dict[Any, int] = {}
-        self._engines: list[Any] = []
+        self._runs: dict[Ref, int] = {}
+        self._engines: list[Ref] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
-        self.actors: list[Any] = []
+        self.actors: list[ActorHandle[Any]] = []
         if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
             self.kill()
             free = ray.available_resources()
@@ -63,7 +71,7 @@ class WorkerGroup:
                 f"{describe_resources(free)}, on {sum(node['Alive'] for node in ray.nodes())} nodes. "
                 "Lower what is asked for, choose placement=PACK, or end what else runs there."
             )
-        actor = ray.remote(concurrency_groups={"fit": 1, "orders": 8})(Worker)
+        actor = ray.remote(concurrency_groups={"fit": 1, "commands": 8})(Worker)
         self.actors = [
             actor.options(
                 num_cpus=each["CPU"],
@@ -74,17 +82,13 @@ class WorkerGroup:
             for rank in range(num_workers)
         ]
 
-    def start(self, config: Any, stage: str, engines: Sequence[Any] = ()) -> None:
-        """Begin a stage on all workers; returns at once.
+    def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
+        """Begin a stage, a method of the Trainer's, on all workers; returns at once.
 
-        Args:
-            config: of the workers; None on a later stage.
-            stage: the Trainer's method.
-            engines: what must not end before the workers are through, as references of Ray's.
+        The configuration is None on a later stage. Engines, as references of Ray's, must not end before the workers.
         """
-        ray = import_ray()
         # One copy of the configuration in the object store, for all of them.
-        shared = None if config is None else ray.put(config)
+        shared = None if config is None else self._ray.put(config)
         rendezvous = ("", 0)
         if config is not None:
             rendezvous = self._get(self._call(self.actors[0], "rendezvous"))
@@ -98,30 +102,28 @@ class WorkerGroup:
 
     def _tell_differences(self) -> None:
         """Warn of what is not as in this process where workers run, once for each host."""
-        found = self._get([self._call(actor, "describe_differences") for actor in self.actors])
+        found = self._get(list(self._call_all("describe_differences")))
         for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
             log.warning(sentence)
 
-    def order(self, orders: Sequence[Order], heed: Callable[[int, Entry], None]) -> list[Any]:
-        """Have each worker obey its order.
+    def execute(self, commands: Sequence[Command], handle: Callable[[int, Entry], None]) -> list[Any]:
+        """Have each worker execute its command; returns their answers by rank.
 
-        Args:
-            orders: by rank.
-            heed: called with a rank and what its worker notes before it is done.
-
-        Returns:
-            By rank, the answers.
+        ``handle`` is called with a rank and each entry before its answer.
 
         Raises:
             WorkerError: a worker raised.
             WorkerDiedError: a worker's process is gone.
         """
         if not self.actors:
-            raise WorkerDiedError("The workers of this run have ended, and take no orders.")
+            raise WorkerDiedError("The workers of this run have ended, and take no commands.")
         number = next(self._numbers)
-        asked = {self._call(actor, "obey", number, order, 0): rank for rank, actor, order in self._each(orders)}
-        seen, answers = [0] * self.num_workers, [None] * self.num_workers
-        # Kept until the order is done: an object whose last reference goes here while another one to it is on its way
+        asked = {
+            self._call(actor, "execute", number, command, 0): rank for rank, actor, command in self._each(commands)
+        }
+        seen: list[int] = [0] * self.num_workers
+        answers: list[object] = [None] * self.num_workers
+        # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
         # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
         received: list[Entry] = []
         for rank, entries in self._entries(asked):
@@ -130,99 +132,101 @@ class WorkerGroup:
             for entry in entries:
                 if isinstance(entry, Failed):
                     self._fail(entry)
-                elif isinstance(entry, Answered):
+                elif isinstance(entry, Completed):
                     answers[rank] = entry.result
                 else:
-                    heed(rank, entry)
-            if not entries or not isinstance(entries[-1], Answered):
+                    handle(rank, entry)
+            if not entries or not isinstance(entries[-1], Completed):
                 asked[self._call(self.actors[rank], "collect", number, seen[rank])] = rank
             else:
                 self._call(self.actors[rank], "forget", number)
         return answers
 
-    def supply(self, shares: Sequence[Any]) -> None:
-        """Give each worker what its step has asked for."""
+    def supply(self, shares: Sequence[object]) -> None:
+        """Answer each worker's request for prompts."""
         number = next(self._supplies)
         for _, actor, share in self._each(shares):
             self._call(actor, "supply", number, share)
 
     def process_ids(self) -> list[int]:
-        """By rank, of the workers on their hosts."""
-        return list(self._get([self._call(actor, "process_id") for actor in self.actors]))
+        """Return the workers' process ids on their hosts, by rank."""
+        return list(self._get(list(self._call_all("process_id"))))
 
     def record_stacks(self, reason: str) -> None:
         """Have each worker record its stacks; returns at once."""
-        for actor in self.actors:
-            self._call(actor, "record_stacks", reason)
+        self._call_all("record_stacks", reason)
 
     def await_end(self) -> None:
         """Wait until a stage is over on all workers."""
         self._get(list(self._runs))
 
     def close(self) -> None:
-        """End the workers; those that are alive say goodbye to each other first."""
-        ray = import_ray()
-        if self.actors and ray.is_initialized():
-            ray.wait(
-                [self._call(actor, "leave") for actor in self.actors],
-                num_returns=len(self.actors),
-                timeout=intervals.GROUP_LEAVE_GRACE,
-            )
+        """End the workers; those that are alive deregister from each other first."""
+        if self.actors and self._ray.is_initialized():
+            self._wait_for_all("leave", intervals.GROUP_LEAVE_GRACE)
         self.kill()
 
     def kill(self) -> None:
         """End the workers, whatever they are doing."""
-        ray = import_ray()
         actors, self.actors = self.actors, []
-        if not ray.is_initialized():
+        if not self._ray.is_initialized():
             return
         for actor in actors:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(actor)
+            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.kill(actor)
         from ray.util.placement_group import remove_placement_group
 
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             remove_placement_group(self._place)
 
-    def _each(self, shares: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Any]", T]]:
         assert len(shares) == self.num_workers
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
-    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "orders") -> Any:
-        return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+    def _call(self, actor: "ActorHandle[Any]", method: str, *arguments: object, group: str = "commands") -> Ref:
+        called: Ref = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+        return called
 
-    def _get(self, refs: Any) -> Any:
-        ray = import_ray()
+    def _call_all(self, method: str, *arguments: object) -> dict[Ref, int]:
+        """Call a method of all workers; returns Ray's references to the results, and their ranks."""
+        return {self._call(actor, method, *arguments): rank for rank, actor in enumerate(self.actors)}
+
+    def _wait_for_all(self, method: str, seconds: float) -> dict[int, bool]:
+        """Call a method of all workers; returns which ranks have answered in time."""
+        asked = self._call_all(method)
+        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
+        return {rank: ref in answered for ref, rank in asked.items()}
+
+    def _get(self, refs: "Ref | list[Ref]") -> Any:
         try:
-            return ray.get(refs)
-        except ray.exceptions.RayActorError as error:
+            return self._ray.get(refs)
+        except self._ray.exceptions.RayActorError as error:
             raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
 
-    def _entries(self, asked: dict[Any, int]) -> Iterator[tuple[int, list[Entry]]]:
-        """What comes back, as it comes, until nothing is asked any more."""
-        ray = import_ray()
+    def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
+        """Yield ranks and their entries as they arrive, until nothing is asked any more."""
         while asked:
-            # A run that has ended, well or not, has told so by its orders' records; unless it could not even begin.
+            # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
             if ready in self._engines:
                 self._lose_engine(ready)
             rank = asked.pop(ready) if ready in asked else self._runs.pop(ready)
             try:
-                entries = ray.get(ready)
-            except ray.exceptions.RayActorError as error:
+                entries = self._ray.get(ready)
+            except self._ray.exceptions.RayActorError as error:
                 self._lose(rank, _reason(self._find_cause(rank, error)))
-            except ray.exceptions.RayTaskError as error:
+            except self._ray.exceptions.RayTaskError as error:
                 self._fail(Failed(rank, str(error.cause), str(error), exit_code=None, is_first=True))
             if entries is not None:
                 yield rank, entries
 
-    def _wait(self, refs: Sequence[Any]) -> Any:
+    def _wait(self, refs: Sequence[Ref]) -> Ref:
         """Return the first reference that is ready, however long that takes, unless a worker does not run."""
-        ray = import_ray()
         while True:
-            ready, _ = ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
+            ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
             if ready:
-                return ready[0]
+                first: Ref = ready[0]
+                return first
             self._check_silence()
 
     def _check_silence(self) -> None:
@@ -231,11 +235,8 @@ class WorkerGroup:
         Raises:
             WorkerDiedError: it has been killed.
         """
-        ray = import_ray()
-        asked = {self._call(actor, "process_id"): rank for rank, actor in enumerate(self.actors)}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=intervals.SILENT_AFTER)
-        for ref, rank in asked.items():
-            silent = 0.0 if ref in answered else self._silent_seconds[rank] + intervals.WAIT_REPORT_DELAY
+        for rank, has_answered in self._wait_for_all("process_id", intervals.SILENT_AFTER).items():
+            silent = 0.0 if has_answered else self._silent_seconds[rank] + intervals.WAIT_REPORT_DELAY
             self._silent_seconds[rank] = silent
             if silent >= self.hang_timeout:
                 self.kill()
@@ -247,7 +248,7 @@ class WorkerGroup:
             if silent:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
-    def _fail(self, failure: Failed) -> None:
+    def _fail(self, failure: Failed) -> NoReturn:
         """Raise the cause of what one worker reported, and end the others."""
         if not failure.is_first:
             failure = self._find_first(failure)
@@ -255,17 +256,15 @@ class WorkerGroup:
         raise_failure(failure)
 
     def _find_first(self, failure: Failed) -> Failed:
-        """The failure that was the first of all ranks, or a death; else the one that is known."""
-        ray = import_ray()
-        end = time.monotonic() + intervals.CAUSE_GRACE
-        asked = {self._call(actor, "failure"): rank for rank, actor in enumerate(self.actors)}
-        while asked and (left := end - time.monotonic()) > 0:
-            ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)
+        """Return the failure that was the first of all ranks, or raise a death; else return the one that is known."""
+        deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("failure")
+        while asked and not deadline.is_over:
+            ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=deadline.remaining)
             for ref in ready:
                 rank = asked.pop(ref)
                 try:
-                    found: Failed = ray.get(ref)
-                except ray.exceptions.RayActorError as error:
+                    found: Failed = self._ray.get(ref)
+                except self._ray.exceptions.RayActorError as error:
                     self._lose(rank, _reason(error))
                 if found.is_first:
                     return found
@@ -273,33 +272,31 @@ class WorkerGroup:
 
     def _find_cause(self, rank: int, error: BaseException) -> BaseException:
         """Return why a worker is gone; at first Ray may only know that its connection broke."""
-        ray = import_ray()
-        end = time.monotonic() + intervals.CAUSE_GRACE
-        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < end:
+        deadline = Deadline(intervals.CAUSE_GRACE)
+        while isinstance(error, self._ray.exceptions.ActorUnavailableError) and not deadline.is_over:
             check_own_node()
             time.sleep(intervals.POLL_INTERVAL)
             try:
-                ray.get(self._call(self.actors[rank], "process_id"), timeout=max(0.0, end - time.monotonic()))
-            except ray.exceptions.RayActorError as later:
+                self._ray.get(self._call(self.actors[rank], "process_id"), timeout=deadline.remaining)
+            except self._ray.exceptions.RayActorError as later:
                 error = later
-            except ray.exceptions.GetTimeoutError:
+            except self._ray.exceptions.GetTimeoutError:
                 break
         return error
 
-    def _lose_engine(self, ref: Any) -> None:
+    def _lose_engine(self, ref: Ref) -> None:
         """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""
-        ray = import_ray()
         self.kill()
         try:
-            ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
+            self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
             cause = find_run_error(error.cause)
             line, details = (str(error.cause), str(error)) if cause is None else (cause.line, cause.details)
             raise EngineError(f"engine {self._engines.index(ref)}: {line}", details) from None
-        except ray.exceptions.RayActorError as error:
+        except self._ray.exceptions.RayActorError as error:
             raise EngineError(f"engine {self._engines.index(ref)}: its actor died: {_reason(error)}") from None
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, reason: str) -> NoReturn:
         self.kill()
         raise WorkerDiedError(
             f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
@@ -314,7 +311,7 @@ def describe_resources(resources: Mapping[str, float]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says of a death, in one line."""
+    """Return Ray's reason for a death, in one line."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
     return cut_line(detail.partition(" Some common causes")[0])

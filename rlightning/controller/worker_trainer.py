@@ -2,45 +2,44 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from rlightning.controller.command_feed import ENDLESS, OrderFeed
+from rlightning.controller.command_feed import ENDLESS, CommandFeed
 from rlightning.controller.hook_relay import HookRelay
 from rlightning.errors import ConfigError
+from rlightning.lightning_internals import DataFetcher, FitLoop, TrainingEpochLoop, detects_anomaly
 
 
-class WorkerEpochLoop(_TrainingEpochLoop):
+class WorkerEpochLoop(TrainingEpochLoop):
     """The steps of an epoch, as they are ordered.
 
     Args:
         trainer: the worker's.
-        feed: where orders come from.
+        feed: where commands come from.
         min_steps: the run's, as the controller's Trainer has it.
         max_steps: the run's, as the controller's Trainer has it.
     """
 
     done = False
 
-    def __init__(self, trainer: Trainer, feed: OrderFeed, min_steps: int | None, max_steps: int) -> None:
+    def __init__(self, trainer: Trainer, feed: CommandFeed, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.feed = feed
 
-    def advance(self, data_fetcher: Any) -> None:
+    def advance(self, data_fetcher: DataFetcher) -> None:
         """One step."""
-        order = self.feed.await_batch()
-        if order is None:
+        command = self.feed.await_batch()
+        if command is None:
             raise StopIteration
-        if order.is_last:
+        if command.is_last:
             data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
         try:
             super().advance(data_fetcher)
@@ -51,21 +50,21 @@ class WorkerEpochLoop(_TrainingEpochLoop):
                 "ddp."
             ) from stop
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
+    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         """The step is over, with all of its hooks."""
         super().on_advance_end(data_fetcher)
         self.feed.answer_step()
 
 
-class WorkerFitLoop(_FitLoop):
+class WorkerFitLoop(FitLoop):
     """The epochs of a fit, as they are ordered.
 
     Args:
         trainer: the worker's, whose own loop this replaces.
-        feed: where orders come from.
+        feed: where commands come from.
     """
 
-    def __init__(self, trainer: Trainer, feed: OrderFeed) -> None:
+    def __init__(self, trainer: Trainer, feed: CommandFeed) -> None:
         replaced = trainer.fit_loop
         super().__init__(trainer, replaced.min_epochs, replaced.max_epochs)
         self.feed = feed
@@ -73,7 +72,7 @@ class WorkerFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """It is for the controller to say."""
+        """Whether the controller has ended the fit."""
         return self.feed.is_over
 
     def run(self) -> None:
@@ -104,7 +103,7 @@ class WorkerConfig:
     """What all workers of a run have in common, as the controller's Trainer has it.
 
     Attributes:
-        module: not built.
+        module: not built yet.
         data: not set up.
         strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
         callbacks: those that run in workers.
@@ -121,12 +120,12 @@ class WorkerConfig:
     """
 
     module: LightningModule
-    data: Any
+    data: LightningDataModule | None
     strategy: Strategy | str
     callbacks: Sequence[Callback]
     wanted_hooks: frozenset[str]
     accelerator: str
-    precision: Any
+    precision: object
     settings: dict[str, Any]
     root_dir: str
     checkpoint_io: CheckpointIO | None = None
@@ -138,27 +137,20 @@ class WorkerConfig:
 
 @dataclass
 class RayEnvironment(ClusterEnvironment):
-    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
+    """Tells Lightning which rank this process is, among workers that Ray has started with a device each.
 
-    rank: int
-    num_workers: int
-    address: str
-    port: int
+    Attributes:
+        rank: of this worker.
+        num_workers: of the run.
+        main_address: host of rank 0.
+        main_port: that rank 0 listens on.
+    """
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Ray has."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Host of rank 0."""
-        return self.address
-
-    @property
-    def main_port(self) -> int:
-        """Where rank 0 waits for the others."""
-        return self.port
+    rank: int = 0
+    num_workers: int = 1
+    main_address: str = ""
+    main_port: int = 0
+    creates_processes_externally = True
 
     @staticmethod
     def detect() -> bool:
@@ -166,25 +158,25 @@ class RayEnvironment(ClusterEnvironment):
         return False
 
     def world_size(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return self.num_workers
 
     def set_world_size(self, size: int) -> None:
-        """It is fixed."""
+        """Do nothing: it is fixed."""
 
     def global_rank(self) -> int:
-        """This worker's."""
+        """Return this worker's rank."""
         return self.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is fixed."""
+        """Do nothing: it is fixed."""
 
     def local_rank(self) -> int:
-        """The only one that sees its device."""
+        """Return 0: this worker sees one device."""
         return 0
 
     def node_rank(self) -> int:
-        """Lightning numbers by nodes and devices: a worker is a node with one device."""
+        """Return the rank: Lightning numbers by nodes and devices, and a worker is a node with one device."""
         return self.rank
 
 
@@ -192,13 +184,13 @@ class WorkerTrainer(Trainer):
     """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation.
 
     Args:
-        feed: where orders come from.
+        feed: where commands come from.
         settings: of any Trainer.
     """
 
     fast_dev_run: bool | int
 
-    def __init__(self, feed: OrderFeed, **settings: Any) -> None:
+    def __init__(self, feed: CommandFeed, **settings: Any) -> None:
         super().__init__(**settings)
         self.feed = feed
         self.fit_loop = WorkerFitLoop(self, feed)
@@ -227,13 +219,15 @@ class WorkerTrainer(Trainer):
         """Not by itself."""
 
 
-def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderFeed, relay: HookRelay) -> WorkerTrainer:
+def make_trainer(
+    config: WorkerConfig, environment: RayEnvironment, feed: CommandFeed, relay: HookRelay
+) -> WorkerTrainer:
     """The Trainer of one rank."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
     from rlightning.parallel.strategy import replace_lightning_ddp
 
     replace_lightning_ddp()
-    plugins: list[Any] = [environment]
+    plugins: list[ClusterEnvironment | CheckpointIO] = [environment]
     if config.checkpoint_io is not None:
         plugins.append(config.checkpoint_io)
     trainer = WorkerTrainer(
@@ -260,13 +254,13 @@ def make_trainer(config: WorkerConfig, environment: RayEnvironment, feed: OrderF
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Arguments of a Trainer that say how its process computes, and for how long; the first two are in torch alone."""
-    deterministic: Any = torch.are_deterministic_algorithms_enabled()
+    deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
     return {
         "deterministic": deterministic or None,
         "benchmark": torch.backends.cudnn.benchmark or None,
-        "detect_anomaly": trainer._detect_anomaly,
+        "detect_anomaly": detects_anomaly(trainer),
         "inference_mode": trainer.validate_loop.inference_mode,
         "max_steps": trainer.max_steps,
         "min_steps": trainer.min_steps,
@@ -279,6 +273,5 @@ def make_strategy(strategy: Strategy | str) -> Strategy | str:
     """What the Trainer takes: a class that is named by its path, without arguments, is made."""
     if not isinstance(strategy, str) or "." not in strategy:
         return strategy
-    module, _, name = strategy.rpartition(".")
-    made: Strategy = getattr(import_module(module), name)()
+    made: Strategy = resolve_name(strategy)()
     return made

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from rlightning.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
@@ -20,6 +19,7 @@ from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
 from rlightning.errors import ConfigError, check_rules
+from rlightning.lightning_internals import ProcessedTracker
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
@@ -185,7 +185,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             return {}
         assert self.trainer is not None
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        assert isinstance(progress, _ProcessedTracker)
+        assert isinstance(progress, ProcessedTracker)
         return self.stream.state_dict(at_step_start=progress.ready > progress.processed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

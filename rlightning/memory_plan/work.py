@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
+from rlightning.lightning_internals import ddp_options
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import CPUOffload
@@ -105,7 +106,7 @@ class Parallelism:
                 reduce_every_microbatch=strategy.reduce_every_microbatch,
             )
         if isinstance(strategy, DDPStrategy):
-            has_views = bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False))
+            has_views = bool(ddp_options(strategy).get("gradient_as_bucket_view", False))
             return cls(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
         return cls(ranks=ranks)
 

@@ -42,6 +42,7 @@ from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
+from rlightning.torch_internals import non_persistent_buffers
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
-        if module._non_persistent_buffers_set:
+        if non_persistent_buffers(module):
             for weight in module.parameters(recurse=False):
                 weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
             policy._init_weights(module)

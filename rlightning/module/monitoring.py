@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.disk import needed
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.lightning_internals import epoch_results
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.protocols import callbacks_of
@@ -115,8 +116,7 @@ def _unknown(callback: object, monitor: str, metrics: Iterable[str]) -> str:
 
 def _training_metrics(trainer: Trainer) -> set[str]:
     """Names of what this epoch's training steps log."""
-    results = trainer.fit_loop.epoch_loop._results
-    names = {metric.meta.name for _, metric in results.valid_items()}
+    names = {metric.meta.name for _, metric in epoch_results(trainer).valid_items()}
     return {f"{name}{fork}" for name in names for fork in ("", "_step", "_epoch")}
 
 
@@ -176,7 +176,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         """Save the last state before a signal ends the run: between two steps, or before a step's update."""
         is_stopped = isinstance(exception, SIGTERMException)
         if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
-            is_stopped = stop_signal(trainer).can_be_cut
+            is_stopped = stop_signal(trainer).can_interrupt
         if is_stopped and trainer.state.fn == TrainerFn.FITTING:
             self._save_last_state(trainer)
         super().on_exception(trainer, pl_module, exception)

@@ -26,10 +26,10 @@ from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
-from rlightning.parallel.lightning_internals import LeaveEvaluation, validate_in_fit
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
+from rlightning.parallel.trainer_stages import LeaveEvaluation, validate_in_fit
 from rlightning.protocols import HasEnvironment, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.lightning_internals import has_sync_batchnorm, model_registry
 from rlightning.parallel.strategy_names import SPAWN_RULE, check_strategy
 from rlightning.protocols import HasData, has
 
@@ -64,8 +65,8 @@ def check_trainer(trainer: Trainer) -> None:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-            "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
-            "model_registry": trainer._model_registry,
+            "sync_batchnorm": has_sync_batchnorm(trainer),
+            "model_registry": model_registry(trainer),
         }
     )
     listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""Several processes: strategies, barriers, and what ranks tell each other.
+"""Several processes: strategies, barriers, collectives, and what happens when a rank fails.
 
 ``trainer.strategy`` can name ``rlightning.parallel.FSDP`` or ``rlightning.parallel.DDP``, which are imported when they
 are asked for: other parts of this folder do without Lightning and transformers.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,5 +18,5 @@ _FILES = {"DDP": "strategy", "FSDP": "fsdp"}
 
 def __getattr__(name: str) -> Any:
     if name in _FILES:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+        return resolve_name(f"{__name__}.{_FILES[name]}.{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

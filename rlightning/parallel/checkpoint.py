@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from rlightning.checksums import DamagedError
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_folder import (
     empty_shard,
-    find_twins,
+    find_tied,
     is_checkpoint_folder,
     named_optimizer_state,
     other_model,
@@ -39,37 +39,47 @@ class StateOnHost(Protocol):
     is_state_on_host: bool
 
 
-class ShardedCheckpoints(ParallelStrategy):
+class LoadsByItself(Strategy):
+    """A strategy whose :meth:`load_checkpoint` fills model and optimizers; mixed in before Lightning's class."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The model has to be set up before a checkpoint is loaded into it."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """:meth:`load_checkpoint` restores optimizers."""
+        return False
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
     """A strategy's checkpoints are folders, to which each rank writes its shards; mixed in before Lightning's class.
 
     They are read on any number of ranks, split in any way. The single files of strategies that do not shard are read
     too. Messages between the ranks go over the CPU group.
     """
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read into the shards, which are there once the model is set up."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """:meth:`load_checkpoint` has done it."""
-        return False
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers by name, tied ones once; those of this rank are its shards, not copies of them."""
         assert self.lightning_module is not None
-        twins = find_twins(self.lightning_module)
+        tied = find_tied(self.lightning_module)
         state = self.lightning_module.state_dict()
-        return {name: tensor.detach() for name, tensor in state.items() if name not in twins}
+        return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by the parameters' names."""
         assert self.lightning_module is not None
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_optimizer_state(inner, self.lightning_module)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a folder aside, then give it its name; all ranks call it.
 
         Args:
@@ -92,11 +102,11 @@ class ShardedCheckpoints(ParallelStrategy):
             files = write_tensors(partial, checkpoint)
             if self.is_global_zero:
                 assert self.lightning_module is not None
-                write_meta(partial, checkpoint, find_twins(self.lightning_module), files)
+                write_meta(partial, checkpoint, find_tied(self.lightning_module), files)
                 swap_in(partial, path)
             self.barrier("the checkpoint has its name")
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's shards of the model and, when training goes on, of the optimizers' state.
 
         Returns:
@@ -117,18 +127,12 @@ class ShardedCheckpoints(ParallelStrategy):
             optimizer.load_state_dict(state)
         return checkpoint
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """:meth:`load_checkpoint` has done it."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """:meth:`load_checkpoint` has done it."""
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a folder so that nobody takes a half of it for whole."""
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a folder; what is left of it while that goes on is not taken for a checkpoint."""
         if self.is_global_zero:
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
-    def _verified(self, checkpoint_path: Any) -> Path:
+    def _verified(self, checkpoint_path: str | Path) -> Path:
         """Rank 0's path of a checkpoint, once rank 0 has compared it with its checksums.
 
         Raises:
@@ -167,12 +171,12 @@ class ShardedCheckpoints(ParallelStrategy):
 
 
 def local_part(whole: Tensor, target: Tensor) -> Tensor:
-    """What this rank holds of ``target``, out of its full value."""
+    """Return this rank's part of a full value, as ``target`` is sharded."""
     return local_box(target).of(whole) if isinstance(target, DTensor) else whole
 
 
 def shard_like(value: Any, parameter: nn.Parameter) -> Any:
-    """A full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
+    """Return a full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
     shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)

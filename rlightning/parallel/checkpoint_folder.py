@@ -4,7 +4,7 @@
     last.ckpt/__0_0.distcp    rank 0's shards, and so on
     last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the checksums of the others
 
-Tensors are known by ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whole, whoever held which part of them.
+Tensors have the names ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whichever ranks hold their parts.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from rlightning.parallel.sharding import local_tensor, with_local_tensor
 META, INDEX = "meta.pt", ".metadata"
 """The names that Lightning gives these files too."""
 FORMAT = "rlightning_checkpoint"
-"""The key in it under which a folder of this module says so."""
+"""The key in it that marks a folder of this module."""
 VERSION = 1
 """Of such folders; grows when this code could not read them any more."""
 
@@ -37,12 +37,12 @@ Stored = Mapping[str, TensorStorageMetadata]
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder that a strategy wrote a whole checkpoint to."""
+    """Whether ``path`` is a folder with a whole checkpoint of a strategy."""
     return (path / META).is_file() and (path / INDEX).is_file()
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
+    """Return an optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
@@ -53,7 +53,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 
 
 def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
+    """Return a ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -75,7 +75,7 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
     Returns:
         The checksums of all files, on rank 0; of others, those of this rank's.
     """
-    tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
+    tensors: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
     for number, named in enumerate(checkpoint.get("optimizer_states", [])):
         for name, state in named["state"].items():
             # single numbers, such as the count of steps, would each be an entry and a message between the ranks
@@ -92,17 +92,10 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
 
 
 def write_meta(
-    folder: Path, checkpoint: dict[str, Any], twins: Mapping[str, str], files: Checksums | None = None
+    folder: Path, checkpoint: dict[str, Any], tied: Mapping[str, str], files: Checksums | None = None
 ) -> None:
-    """Write what :func:`write_tensors` left of a checkpoint, and the checksums that it gave.
-
-    Args:
-        folder: the same.
-        checkpoint: the same.
-        twins: names of tied weights, and the name that each is stored under.
-        files: the checksums.
-    """
-    own = {"version": VERSION, "twins": dict(twins), "files": dict(files or {})}
+    """Write what :func:`write_tensors` left of a checkpoint, the names of :func:`find_tied`, and the checksums."""
+    own = {"version": VERSION, "twins": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
     seal_file(folder / META)
 
@@ -125,7 +118,7 @@ def verify_checkpoint_folder(folder: Path) -> None:
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """What :func:`write_meta` wrote."""
+    """Return what :func:`write_meta` wrote."""
     meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
     if FORMAT not in meta:
         raise ConfigError(
@@ -142,7 +135,7 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> Stored:
-    """Sizes and dtypes of the tensors in a folder."""
+    """Return sizes and dtypes of the tensors in a folder."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -169,13 +162,13 @@ def read_optimizer(
     *,
     is_on_host: bool = False,
 ) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, its tensors sharded as the parameters are.
+    """Read an optimizer's ``state_dict``, its tensors sharded as the parameters are.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint, which has the ``stored`` tensors.
         stored: of :func:`stored_tensors`.
-        number: the optimizer's.
-        named: its entry in ``optimizer_states``.
+        number: the optimizer's, with the entry ``named`` in ``optimizer_states``.
+        named: this entry.
         parameters: by name.
         is_on_host: read the state to the host's memory, not to the parameters' device.
 
@@ -201,16 +194,13 @@ def read_optimizer(
 
 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of an optimizer's state, of unknown values, sharded as its parameter is.
+    """Return an uninitialised tensor of an optimizer's state, sharded as its parameter is.
 
-    Args:
-        parameter: plain or sharded.
-        size: of the whole; its parameter's, or in the last dimension the number of blocks that have a scale each.
-        dtype: its own.
-        device: that its values are on.
+    Its ``size``, that of the whole tensor, is its parameter's, or in the last dimension the number of blocks that have
+    a scale each.
 
     Raises:
-        ConfigError: if the parameter is cut within a block.
+        ConfigError: if the parameter is split within a block.
     """
     own = local_tensor(parameter)
     if tuple(size) == tuple(parameter.shape):
@@ -226,14 +216,14 @@ def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, devi
 
 
 def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """The checkpoint as Lightning has it in a single file, for strategies that do not shard; all of it on the host."""
+    """Return the checkpoint as Lightning has it in a single file, for strategies that do not shard; all on the host."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     with _alone_on_purpose():
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    twins = meta.pop(FORMAT)["twins"]
-    meta["state_dict"] = weights | {name: weights[twin] for name, twin in twins.items()}
+    tied = meta.pop(FORMAT)["twins"]
+    meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
         prefix = f"optimizer/{number}/"
         for key in [key for key in tensors if key.startswith(prefix)]:
@@ -244,7 +234,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
 
 
 def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
-    """What to say of a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
+    """Return the error for a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
     instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
     return ConfigError(
         f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "
@@ -252,8 +242,8 @@ def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | Non
     )
 
 
-def find_twins(module: nn.Module) -> dict[str, str]:
-    """Names of tied parameters, and the name that each goes by in ``named_parameters()``."""
+def find_tied(module: nn.Module) -> dict[str, str]:
+    """Return the names of tied parameters, and the name of each in ``named_parameters()``."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}

@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Trainer(plugins=[AtomicCheckpointIO()], ...)
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         """Write a single file; called on rank 0 only.
 
         Raises:
@@ -50,7 +50,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, partial)
             seal_file(partial)
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a single file, or the whole of a sharded folder, once rank 0 has compared it with its checksums.
 
         Raises:
@@ -64,7 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 return read_whole(path, weights_only)
         return super().load_checkpoint(path, map_location, weights_only)
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or a folder; links to it, such as ``last.ckpt``, lead to the newest one that is left."""
         if "://" in str(path):
             super().remove_checkpoint(path)
@@ -97,19 +99,13 @@ def saving_checkpoint(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
-    """The checkpoint that was written last, a file or a folder; links do not count."""
+    """Return the checkpoint that was written last, a file or a folder; links do not count."""
     found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
     return max(found, key=_written_at, default=None)
 
 
 class SavedState(NamedTuple):
-    """What a checkpoint says of itself.
-
-    Attributes:
-        path: its file or folder.
-        step: after which it was saved.
-        is_resumable: whether it holds more than weights.
-    """
+    """A checkpoint's file or folder, the step after which it was saved, and whether it holds more than weights."""
 
     path: Path
     step: int
@@ -131,7 +127,7 @@ def read_state(path: Path) -> SavedState | None:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a checkpoint whose reading has raised ``error``."""
+    """Return what is wrong with a checkpoint whose reading has raised ``error``."""
     try:
         verify_checkpoint(path)
     except DamagedError as damage:
@@ -154,8 +150,8 @@ def verify_checkpoint(path: Path) -> None:
 
 
 @lru_cache
-def _verify(path: Path, state: tuple[Any, ...]) -> None:
-    """Compare a checkpoint with its checksums; what ``state`` says of its files tells whether that was done before."""
+def _verify(path: Path, state: tuple[object, ...]) -> None:
+    """Compare a checkpoint with its checksums, unless that was done for the same ``state`` of its files before."""
     if path.is_dir():
         verify_checkpoint_folder(path)
     else:
@@ -163,7 +159,7 @@ def _verify(path: Path, state: tuple[Any, ...]) -> None:
 
 
 def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
-    """The checkpoints in a folder, and in those below it down to ``max_depth``, with what crashes have left of them."""
+    """Return the checkpoints in a folder, and in those below it down to ``max_depth``, with what crashes have left."""
     found: list[Path] = []
     for depth in range(max_depth + 1):
         below = "*/" * depth
@@ -175,7 +171,7 @@ def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
 
 
 def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifies: bool = True) -> SavedState | None:
-    """The checkpoint of the highest step that is what was written; each that is skipped before it is named in the log.
+    """Return the undamaged checkpoint of the highest step; each that is skipped before it is named in the log.
 
     Args:
         paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
@@ -203,7 +199,7 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """What ``last`` stands for in a folder of checkpoints: the one of the highest step that is what was written."""
+    """Return what ``last`` stands for in a folder: the undamaged checkpoint of the highest step."""
     latest = latest_checkpoint(list_checkpoints(folder))
     return None if latest is None else latest.path
 
@@ -225,40 +221,29 @@ def _written_at(path: Path) -> float:
     return path.stat().st_mtime
 
 
-class Inert(dict[Any, Any]):
-    """Stands for any class, function or object in a pickle; takes what it is given, and keeps entries alone."""
+class Inert(dict[object, object]):
+    """Stands for any class, function or object in a pickle, and ignores what is done to it except for its entries."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
-    def __call__(self, *_: Any, **__: Any) -> "Inert":
-        """What calling it, or making an object of it, gives."""
+    def __call__(self, *_: object, **__: object) -> "Inert":
+        """Return another one, as of a call or of the making of an object."""
         return Inert()
 
-    def __setstate__(self, state: Any) -> None:
-        """Leave out an object's attributes."""
-
-    def append(self, item: Any) -> None:
-        """Leave out an item of a list."""
-
-    def extend(self, items: Any) -> None:
-        """Leave out items of a list."""
-
-    def add(self, item: Any) -> None:
-        """Leave out an item of a set."""
-
+    __setstate__ = append = extend = add = __call__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Makes numbers, texts, lists, tuples and dictionaries; of all else, :class:`Inert` objects."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """No class is imported."""
+    def find_class(self, module: str, name: str) -> type[Inert]:
+        """Import no class."""
         return Inert
 
-    def persistent_load(self, key: Any) -> Any:
-        """No tensor is read."""
+    def persistent_load(self, key: object) -> Inert:
+        """Read no tensor."""
         return Inert()
 
 

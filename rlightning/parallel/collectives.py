@@ -1,13 +1,12 @@
-"""What the ranks of a run tell each other that is no tensor of the model: counts, decisions, completions.
+"""Collectives of what is no tensor of the model: counts, decisions, completions.
 
-Everything here goes over the CPU (gloo) group and touches no device. Without several processes it is a no-op, so
-callers need not ask. All ranks must call the same function in the same order; they meet at a barrier first, whose error
-says by ``name`` where a rank did not come.
+They go over the CPU (gloo) group and touch no device; in a single process they do nothing. All ranks must call the same
+function in the same order: a barrier comes first, whose error gives the ``name`` where a rank is missing.
 """
 
 import pickle
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,31 +14,24 @@ from torch import Tensor
 
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group
+from rlightning.parallel.execution_mode import HasWorldSize
 
+T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def world_size() -> int:
-    """How many ranks the run has."""
+    """Return the number of ranks."""
     return 1 if cpu_group() is None else dist.get_world_size()
 
 
 def global_rank() -> int:
-    """This process's place among them."""
+    """Return this process's rank."""
     return 0 if cpu_group() is None else dist.get_rank()
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
-    """Reduce over all ranks.
-
-    Args:
-        tensor: small, of any device; it is left as it is.
-        op: sum or max.
-        name: of the barrier.
-
-    Returns:
-        The result, on the tensor's device; the tensor itself where there is one rank.
-    """
+    """Reduce a small tensor of any device over all ranks; returns the result on that device."""
     group = cpu_group()
     if group is None:
         return tensor
@@ -54,36 +46,28 @@ def any_rank(flag: bool, *, name: str) -> bool:
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
-def gather_objects(thing: Any, *, name: str) -> list[Any]:
-    """Every rank's ``thing``, in the order of ranks."""
+def gather_objects(thing: T, *, name: str) -> list[T]:
+    """Return every rank's object, in the order of ranks."""
     group = cpu_group()
     if group is None:
         return [thing]
     barrier(name)
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[T] = [thing] * dist.get_world_size()
     dist.all_gather_object(gathered, thing, group=group)
     return gathered
 
 
-def exchange(parcels: Mapping[int, Any], *, name: str) -> dict[int, Any]:
-    """Send objects from rank to rank.
-
-    Args:
-        parcels: by destination rank; they are pickled, and those for this rank handed over as they are.
-        name: of the barrier.
-
-    Returns:
-        What was sent to this rank, by the rank that it came from, in the order of ranks.
-    """
+def exchange(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
+    """Send each rank its object, pickled but for this rank's own; returns the received ones by the rank of origin."""
     group = cpu_group()
     own = dist.get_rank() if group is not None else 0
-    received = {own: parcels[own]} if own in parcels else {}
+    received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
     if group is None:
         return received
     barrier(name)
     outgoing = {
-        rank: torch.frombuffer(bytearray(pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-        for rank, parcel in parcels.items()
+        rank: torch.frombuffer(bytearray(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+        for rank, thing in objects_by_rank.items()
         if rank != own
     }
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -101,16 +85,25 @@ def exchange(parcels: Mapping[int, Any], *, name: str) -> dict[int, Any]:
     return dict(sorted(received.items()))
 
 
-def rank_in(loop: Any) -> int:
+@runtime_checkable
+class HasRank(Protocol):
+    """A loop that knows the rank of this process, such as Lightning's Trainer."""
+
+    global_rank: int | None
+
+
+def rank_in(loop: object) -> int:
     """Return the rank of this process: ``loop.global_rank``, else that of torch.distributed, else 0."""
-    rank: int | None = getattr(loop, "global_rank", None)
-    return rank if rank is not None else dist.get_rank() if _has_group() else 0
+    if isinstance(loop, HasRank) and loop.global_rank is not None:
+        return loop.global_rank
+    return dist.get_rank() if _has_group() else 0
 
 
-def num_ranks_in(loop: Any) -> int:
+def num_ranks_in(loop: object) -> int:
     """Return the number of ranks: ``loop.world_size``, else that of torch.distributed, else 1."""
-    number: int | None = getattr(loop, "world_size", None)
-    return number if number is not None else dist.get_world_size() if _has_group() else 1
+    if isinstance(loop, HasWorldSize) and loop.world_size is not None:
+        return loop.world_size
+    return dist.get_world_size() if _has_group() else 1
 
 
 def _has_group() -> bool:

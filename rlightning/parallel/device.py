@@ -1,4 +1,4 @@
-"""The device: the one place that waits for it and that asks its memory allocator.
+"""The device: the one place that synchronizes with it and that calls its memory allocator.
 
 Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
 (:mod:`~rlightning.parallel.execution_mode`). There, all of it does nothing.
@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlightning.parallel.execution_mode import is_controller
+from rlightning.torch_internals import set_allocator
 
 GIB = 1 << 30
 HOST_THREADS = 4
@@ -25,27 +25,27 @@ EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """A device's memory, in bytes: of this process, but for ``free`` and ``total``."""
+    """A device's memory, in bytes.
+
+    Attributes:
+        allocated: held by this process's tensors.
+        reserved: held by its caching allocator.
+        peak: of ``allocated``, since the start or :func:`reset_peak`.
+        free: left on the device by all processes.
+        total: the device's size.
+    """
 
     allocated: int
-    """Held by tensors."""
     reserved: int
-    """Held by the caching allocator, for tensors and for later."""
     peak: int
-    """The most that tensors held since the start or :func:`reset_peak`."""
     free: int
-    """Left on the device by all processes."""
     total: int
-    """The device's size."""
 
 
 def share_host_threads(num_processes: int) -> None:
     """Let torch's operations on the host use a share of its cores, unless ``OMP_NUM_THREADS`` says how many.
 
-    Lightning sets that variable, which whatever this process starts would take for the user's word.
-
-    Args:
-        num_processes: that share this host's cores.
+    Lightning sets that variable, which child processes would take for the user's word.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
@@ -64,10 +64,6 @@ def use_tensor_cores(device: torch.device, precision: str) -> None:
     """Let CUDA's products of float32 matrices round their factors to TF32, in a run that computes in bfloat16.
 
     Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
-
-    Args:
-        device: the actor's.
-        precision: the Trainer's.
     """
     if device.type == "cuda" and precision.startswith("bf16"):
         torch.set_float32_matmul_precision("high")
@@ -77,15 +73,15 @@ def use_expandable_segments() -> None:
     """Let PyTorch's caching allocator grow what it has instead of adding blocks that later sizes do not fit.
 
     Micro-batches of ever other lengths left 13 of an H100's 79 GiB in unused pieces otherwise (docs/measurements.md).
-    What the user's variable says of it (:data:`ALLOCATOR_VARIABLES`) holds.
+    A setting of the user's (:data:`ALLOCATOR_VARIABLES`) takes precedence.
     """
     if torch.cuda.is_available() and not _allocator_settings():
-        _set_allocator(EXPANDABLE)
+        set_allocator(EXPANDABLE)
 
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Within it the CUDA memory is allocated that other processes are to open.
+    """Within, allocate CUDA memory such that other processes can open it.
 
     They could open an expandable segment only where the system lets them trace this process (pytorch issue 165685).
     """
@@ -93,21 +89,15 @@ def shareable_memory() -> Iterator[None]:
     if EXPANDABLE not in settings or not torch.cuda.is_available():
         yield
         return
-    _set_allocator(settings.replace(EXPANDABLE, PLAIN))
+    set_allocator(settings.replace(EXPANDABLE, PLAIN))
     try:
         yield
     finally:
-        _set_allocator(settings)
+        set_allocator(settings)
 
 
 def _allocator_settings() -> str:
     return next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
-
-
-def _set_allocator(settings: str) -> None:
-    """Replace all of the allocator's settings, from the next block on; PyTorch has no public way to do so."""
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(settings)
 
 
 def synchronize(device: torch.device | None = None) -> None:
@@ -134,7 +124,7 @@ def empty_cache(device: torch.device | None = None) -> None:
 
 
 def memory_use(device: torch.device | None = None) -> MemoryUse | None:
-    """What the device's memory is used for; None where this process uses no CUDA device."""
+    """Return the use of the device's memory; None where this process uses no CUDA device."""
     if not _is_used(device):
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -158,16 +148,11 @@ def has_context() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def device_of(trainer: Any, module: Any) -> torch.device | None:
-    """The device that a training loop works on, whatever kind of loop it is.
+def device_of(trainer: object, module: object) -> torch.device | None:
+    """Return the device that a training loop works on, whatever kind of loop it is; None where that cannot be told.
 
-    Args:
-        trainer: Lightning's Trainer or a Fabric (``strategy.root_device``), transformers' Trainer
-            (``accelerator.device``), or an object of the user's (``device``).
-        module: with a ``device``, or with parameters.
-
-    Returns:
-        None where neither tells; the functions here take it for the CUDA device that this process uses, if any.
+    The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
+    object of the user's (``device``); the module has a ``device``, or parameters.
     """
     places = (
         (getattr(trainer, "strategy", None), "root_device"),
@@ -185,7 +170,7 @@ def device_of(trainer: Any, module: Any) -> torch.device | None:
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Host memory to copy to and from ``device``: page-locked for a CUDA device, so that copies are at full speed.
+    """Return host memory to copy to and from ``device``: page-locked for a CUDA device, for copies at full speed.
 
     Returns:
         [num_bytes] uint8, uninitialised.

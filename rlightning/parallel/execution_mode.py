@@ -1,14 +1,13 @@
-"""What this process is for: to work on a device, to orchestrate processes that do, or to take such orders.
+"""The mode of this process: to work on a device, to orchestrate processes that do, or to execute such commands.
 
-The mode is resolved once (:func:`resolve_execution_mode`) and never changes. Everything else asks
+The mode is resolved once (:func:`resolve_execution_mode`) and never changes. All other code asks
 :func:`execution_mode`; nothing else reads the environment for it.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlightning.errors import ConfigError
 
@@ -20,29 +19,56 @@ UNNAMED = "the launcher (WORLD_SIZE)"
 
 
 class ExecutionMode(StrEnum):
-    """The three kinds of processes that a run is made of."""
+    """The three kinds of processes of a run."""
 
     SPMD = "spmd"
-    """One of equal processes, each with a device of its own: what Lightning's strategies start."""
+    """One of equal processes, each with a device of its own, as Lightning's strategies start them."""
     CONTROLLER = "controller"
     """Orchestrates workers; holds no model and touches no device."""
     WORKER = "worker"
-    """Has a device and takes orders from a controller."""
+    """Has a device and executes a controller's commands."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How this process was started, as one of how many."""
+class Launch(NamedTuple):
+    """The launcher of this process, and the number of processes that it has started."""
 
     launcher: str
     world_size: int
+
+
+@runtime_checkable
+class DeclaresMode(Protocol):
+    """A strategy that declares the mode of its processes."""
+
+    execution_mode: str
+
+
+@runtime_checkable
+class HasController(Protocol):
+    """The strategy of a worker, with the name or address of its controller."""
+
+    controller: str | None
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """A strategy whose device can be told from its configuration."""
+
+    root_device: object
+
+
+@runtime_checkable
+class HasWorldSize(Protocol):
+    """A strategy or a loop of a known number of processes."""
+
+    world_size: int | None
 
 
 _resolved: ExecutionMode | None = None
 
 
 def execution_mode() -> ExecutionMode:
-    """This process's mode; SPMD as long as nobody has resolved another."""
+    """Return this process's mode; SPMD unless another was resolved."""
     return _resolved or ExecutionMode.SPMD
 
 
@@ -52,38 +78,36 @@ def is_controller() -> bool:
 
 
 def resolve_execution_mode(
-    requested: RequestedMode = "auto", *, strategy: Any = None, controller: str | None = None
+    requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """Settle what this process is, for the rest of its life.
+    """Settle the mode of this process for the rest of its life, and return it.
 
     Args:
         requested: by the user; "auto" leaves it to the strategy.
-        strategy: may declare an ``execution_mode``, and in a worker a ``controller``; its ``accelerator`` and
+        strategy: may declare an ``execution_mode``, and in a worker a ``controller``; its ``root_device`` and
             ``world_size`` must fit the mode.
-        controller: whom a worker takes orders from, where the strategy does not say it.
-
-    Returns:
-        The mode.
+        controller: of a worker, where the strategy does not name it.
 
     Raises:
         ConfigError: for a contradiction between any two of these, the launcher, and an earlier resolution.
     """
     global _resolved
-    mode = check_execution_mode(requested, strategy=strategy, controller=controller)
-    _resolved = mode
-    return mode
+    _resolved = check_execution_mode(requested, strategy=strategy, controller=controller)
+    return _resolved
 
 
 def check_execution_mode(
-    requested: RequestedMode = "auto", *, strategy: Any = None, controller: str | None = None
+    requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """What :func:`resolve_execution_mode` would say, without settling it."""
+    """Return what :func:`resolve_execution_mode` would, without settling it."""
+    # A controller has no device to ask: the strategy's is read from its configuration.
+    device = strategy.root_device if isinstance(strategy, HasDevice) else None
     mode = decide(
         requested,
-        declared=_declared_mode(strategy),
-        accelerator=_accelerator_name(strategy),
+        declared=_parse(strategy.execution_mode) if isinstance(strategy, DeclaresMode) else None,
+        accelerator="cpu" if device is None else str(device).partition(":")[0],
         launch=_find_launch(strategy),
-        controller=controller or getattr(strategy, "controller", None),
+        controller=controller or (strategy.controller if isinstance(strategy, HasController) else None),
     )
     if _resolved not in (None, mode):
         raise ConfigError(
@@ -101,45 +125,24 @@ def decide(
     launch: Launch | None = None,
     controller: str | None = None,
 ) -> ExecutionMode:
-    """The decision table: what was asked for, else what the strategy declares, else SPMD; then what must fit.
-
-    Args:
-        requested: by the user.
-        declared: by the strategy.
-        accelerator: type of the strategy's device.
-        launch: None if this process was started alone.
-        controller: whom this process takes orders from.
-    """
-    if requested == "auto":
-        mode = declared or ExecutionMode.SPMD
-    else:
-        mode = _parse(requested)
-        if declared not in (None, mode):
-            raise ConfigError(
-                f"ControllerMode.mode='{requested}' contradicts trainer.strategy, which declares '{declared}'. "
-                "Use mode='auto', or another strategy."
-            )
-    if mode is ExecutionMode.CONTROLLER:
-        _check_controller(accelerator, launch, controller)
-    elif mode is ExecutionMode.WORKER and controller is None:
+    """Return the mode that was requested, else the one that the strategy declares, else SPMD, if all else fits it."""
+    mode = (declared or ExecutionMode.SPMD) if requested == "auto" else _parse(requested)
+    if declared not in (None, mode):
         raise ConfigError(
-            "execution mode 'worker' needs a controller to take orders from, and none is named. Name it in "
+            f"ControllerMode.mode='{requested}' contradicts trainer.strategy, which declares '{declared}'. "
+            "Use mode='auto', or another strategy."
+        )
+    if mode is ExecutionMode.WORKER and controller is None:
+        raise ConfigError(
+            "execution mode 'worker' needs a controller to take commands from, and none is named. Name it in "
             "ControllerMode.controller or use a strategy that starts workers itself; alone, use mode='spmd'."
         )
-    elif mode is ExecutionMode.SPMD and controller is not None:
+    if mode is not ExecutionMode.WORKER and controller is not None:
         raise ConfigError(
-            f"execution mode 'spmd' takes no orders, but '{controller}' is named as its controller. Use mode='worker'."
-        )
-    return mode
-
-
-def _check_controller(accelerator: str, launch: Launch | None, controller: str | None) -> None:
-    if controller is not None:
-        raise ConfigError(
-            f"execution mode 'controller' takes no orders, but '{controller}' is named as its controller. "
+            f"execution mode '{mode}' takes no commands, but '{controller}' is named as its controller. "
             "Use mode='worker'."
         )
-    if launch is not None and launch.world_size > 1:
+    if mode is ExecutionMode.CONTROLLER and launch is not None and launch.world_size > 1:
         if launch.launcher == OWN:
             started, way_out = f"trainer.devices and trainer.num_nodes are for {launch.world_size}", "Set both to 1"
         else:
@@ -148,15 +151,16 @@ def _check_controller(accelerator: str, launch: Launch | None, controller: str |
         raise ConfigError(
             f"execution mode 'controller' is for one process, but {started}. {way_out}, or use mode='spmd'."
         )
-    if accelerator != "cpu":
+    if mode is ExecutionMode.CONTROLLER and accelerator != "cpu":
         raise ConfigError(
             f"execution mode 'controller' touches no device, but the strategy's is '{accelerator}'. "
             "Set trainer.accelerator=cpu and trainer.devices=1; the workers have the devices."
         )
+    return mode
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The launcher that the environment's variables tell of, or None."""
+    """Return the launcher that the environment's variables name, or None."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return Launch("torchrun", int(environment.get("WORLD_SIZE", "1")))
     if "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
@@ -168,27 +172,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     return None
 
 
-def _find_launch(strategy: Any) -> Launch | None:
-    """Who started this process, or will start more of its kind."""
-    launch, world_size = read_launch(os.environ), getattr(strategy, "world_size", None)
+def _find_launch(strategy: object) -> Launch | None:
+    """Return the launcher of this process, or of more of its kind."""
+    launch = read_launch(os.environ)
+    world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.
-    if isinstance(world_size, int) and world_size > 1 and (launch is None or launch.launcher == UNNAMED):
-        return Launch(OWN, world_size)
-    return launch
-
-
-def _declared_mode(strategy: Any) -> ExecutionMode | None:
-    declared = getattr(strategy, "execution_mode", None)
-    return None if declared is None else _parse(declared)
+    return Launch(OWN, world_size) if world_size > 1 and (launch is None or launch.launcher == UNNAMED) else launch
 
 
 def _parse(name: str) -> ExecutionMode:
     if name not in list(ExecutionMode):
         raise ConfigError(f"execution mode '{name}' is unknown. Choose from: {', '.join(ExecutionMode)}.")
     return ExecutionMode(name)
-
-
-def _accelerator_name(strategy: Any) -> str:
-    """The type of the strategy's device, read from what it was configured with: a controller has no device to ask."""
-    device = getattr(strategy, "root_device", None)
-    return "cpu" if device is None else str(device).partition(":")[0]

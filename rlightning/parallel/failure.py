@@ -1,8 +1,9 @@
-"""The first failure anywhere ends all ranks, whatever they do, and only the rank that failed shows a traceback.
+"""Ends all ranks at the first failure of any, whatever they do; only the rank that failed shows a traceback.
 
 A rank that hangs is one that fails, too (:mod:`~rlightning.parallel.hang_watch`).
 """
 
+import asyncio
 import contextlib
 import faulthandler
 import json
@@ -20,26 +21,24 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from rlightning import intervals
-from rlightning.error_report import INTERRUPTED, exit_code, show_error
-from rlightning.errors import find_run_error
-from rlightning.foreign_text import cut_line
-from rlightning.parallel.barrier import BarrierError, barrier, note_failure, roll_call
-from rlightning.parallel.cpu_group import Connection, StoreError, barrier_timeout, connection, leave_groups
-from rlightning.parallel.device_groups import abort_device_groups
-from rlightning.parallel.failure_hub import GONE, Failure, FailureHub, Link, connect
+from rlightning.error_report import INTERRUPTED, show_error
+from rlightning.parallel.barrier import BarrierError, barrier, report_arrivals, write_failure
+from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection, leave_groups
+from rlightning.parallel.failure_server import FailureServer, connect
+from rlightning.parallel.failures import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.hang_watch import HangWatch
-from rlightning.parallel.process_identity import kill_process
+from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
+from rlightning.processes.liveness import Deadline
+from rlightning.processes.process_table import kill_process
+from rlightning.rpc import LoopThread, Peer, RPCError
+from rlightning.torch_internals import nccl_backends
 
 log = logging.getLogger(__name__)
 
-TERMINATED = 143
-"""What a scheduler expects of a process that SIGTERM ended."""
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-"""Wakes the main thread out of a system call; a signal that nobody else uses."""
+"""Wakes the main thread out of a system call; a signal without any other use."""
 
 
 class PeerFailure(SystemExit):
@@ -82,14 +81,15 @@ class FailureWatch:
         self.rank = 0
         self._ranks = range(1)
         self.children: list[subprocess.Popen[bytes]] = []
-        self._link: Link | None = None
-        self._hub: FailureHub | None = None
-        self._hang_watch: HangWatch | None = None
+        self._loop: LoopThread | None = None
+        self._peer: Peer | None = None  # rank 0's server
+        self._server: FailureServer | None = None
+        self._hang_watch: HangWatch
         self._first: Failure | None = None
-        self._is_known = threading.Event()
+        self._is_first_known = threading.Event()
         self._error: BaseException | None = None
         self._own = Failure(0, "")  # of ``_error``
-        self._is_ending = False
+        self._is_leaving = self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
         self._is_fatal = False
@@ -111,14 +111,14 @@ class FailureWatch:
         """Connect all ranks; a collective. From here on this process's uncaught exceptions end the run."""
         global _active
         shared = connection()
-        if shared is None or self._link is not None:
+        if shared is None or self._peer is not None:
             return
-        self.rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
+        self.rank, self._ranks = shared.store.rank, shared.store.ranks
         others = self._ranks[1:] if self.rank == 0 else [0]
         recorder = start_recorder(self.folder, f"rank {self.rank}")
         self._hang_watch = HangWatch(self.rank, others, shared, self._send, recorder, self._end_hung)
-        self._link = self._connect(shared, self._hang_watch)
-        os.register_at_fork(after_in_child=self._let_go)
+        self._connect(shared, recorder)
+        os.register_at_fork(after_in_child=self._close_copies)
         # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
         Finalize(None, self._end_failed, exitpriority=-100)
         # Elsewhere no handler can be installed, and the signal would end the process without a word.
@@ -127,162 +127,170 @@ class FailureWatch:
             signal.signal(SIGNAL, self._interrupt)
         self._usual_excepthook = sys.excepthook
         sys.excepthook = self._show_uncaught
-        arguments = (self._link, self._hang_watch, recorder)
-        threading.Thread(target=self._listen, args=arguments, name="failure-watch", daemon=True).start()
         self._hang_watch.start()
         _active = self
         barrier("failure watch: connected")
 
-    def _connect(self, shared: Connection, hang_watch: HangWatch) -> Link:
-        """Start the hub on rank 0, and connect this rank to it."""
+    def _connect(self, shared: Connection, recorder: StackRecorder) -> None:
+        """Start the server on rank 0, and connect this rank to it."""
+        # Closed by stop(), which may be called after the functions of atexit.
+        self._loop = LoopThread("failure-watch", closes_at_exit=False)
+        hang_watch = self._hang_watch
         if self.rank == 0:
-            self._hub = FailureHub(
-                len(self._ranks), lambda failure: note_failure(failure.rank, failure.text), self._cause_of_death
+            self._server = FailureServer(
+                len(self._ranks),
+                on_first=lambda failure: write_failure(failure.rank, failure.text),
+                find_cause=self._find_cause_of_death,
+                on_report=hang_watch.receive,
+                on_leave=hang_watch.remove,
             )
-            self._hub.on_seen, self._hub.on_farewell = hang_watch.receive, hang_watch.remove
-            self._hub.start()
-            place = [_own_addresses(), self._hub.port, self._hub.token, asdict(hang_watch.make_heartbeat())]
-            shared.notes.set("failure_hub", json.dumps(place))
+            self._loop.run(self._server.start())
+            place = [own_addresses(), self._server.port, self._server.key.hex(), asdict(hang_watch.make_report())]
+            shared.store.set("failure_server", json.dumps(place))
         barrier("failure watch: listening")
-        addresses, port, token, seen = json.loads(shared.notes.get("failure_hub") or "")
-        hang_watch.receive(0, seen)
+        addresses, port, key, status = json.loads(shared.store.get("failure_server") or "")
+        hang_watch.receive(0, status)
         if addresses[-1] == socket.gethostname():
             addresses = ["localhost", *addresses]
-        link = connect(addresses, port, intervals.VERDICT_TIMEOUT)
-        link.send({"token": token, "rank": self.rank})
-        link.send({"seen": asdict(hang_watch.make_heartbeat())})
-        return link
+
+        async def rank() -> int:
+            return self.rank
+
+        async def end(failure: dict[str, Any]) -> None:
+            self._learn(Failure(**failure))
+
+        async def report(status: dict[str, Any]) -> None:
+            hang_watch.receive(0, status)
+
+        async def record_stacks(reason: str) -> None:
+            recorder.record(reason)
+            if self.rank == 0:
+                hang_watch.record_silent(reason)
+
+        async def kill(process: str) -> None:
+            kill_process(process)
+
+        methods = {method.__name__: method for method in (rank, end, report, record_stacks, kill)}
+        self._peer = self._loop.run(connect(addresses, port, bytes.fromhex(key), methods))
+        self._loop.submit(self._watch_server(self._peer))
+        self._send("report", asdict(hang_watch.make_report()))
+
+    async def _watch_server(self, peer: Peer) -> None:
+        """End this process when the connection to rank 0 ends."""
+        await peer.wait_closed()
+        if not self._is_leaving and self._first is None:
+            silent = self._hang_watch.find_silent()
+            # Another rank has killed it, if it did not run.
+            self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else DISCONNECTED))
 
     def stop(self) -> None:
-        """Say that this rank ends well. Rank 0 waits until the others have said so too.
+        """Report that this rank ends well. Rank 0 waits until the others have reported so, too.
 
         Raises:
             PeerFailure: one of them failed instead.
         """
         global _active
-        if self._link is None or self._is_ending:
+        if self._peer is None or self._loop is None or self._is_ending:
             return
-        assert self._hang_watch is not None
-        self._link.is_done = True
-        if self._hub is None:
+        self._is_leaving = True
+        if self.rank > 0:
             self._hang_watch.stop()
-        self._link.send({"bye": True})
-        if self._hub is not None:
-            self._await_others(self._hub)
+        self._send("leave", waits=True)
+        if self._server is not None:
+            self._await_others(self._server)
             self._hang_watch.stop()
-        self._link.hang_up()
-        self._link, _active = None, None
+            self._loop.run(self._server.close())
+        self._loop.run(self._peer.close())
+        self._loop.close()
+        self._peer, _active = None, None
         sys.excepthook = self._usual_excepthook
 
-    def _await_others(self, hub: FailureHub) -> None:
+    def _await_others(self, server: FailureServer) -> None:
         """Wait on rank 0 until all others have ended, well or not."""
-        shared, end = connection(), time.monotonic() + barrier_timeout()
+        shared, deadline = connection(), Deadline(barrier_timeout())
         with contextlib.nullcontext() if shared is None else shared.waiting_at("the end of the run"):
-            while hub.is_alive() and self._first is None and time.monotonic() < end:
-                hub.join(0.1)
-        if hub.is_alive() and self._first is None:
-            record_all(f"others than rank 0 have not ended after {barrier_timeout():g} s")
-            log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
+            while self._first is None and not deadline.is_over and not server.is_over.wait(0.1):
+                pass
         if self._first is not None:
             self._is_ending = True
             raise PeerFailure(self._first.exit_code)
+        if not server.is_over.is_set():
+            record_all(f"others than rank 0 have not ended after {barrier_timeout():g} s")
+            log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
 
     def stop_at_exit(self) -> None:
-        """Have the process, when it ends by whatever way Python knows, call :meth:`stop` and leave its groups."""
+        """Call :meth:`stop` and leave the process groups when the process ends in any way that Python runs code in."""
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
         """Tell the others that this rank failed, and end it hard if it has not ended by itself after the grace.
 
-        Args:
-            error: what happened. Only the first call counts.
-
-        Returns:
-            The first failure of all ranks: this one's, unless another was earlier.
+        Only the first call counts. Returns the first failure of all ranks.
         """
-        own = Failure(self.rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
-        if self._link is None:
+        own = Failure.of(self.rank, error)
+        if self._peer is None:
             return own
         if self._error is None and not isinstance(error, PeerFailure):
             self._error, self._own, self._is_ending = error, own, True
-            if self._hang_watch is not None:
-                self._hang_watch.needs_answer = True
+            self._hang_watch.needs_answer = True
             if self._first is None and is_of_collective(error):
-                own = self._name_the_silent(error, own)
+                own = self._name_missing(error, own)
             if self._first is not None:
-                self._link.send({"ending": True})
+                self._send("clean_up")
             else:
-                self._link.send({"failed": asdict(own)})
-        self._is_known.wait(intervals.VERDICT_TIMEOUT)
+                self._send("fail", asdict(own))
+        self._is_first_known.wait(intervals.FAILURE_ANSWER_TIMEOUT)
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """As :meth:`report`, of what nobody has caught: the process ends with the first failure's exit code."""
+        """Report an error that nothing has caught: the process ends with the first failure's exit code."""
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Tell the others that this process ends hard after a signal, so that they end with the same exit code.
-
-        Args:
-            code: its.
-        """
-        self._send({"failed": asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True))})
+        """Tell the others that this process ends hard after a signal, so that they end with its exit ``code``."""
+        self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:
         """Whether this rank is the one to show what happened; it counts as shown from now on."""
         self._is_shown = True
         return failure.rank == self.rank
 
-    def _name_the_silent(self, error: BaseException, own: Failure) -> Failure:
-        """The failure of a collective, with the ranks that were not in it."""
-        silent = roll_call(self._is_known.is_set)
-        if not silent:
+    def _name_missing(self, error: BaseException, own: Failure) -> Failure:
+        """Return the failure of a collective, with the ranks that were not in it."""
+        missing = report_arrivals(self._is_first_known.is_set)
+        if not missing:
             return own
-        record_all(f"rank {self.rank} {own.text} ({silent})")
-        error.add_note(silent)
-        return replace(own, text=f"{own.text} ({silent})")
+        record_all(f"rank {self.rank} {own.text} ({missing})")
+        error.add_note(missing)
+        return replace(own, text=f"{own.text} ({missing})")
 
-    def _cause_of_death(self, rank: int) -> str:
-        """What became of a rank whose connection closed without a farewell, as far as this process can know."""
+    async def _find_cause_of_death(self, rank: int) -> str:
+        """Return what became of a rank that has disconnected, as far as this process can know."""
         if not 0 < rank <= len(self.children):
-            return GONE
-        try:
-            code = self.children[rank - 1].wait(intervals.RANK_EXIT_GRACE)
-        except subprocess.TimeoutExpired:
-            return GONE
+            return DISCONNECTED
+        child, deadline = self.children[rank - 1], Deadline(intervals.RANK_EXIT_GRACE)
+        while (code := child.poll()) is None:
+            if deadline.is_over:
+                return DISCONNECTED
+            await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
         if code >= 0:
             return f"ended without a word, with exit code {code}"
         name = signal.Signals(-code).name
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
-    def _listen(self, link: Link, hang_watch: HangWatch, recorder: StackRecorder) -> None:
-        """Wait for word of a failure, and see to it that this process ends then."""
-        while (messages := link.receive()) is not None:
-            for message in messages:
-                if "first" in message:
-                    self._learn(Failure(**message["first"]))
-                elif "kill" in message:
-                    kill_process(message["kill"])
-                elif "seen" in message:
-                    hang_watch.receive(0, message["seen"])
-                elif "stacks" in message:
-                    recorder.record(message["stacks"])
-                    if self.rank == 0:
-                        hang_watch.record_silent(message["stacks"])
-        if not link.is_done and self._first is None:
-            silent = hang_watch.find_silent()
-            # Another rank has killed it, if it did not run.
-            self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else GONE))
-
-    def _send(self, message: dict[str, Any]) -> None:
-        """Send to the hub, while there is one."""
-        link = self._link
-        if link is not None:
-            link.send(message)
+    def _send(self, method: str, *arguments: object, waits: bool = False) -> None:
+        """Call a method of rank 0's server, while there is one; ``waits`` until it has run, for a process that ends."""
+        if self._peer is None or self._loop is None:
+            return
+        if waits:
+            with contextlib.suppress(RPCError):
+                self._loop.run(self._peer.call(method, self.rank, *arguments), intervals.FAILURE_ANSWER_TIMEOUT)
+        else:
+            self._loop.submit(self._peer.notify(method, self.rank, *arguments))
 
     def _end_hung(self, rank: int, reason: str) -> None:
-        """End the run for a rank that hangs; rank 0 tells all, unless it is the one."""
+        """End the run for a rank that hangs; rank 0 reports it to all, unless it is that rank."""
         failure = Failure(rank, reason)
         if self._error is None:
             record_all(f"rank {rank} {reason}")
@@ -291,10 +299,10 @@ class FailureWatch:
         if rank == 0 != self.rank:
             self._learn(failure)
         else:
-            self._send({"failed": asdict(failure)})
+            self._send("fail", asdict(failure))
 
     def _learn(self, first: Failure) -> None:
-        """Take note of the first failure, and have this process end, which takes as long as it takes."""
+        """Have this process end because of the first failure, however long that takes."""
         if self._first is None:
             self._first = first
             threading.Thread(target=self._end, args=(first,), name="failure-end", daemon=True).start()
@@ -302,38 +310,30 @@ class FailureWatch:
     def _end(self, first: Failure) -> None:
         if first.rank != self.rank and first.exit_code != INTERRUPTED and not first.is_foreseen:
             log.error("rank %d ends because rank %d %s", self.rank, first.rank, first.text)
-        self._is_known.set()
+        self._is_first_known.set()
         if not self._is_ending and self._can_interrupt:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)
         # Python's threads stand still while the interpreter shuts down, where destructors can wait for ever.
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        end = time.monotonic() + self.grace
-        assert self._hang_watch is not None
+        deadline = Deadline(self.grace)
         self._hang_watch.kill_silent([first.rank])
-        if self._begins_to_end(intervals.ABORT_DELAY):
-            time.sleep(intervals.ABORT_DELAY)  # it may yet wait for work that the device has queued behind a collective
-        abort_device_groups(max(0.0, end - time.monotonic()))
-        time.sleep(max(0.0, end - time.monotonic()))
+        # A main thread that cleans up may yet wait for work that is queued behind a collective; any other is in one.
+        if Deadline(intervals.ABORT_DELAY).wait_until(lambda: self._is_ending):
+            time.sleep(intervals.ABORT_DELAY)
+        abort_device_groups(deadline)
+        time.sleep(deadline.remaining)
         self._hang_watch.kill_silent(self._ranks)
         if self._error is not None and first.rank == self.rank and not self._is_shown:
             show_error(self._error)
         end_children(self.children, 0)
         exit_now(first.exit_code)
 
-    def _begins_to_end(self, seconds: float) -> bool:
-        """Whether the main thread begins to clean up within so long: a collective on a device keeps it from that."""
-        end = time.monotonic() + seconds
-        while not self._is_ending and time.monotonic() < end:
-            time.sleep(intervals.SHORT_POLL_INTERVAL)
-        return self._is_ending
-
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self._first is not None and not self._is_ending:
             self._is_ending = self._is_fatal = True
-            if self._link is not None:
-                self._link.send({"ending": True})
+            self._send("clean_up")
             raise PeerFailure(self._first.exit_code)
 
     def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -352,42 +352,44 @@ class FailureWatch:
         self._end_children()
 
     def _end_failed(self) -> None:
-        """End a process in which nobody has caught the failure, without destroying anything.
+        """End a process whose failure was not caught, without destroying anything.
 
-        A thread of gloo's whose collective broke may let go of its tensors at any time, which aborts a process whose
-        interpreter is gone (https://github.com/pytorch/pytorch/issues/190489).
+        A thread of gloo's whose collective broke may release its tensors at any time, which aborts a process whose
+        interpreter has ended (https://github.com/pytorch/pytorch/issues/190489).
         """
         if self._is_fatal and (self._first is not None or self._error is not None):
-            assert self._hang_watch is not None
             self._hang_watch.kill_silent(self._ranks)
             exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
         """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
-        if self._first is not None and self._hub is not None:
-            hub, end = self._hub, time.monotonic() + intervals.STUCK_GRACE
-            stuck = {rank: child for rank, child in enumerate(self.children, start=1) if child.poll() is None}
-            while stuck and time.monotonic() < end:
-                time.sleep(intervals.SHORT_POLL_INTERVAL)
-                stuck = {r: child for r, child in stuck.items() if child.poll() is None and r not in hub.ending}
+        if self._first is not None and self._server is not None:
+            stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
+
+            def have_reacted() -> bool:
+                for rank in [rank for rank, child in stuck.items() if child.poll() is not None or rank in reacted]:
+                    del stuck[rank]
+                return not stuck
+
+            Deadline(intervals.STUCK_GRACE).wait_until(have_reacted)
             for child in stuck.values():
                 child.kill()
         end_children(self.children, self.grace)
 
-    def _let_go(self) -> None:
-        """In a forked child, which would keep the connection open after this process's death."""
-        if self._hub is not None:
-            self._hub.close()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _close_copies(self) -> None:
+        """In a forked child, which would keep the connections open after this process's death."""
+        if self._server is not None:
+            self._server.close_copies()
+        if self._peer is not None:
+            self._peer.close_copy()
+            self._peer = None
 
 
 _active: FailureWatch | None = None
 
 
 def active_watch() -> FailureWatch | None:
-    """The watch that this process takes part in."""
+    """Return this process's watch, if it has one."""
     return _active
 
 
@@ -396,31 +398,12 @@ def report_failure(error: BaseException) -> Failure | None:
     return _active.report(error) if _active is not None and is_failure(error) else None
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether ``error`` ends a run badly: everything but an exit without a code, or after SIGTERM."""
-    return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Whether ``error`` is that of a collective, or of its connections: others may know more of its cause."""
-    # gloo raises a bare RuntimeError that begins with its source file.
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
-
-
-def describe(error: BaseException) -> str:
-    """``error`` in one line."""
-    if isinstance(error, KeyboardInterrupt):
-        return "was interrupted"
-    lines = str(error).strip().splitlines() or [""]
-    return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")
-
-
 def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:
     """Wait for processes up to ``grace`` seconds, then kill them."""
-    end = time.monotonic() + grace
+    deadline = Deadline(grace)
     for child in children:
         try:
-            child.wait(max(0.0, end - time.monotonic()))
+            child.wait(deadline.remaining)
         except subprocess.TimeoutExpired:
             child.kill()
 
@@ -432,7 +415,19 @@ def exit_now(code: object) -> None:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def _own_addresses() -> list[str]:
-    """Where other hosts may reach this process, which is rank 0; its host's name is the last."""
-    main = os.environ.get("MASTER_ADDR")
-    return [*([main] if main else []), socket.gethostname()]
+def own_addresses() -> list[str]:
+    """Return where other hosts may reach this process, which is rank 0; its host's name is the last."""
+    return [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
+
+
+def abort_device_groups(deadline: Deadline) -> None:
+    """Abort NCCL's communicators of all process groups, so that what waits in their collectives goes on.
+
+    A rank that waited gets garbage from its collective, or an error, and can use the groups no more. Aborts can wait
+    for one another, so each has a thread of its own.
+    """
+    threads = [threading.Thread(target=backend.abort, daemon=True) for backend in nccl_backends()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline.remaining)

@@ -5,19 +5,19 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, check_rules, did_you_mean
+from rlightning.lightning_internals import update_device_properties
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
 from rlightning.parallel.sharding import CPUOffload, Sharding
 from rlightning.parallel.strategy import ConnectedRanks
+from rlightning.torch_internals import set_group_timeout
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -86,7 +86,7 @@ class MeshStrategy(ModelParallelStrategy):
         if self._timeout is not None:
             # A mesh gives its groups a default of torch's own, not what the default group has.
             for dim in range(self._device_mesh.ndim):
-                _set_pg_timeout(self._timeout, self._device_mesh.get_group(dim))
+                set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
         self.lightning_module._device_mesh = self._device_mesh
 
 
@@ -103,12 +103,12 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
         cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
             ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: let go of a layer's gathered weights between its forward and its backward. False gathers
+        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
             once an optimizer step and needs memory for the whole model, in the dtype of the forward.
         reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
             its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
-            barrier, and in a collective of the devices.
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
+            at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
     """
 
@@ -161,7 +161,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
         # what module.device is, which only the module's own .to() would set
-        _update_properties(self.model, device=self.root_device)
+        update_device_properties(self.model, device=self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

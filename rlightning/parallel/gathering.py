@@ -14,16 +14,16 @@ Letters: ``g`` ranks that hold different parts.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from rlightning.torch_internals import StridedShard
 
 GATHER_BYTES = 256 << 20
 """Bytes of full values that one collective brings, unless a single tensor is larger."""
@@ -31,7 +31,7 @@ ALIGNMENT = 16
 """Bytes. Each shard starts at a multiple of this in its buffer, which suits every dtype."""
 
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Since torch 2.13 the old name is deprecated."""
 
 
@@ -68,14 +68,14 @@ class _Layout:
         FSDP splits what tensor parallelism has split: a strided shard comes after the plain one to its right.
         """
         plain = [i for i, placement in enumerate(self.placements) if type(placement) is Shard]
-        strided = [i for i, placement in enumerate(self.placements) if isinstance(placement, _StridedShard)]
+        strided = [i for i, placement in enumerate(self.placements) if isinstance(placement, StridedShard)]
         return (*plain, *strided)
 
     def check(self) -> None:
         """Refuse what neither FSDP nor tensor parallelism makes."""
         for index, placement in enumerate(self.placements):
             is_known = placement.is_replicate() or type(placement) is Shard
-            if isinstance(placement, _StridedShard):
+            if isinstance(placement, StridedShard):
                 after = [i for i in self.split_dims if i > index and self.placements[i].is_shard(placement.dim)]
                 is_known = math.prod(self.mesh.size(i) for i in after) == placement.split_factor
             if not is_known:

@@ -1,13 +1,12 @@
 """Tensors' bytes, moved to host memory and back, while the tensors stay the objects that they are."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rlightning.parallel import device as platform
+from rlightning.parallel.device import empty_cache, host_bytes, synchronize, synchronize_stream
+from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
 """Page-locked memory is allocated in powers of two: one large buffer would waste up to half of it."""
@@ -18,8 +17,8 @@ class HostMemory:
     """Takes the storages of tensors off their device and puts them back.
 
     A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
-    parameters, views, DTensors, FSDP's shards and whoever refers to them notice nothing, so long as nobody reads
-    them in between: that ends the process. Storages that tensors share are moved once. The host memory is kept for the
+    parameters, views, DTensors and FSDP's shards stay the objects that they are, and must not be read in between: that
+    ends the process. Storages that tensors share are moved once. The host memory is kept for the
     next time.
     """
 
@@ -34,18 +33,10 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move those of ``tensors`` that are on such a device, besides what was taken before.
-
-        Args:
-            tensors: on any device.
-            device_type: tensors elsewhere stay as they are.
-
-        Returns:
-            Bytes moved.
-        """
+        """Move those of ``tensors`` that are on such a device, besides what was taken before; returns bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
-            platform.synchronize(device)  # whatever stream still writes to them
+            synchronize(device)  # whatever stream still writes to them
         moved = []
         for storage in storages:
             start, size = self._end, storage.nbytes()
@@ -54,19 +45,16 @@ class HostMemory:
             moved.append((storage, start, size))
             self._end = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
         for device in {storage.device for storage in storages}:
-            platform.synchronize_stream(device)
+            synchronize_stream(device)
         for storage in storages:
             storage.resize_(0)
         for device in {storage.device for storage in storages}:
-            platform.empty_cache(device)
+            empty_cache(device)
         self._moved += moved
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move everything back to its device.
-
-        Returns:
-            Bytes moved.
+        """Move everything back to its device; returns bytes moved.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room; what is not back yet stays on the host for another try.
@@ -83,7 +71,7 @@ class HostMemory:
                 num_bytes += size
         finally:
             for device in devices:
-                platform.synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
+                synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
         self._end = 0
         return num_bytes
 
@@ -99,7 +87,7 @@ class HostMemory:
         while done < size:
             index, offset = divmod(start + done, BLOCK_BYTES)
             while index >= len(self._blocks):
-                self._blocks.append(platform.host_bytes(BLOCK_BYTES, storage.device))
+                self._blocks.append(host_bytes(BLOCK_BYTES, storage.device))
             length = min(size - done, BLOCK_BYTES - offset)
             yield source[done : done + length], self._blocks[index][offset : offset + length]
             done += length
@@ -118,7 +106,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
                 yield storage
 
 
-def _plain_tensors(thing: Any) -> Iterator[Tensor]:
+def _plain_tensors(thing: object) -> Iterator[Tensor]:
     """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
     if is_traceable_wrapper_subclass(thing):
         for name in thing.__tensor_flatten__()[0]:

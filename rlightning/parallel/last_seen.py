@@ -1,4 +1,4 @@
-"""Where a rank is: the line of its own code that it is at, and whether it waits there for other ranks."""
+"""The position of a rank: the line of its own code that it executes, and whether it waits there for other ranks."""
 
 import os
 import sys
@@ -17,12 +17,12 @@ def _folder_of(package: str) -> str:
 
 
 LIBRARIES = tuple(filter(None, map(_folder_of, ("torch", "lightning"))))
-"""Whose lines say little of where a run is, as do those of Python's own folder; other packages may lie in that."""
+"""Folders that are skipped in stacks, as is that of Python itself; other packages may lie in that."""
 PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen")
+    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen", "rank_store")
 )
 NUM_INNERMOST = 8
 """Frames among which one of torch.distributed's says that the thread waits in a collective."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from rlightning import intervals
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
 from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
@@ -26,7 +26,7 @@ PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
 """What the launchers from outside call the number of ranks that they start on a node."""
 
 
-class RankLauncher(_SubprocessScriptLauncher):
+class RankLauncher(SubprocessLauncher):
     """Starts the other ranks as Lightning does, and reports an exception before anything is cleaned up.
 
     Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.
@@ -60,12 +60,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def check_launch(num_devices: int, num_nodes: int) -> None:
-    """Refuse numbers that differ from what torchrun or SLURM started, under one of them.
-
-    Args:
-        num_devices: ``trainer.devices``, resolved.
-        num_nodes: ``trainer.num_nodes``.
-    """
+    """Refuse numbers of devices and nodes that differ from what torchrun or SLURM has started."""
     launch = read_launch(os.environ)
     wanted = num_devices * num_nodes
     if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
@@ -80,11 +75,7 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it.
-
-    Args:
-        port: ``MASTER_PORT``, or one that Lightning has found free.
-    """
+    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
         try:

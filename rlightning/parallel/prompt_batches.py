@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.argument_checks import CheckedArguments
+from rlightning.lightning_internals import epoch_results, results_of
 from rlightning.parallel.execution_mode import is_controller
 from rlightning.types import Prompt
 
@@ -21,7 +22,7 @@ class PromptBatchModule(CheckedArguments, LightningModule):
             kwargs: of the same.
         """
         # Lightning looks for the first tensor of a batch, and a list of prompts has none.
-        results = None if self._trainer is None else self._trainer._results
+        results = results_of(self)
         batch = None if results is None else results.batch
         is_listed = isinstance(batch, list) and all(isinstance(entry, Prompt) for entry in batch)
         if batch is not None and is_listed and kwargs.get("batch_size") is None:
@@ -34,7 +35,7 @@ def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
 
     Lightning counts from 0 where it has to number them itself: they would stand one step before those of the last step.
     """
-    results = trainer.fit_loop.epoch_loop._results
+    results = epoch_results(trainer)
     if trainer.loggers and any(metric.meta.on_epoch and metric.meta.logger for _, metric in results.valid_items()):
         module.log("step", float(trainer.global_step))
 

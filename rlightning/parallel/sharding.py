@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rlightning.torch_internals import non_persistent_buffers
+
 CPUOffload = Literal["none", "optimizer", "parameters"]
 
 
@@ -22,7 +24,7 @@ class Sharding:
         device: this rank's.
         compute_dtype: of weights and activations in forward and backward; None is the weights' own.
         cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
-        reshard_after_forward: whether a layer's gathered weights are let go of between its forward and its backward.
+        reshard_after_forward: whether a layer's gathered weights are freed between its forward and its backward.
     """
 
     mesh: DeviceMesh
@@ -47,7 +49,7 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from policy.named_parameters()
     for prefix, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in non_persistent_buffers(module):
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
@@ -71,12 +73,9 @@ def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor like ``tensor``, with other values on this rank, which may be on another device than the mesh's.
+    """Return a DTensor like ``tensor`` with other values on this rank, perhaps on another device than the mesh's.
 
-    Args:
-        tensor: a DTensor, or a plain one, in whose place ``local`` is returned.
-        local: the values.
-        shape: of the whole, where it is not that of ``tensor``.
+    Its full shape may be another one. For a plain tensor ``local`` is returned.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -71,13 +71,7 @@ class StackRecorder(threading.Thread):
         self.append(reason, text)
 
     def append(self, reason: str, text: str, *, name: str | None = None) -> None:
-        """Append stacks to the file, in one piece.
-
-        Args:
-            reason: to record them.
-            text: the stacks.
-            name: of the process; None is this one.
-        """
+        """Append stacks of a process, by default this one, and the reason to the file, in one piece."""
         here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
         section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
         try:
@@ -106,12 +100,7 @@ _recorder: StackRecorder | None = None
 
 
 def start_recorder(folder: Path, name: str) -> StackRecorder:
-    """Return this process's recorder, which writes to ``folder`` from now on.
-
-    Args:
-        folder: the run's.
-        name: what the file calls this process, such as "rank 1".
-    """
+    """Return this process's recorder, which writes to a run's folder from now on, by a name such as "rank 1"."""
     global _recorder
     is_left = _recorder is not None and _recorder.ident is not None and not _recorder.is_alive()
     if _recorder is None or is_left:  # by the process that this one was forked from
@@ -122,11 +111,7 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
 
 
 def run_folder(root_dir: str) -> Path:
-    """Return where a run's stacks are written: its folder, or the current one if that is not on a disk.
-
-    Args:
-        root_dir: ``trainer.default_root_dir``.
-    """
+    """Return where a run's stacks are written: its ``default_root_dir``, or the current one if that is no folder."""
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 

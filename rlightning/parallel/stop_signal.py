@@ -1,10 +1,10 @@
-"""What a process does at a signal to stop: SIGTERM and Ctrl-C end a fit with its state saved, within a grace period.
+"""SIGTERM and Ctrl-C end a fit with its state saved, within a grace period.
 
-What comes when::
+::
 
     first signal               the step under way is finished, its state is saved, and the process ends
-    half of the grace period   a step that still samples, such as from an engine that hangs, is left: nothing of it is
-                               lost but its completions, and the state after the step before is saved
+    half of the grace period   a step that still samples, such as from an engine that hangs, is interrupted: nothing of
+                               it is lost but its completions, and the state after the step before is saved
     end of the grace period    the process ends, whatever it does
     second signal              the process ends at once
 """
@@ -17,19 +17,22 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlightning import intervals
+from rlightning.lightning_internals import SubprocessLauncher, last_saved, replace_signal_handling, set_received_sigterm
 from rlightning.parallel.collectives import all_reduce
-from rlightning.parallel.cpu_group import StoreError, connection, renew_connection
+from rlightning.parallel.cpu_group import connection, renew_connection
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, is_controller
 from rlightning.parallel.failure import active_watch, exit_now
+from rlightning.parallel.rank_store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -38,79 +41,77 @@ GRACE_PERIOD = 120.0
 
 
 class StopSignal:
-    """What a process knows of a signal that asks its run to stop; one a Trainer (:func:`stop_signal`).
+    """A signal that asks a Trainer's run to stop (:func:`stop_signal`).
 
-    It takes the place of two methods of the Trainer's. Lightning's handler broadcasts a tensor of the device from
-    inside the signal handler, in the middle of whatever collective the process is in, and logs, which raises in the
-    middle of the writing of another line; and it asks with another broadcast before each batch. This handler only takes
-    a note.
+    It replaces two methods of the Trainer's. Lightning's handler broadcasts a tensor of the device from inside the
+    signal handler, in the middle of whatever collective the process is in, and logs, which raises in the middle of the
+    writing of another line; and it asks with another broadcast before each batch. This handler only sets a flag.
 
     Attributes:
         grace_period: seconds.
         command: what a shell is given to go on with the run, if a shell has started it.
         signum: of the first signal, or 0.
         asked_at: when that came, by ``time.monotonic()``.
-        can_be_cut: whether nothing is under way that changes what a checkpoint holds, or that writes one.
+        can_interrupt: whether nothing is under way that changes what a checkpoint holds, or that writes one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.grace_period, self.command = GRACE_PERIOD, ""
-        self.signum, self.can_be_cut = 0, False
+        self.signum, self.can_interrupt = 0, False
         self.asked_at = 0.0
-        self._trainer: Any = weakref.proxy(trainer)
-        self._must_cut = self._is_frozen = False
+        self._trainer: Trainer = weakref.proxy(trainer)
+        self._must_interrupt = self._is_frozen = False
         self._lock, self._is_decided, self._is_over = threading.RLock(), threading.Event(), threading.Event()
-        trainer._signal_connector._sigterm_notifier_fn = self.note  # type: ignore[method-assign, assignment]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
+        replace_signal_handling(trainer, handler=self.handle_signal, before_batch=self.agree)
 
     @property
     def exit_code(self) -> int:
         """What a shell or a scheduler expects of a process that the signal ended."""
         return 128 + (self.signum or signal.SIGTERM)
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
+    def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler, of both signals."""
-        if self._must_cut:  # it is the watch that calls
-            self._must_cut = False
-            self._cut()
+        if self._must_interrupt:  # sent by this process's own thread
+            self._must_interrupt = False
+            self._interrupt()
         elif not self.signum:
             self.signum, self.asked_at = signum, time.monotonic()
             launcher = self._trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(signum)
             if self._trainer.world_size == 1 or not self._trainer.training:
-                self._trainer._signal_connector.received_sigterm = True
+                set_received_sigterm(self._trainer)
         elif time.monotonic() - self.asked_at > intervals.SAME_SIGNAL_GRACE and not is_interactive():
             self._end("ended by a second signal")
 
     def agree(self) -> None:
-        """Before a batch: stop if any rank was asked to."""
+        """Stop before a batch if any rank was asked to."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
             if not self.signum:  # another rank was
                 self.asked_at, self.signum = time.monotonic(), asked
             self.keep_step()  # what follows is the saving
-            self._trainer._signal_connector.received_sigterm = True
+            set_received_sigterm(self._trainer)
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Say that the step under way changes from here on what a checkpoint holds, so that it has to be finished."""
+        """Have the step under way finished: from here on it changes what a checkpoint holds."""
         with self._lock:
             if not self._is_frozen:
-                self.can_be_cut = False
+                self.can_interrupt = False
                 return
-        self._is_decided.wait()  # a cut comes as a signal, here at the latest
-        self.can_be_cut = False
+        self._is_decided.wait()  # an interruption comes as a signal, here at the latest
+        self.can_interrupt = False
 
     def watch(self) -> None:
-        """Have a thread see to the end of the grace period from here on."""
+        """Start a thread that enforces the grace period."""
         self._is_over.clear()
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
     def close(self) -> None:
         """Leave the process alone: the run is over."""
         self._is_over.set()
-        self.signum, self.can_be_cut = 0, False
+        self.signum, self.can_interrupt = 0, False
 
     def _watch(self) -> None:
         while not self.signum:
@@ -123,33 +124,33 @@ class StopSignal:
             )  # fmt: skip
         has_tried = False
         while (left := self._remaining()) > 0:
-            if left < self.grace_period / 2 and self.can_be_cut and not has_tried:
+            if left < self.grace_period / 2 and self.can_interrupt and not has_tried:
                 has_tried = connection() is not None
-                self._try_to_cut()
+                self._try_interrupt()
             if self._is_over.wait(min(intervals.POLL_INTERVAL, left)):
                 return
         if not is_interactive():
             self._end(f"ended, since the step under way was not over {self.grace_period:g} s after the signal")
 
     def _remaining(self) -> float:
-        """Seconds of the grace period."""
+        """Return the seconds that are left of the grace period."""
         return max(0.0, self.asked_at + self.grace_period - time.monotonic())
 
-    def _try_to_cut(self) -> None:
+    def _try_interrupt(self) -> None:
         """Interrupt the main thread where it samples, if all ranks sample."""
         with self._lock:
-            if self._must_cut:  # the signal before has not been delivered yet
+            if self._must_interrupt:  # the signal before has not been delivered yet
                 return
-            self._is_frozen = can_cut = self.can_be_cut
+            self._is_frozen = can_interrupt = self.can_interrupt
             self._is_decided.clear()
-        must_cut = False
+        must_interrupt = False
         try:
-            must_cut = self._agree_to_cut(can_cut)
+            must_interrupt = self._vote(can_interrupt)
         finally:
-            if not must_cut:
+            if not must_interrupt:
                 self._unfreeze()
-        if must_cut:  # the main thread stays frozen until the signal has reached it
-            self._must_cut = True
+        if must_interrupt:  # the main thread stays frozen until the signal has reached it
+            self._must_interrupt = True
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, self.signum)
@@ -158,35 +159,31 @@ class StopSignal:
         self._is_frozen = False
         self._is_decided.set()
 
-    def _agree_to_cut(self, can_cut: bool) -> bool:
-        """Whether all ranks can leave their step: one in its update would wait for those that left."""
+    def _vote(self, can_interrupt: bool) -> bool:
+        """Whether all ranks can be interrupted: one in its update would wait for those that left."""
         shared = connection()
         if shared is None:
-            return can_cut
-        notes, ranks = shared.notes, range(self._trainer.world_size)
+            return can_interrupt
+        seconds = min(intervals.INTERRUPT_VOTE_TIMEOUT, self._remaining() / 2)
         try:
-            notes.set(f"cut/{self._trainer.global_rank}", "yes" if can_cut else "no")
-            end = time.monotonic() + min(intervals.CUT_GRACE, self._remaining() / 2)
-            votes = [notes.get(f"cut/{rank}") for rank in ranks]
-            while None in votes and time.monotonic() < end:
-                time.sleep(intervals.SHORT_POLL_INTERVAL)
-                votes = [notes.get(f"cut/{rank}") for rank in ranks]
-            return notes.settle("cut", "yes" if set(votes) == {"yes"} else "no") == "yes"
+            votes = shared.store.exchange("can_interrupt", str(can_interrupt), seconds)
+            is_unanimous = [*votes.values()] == ["True"] * len(shared.store.ranks)
+            return shared.store.set_first("must_interrupt", str(is_unanimous)) == "True"
         except StoreError:
             return False
 
-    def _cut(self) -> None:
+    def _interrupt(self) -> None:
         """In the main thread: leave the step, and whatever collective it waits in."""
         self._unfreeze()
-        if not self.can_be_cut:
+        if not self.can_interrupt:
             return
-        self.can_be_cut = False
+        self.can_interrupt = False
         if connection() is not None:
             renew_connection()
             watch = active_watch()
             if watch is not None:
                 watch.keeps_groups = True
-            # Threads of the connection that was left may wait for other ranks until those are gone.
+            # Threads of the connection that was left may wait for other ranks until those have ended.
             Finalize(None, exit_now, args=(self.exit_code,), exitpriority=-99)
         raise SIGTERMException
 
@@ -198,8 +195,9 @@ class StopSignal:
         if watch is not None:
             watch.tell_end(self.exit_code)
         launcher = self._trainer.strategy.launcher
-        for child in getattr(launcher, "procs", ()):
-            child.kill()
+        if isinstance(launcher, SubprocessLauncher):
+            for child in launcher.procs:
+                child.kill()
         os._exit(self.exit_code)
 
 
@@ -233,9 +231,9 @@ class EndOnSigterm(Callback):
         super().__init__()
         self.grace_period = grace_period
         self._stop: StopSignal | None = None
-        self._usual_handler: Any = None
+        self._usual_handler: signal.Handlers | Callable[[int, FrameType | None], Any] | int | None = None
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have SIGTERM noted, and nothing else done in its handler; become the last of the callbacks."""
         self._stop = stop_signal(trainer)
         self._stop.grace_period = self.grace_period
@@ -245,83 +243,47 @@ class EndOnSigterm(Callback):
         if stage == "fit" and execution_mode() is not ExecutionMode.WORKER:
             self._stop.watch()
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have Ctrl-C noted too: before, there is nothing to save."""
-        self._allow_cut()
+        self._allow_interrupt()
         is_main = threading.current_thread() is threading.main_thread()
         is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_usual and not is_interactive():
             assert self._stop is not None
-            self._usual_handler = signal.signal(signal.SIGINT, self._stop.note)
+            self._usual_handler = signal.signal(signal.SIGINT, self._stop.handle_signal)
 
-    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Called before anything of a step has happened."""
-        self._allow_cut()
-
-    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
-        """Called before a rollout, of which a step may have several."""
-        self._allow_cut()
-
-    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        """Called before an update, also of steps that have no rollout."""
-        self._keep_step()
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Called before an update of a module without hooks of its own."""
-        self._keep_step()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called when the step is over and saved."""
-        self._go_on()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Called before anything of a validation has happened."""
-        self._allow_cut()
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Called before a checkpoint of what was validated is saved."""
-        self._keep_step()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Called when what was validated has been saved."""
-        self._go_on()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Called before ``ModelCheckpoint`` saves; what follows is the next step, or the end."""
-        self._keep_step()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Called before any other checkpoint is written."""
-        self._keep_step()
-
-    def _go_on(self) -> None:
-        """After a signal the run ends here, or after a validation, and saves its state."""
-        if self._stop is not None and not self._stop.signum:
-            self._allow_cut()
-
-    def _allow_cut(self) -> None:
+    def _allow_interrupt(self, *_: object, **__: object) -> None:
+        """Called before anything of a step, a rollout or a validation has happened."""
         # A controller's workers would go on with a step that it has left.
         if self._stop is not None and not is_controller():
-            self._stop.can_be_cut = True
+            self._stop.can_interrupt = True
 
-    def _keep_step(self) -> None:
+    def _keep_step(self, *_: object, **__: object) -> None:
+        """Called before an update, of modules with and without RL hooks, and before checkpoints are saved."""
         if self._stop is not None:
             self._stop.keep_step()
 
-    # The end
+    def _go_on(self, *_: object, **__: object) -> None:
+        """Called when a step or a validation is over and saved; after a signal the run ends here."""
+        if self._stop is not None and not self._stop.signum:
+            self._allow_interrupt()
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
+    on_train_batch_start = on_rollout_start = on_validation_start = _allow_interrupt
+    on_update_start = on_before_optimizer_step = on_save_checkpoint = _keep_step
+    on_validation_epoch_end = on_train_epoch_end = _keep_step
+    on_train_batch_end = on_validation_end = _go_on
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give Lightning's exception its exit code; called when all other callbacks have saved and cleaned up."""
         if isinstance(exception, SIGTERMException) and self._stop is not None:
             exception.code = self._stop.exit_code
         is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if is_asked and trainer.state.fn == "fit" and trainer.is_global_zero:
-            self._tell_how_to_go_on(trainer)
+            self._log_command_to_go_on(trainer)
         self._close()
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called when the run is over."""
         self._close()
 
@@ -330,16 +292,14 @@ class EndOnSigterm(Callback):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def _tell_how_to_go_on(self, trainer: Trainer) -> None:
+    def _log_command_to_go_on(self, trainer: Trainer) -> None:
         assert self._stop is not None
-        saved: list[Any] = [c for c in trainer.checkpoint_callbacks if getattr(c, "_last_checkpoint_saved", "")]
-        if not saved:
+        step, path = last_saved(trainer)
+        if not path:
             log.warning("No checkpoint was saved: no step was over, or no ModelCheckpoint may save one.")
             return
-        newest = max(saved, key=lambda callback: callback._last_global_step_saved)
-        path = newest._last_checkpoint_saved
         command = self._stop.command or f"trainer.fit(..., ckpt_path={path!r})"
-        log.info("The state after step %d is saved. Go on with:\n  %s", newest._last_global_step_saved, command)
+        log.info("The state after step %d is saved. Go on with:\n  %s", step, command)
 
     def _close(self) -> None:
         if self._usual_handler is not None:

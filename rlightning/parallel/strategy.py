@@ -2,26 +2,27 @@
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from rlightning import intervals
 from rlightning.errors import check_rules
+from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
 from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
-from rlightning.parallel.lightning_internals import DataPreparation
 from rlightning.parallel.stacks import run_folder
 from rlightning.parallel.stop_signal import stop_signal
+from rlightning.parallel.trainer_stages import prepare_data_at_barrier
 
 T = TypeVar("T")
 
@@ -29,14 +30,14 @@ T = TypeVar("T")
 class ConnectedRanks(ParallelStrategy):
     """Mixin of Lightning strategies: stands before one in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
 
-    - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of whoever asked for it.
+    - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of the calling function.
     - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
     - The first failure of a rank ends all (:class:`~rlightning.parallel.failure.FailureWatch`).
     - SIGTERM stops all ranks before the same batch.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
-            barrier, and in a collective of the devices.
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
+            at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
         kwargs: the strategy's own.
     """
@@ -62,9 +63,9 @@ class ConnectedRanks(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._launcher is None or type(self._launcher) is _SubprocessScriptLauncher:
+        if self._launcher is None or type(self._launcher) is SubprocessLauncher:
             strategy: Any = self  # which has the counts that this mixin does not
-            # Also under torchrun and SLURM, where it starts nothing: it is the first to hear of an exception.
+            # Also under torchrun and SLURM, where it starts nothing: it is the first to catch an exception.
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
@@ -85,14 +86,14 @@ class ConnectedRanks(ParallelStrategy):
             watch = FailureWatch(grace=self.failure_grace, folder=run_folder(trainer.default_root_dir))
             watch.start()
             watch.stop_at_exit()
-        DataPreparation(trainer)
+        prepare_data_at_barrier(trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Called when the model is there, and before Lightning installs its signal handlers."""
         super().setup(trainer)
         stop_signal(trainer)
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
         """Wait until all ranks are here; without a name it has that of the function that calls it."""
         barrier(name or sys._getframe(1).f_code.co_qualname)
 
@@ -140,7 +141,7 @@ class ConnectedRanks(ParallelStrategy):
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
@@ -154,11 +155,7 @@ class ConnectedRanks(ParallelStrategy):
 class DDP(ConnectedRanks, DDPStrategy):
     """Lightning's ``DDPStrategy`` whose ranks meet at named barriers with a timeout, and end together.
 
-    Args:
-        barrier_timeout: seconds after which a rank that waits for the others gives up and says who is missing: at a
-            barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
-        kwargs: of ``DDPStrategy``, such as ``find_unused_parameters``.
+    Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +164,7 @@ class DDP(ConnectedRanks, DDPStrategy):
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        """Have DDP let go of the process group, though a traceback may hold DDP itself until Python ends.
+        """Have DDP release the process group, though a traceback may hold DDP itself until Python ends.
 
         As the last to hold the group it would end gloo's threads while it holds Python's lock, and wait for ever for
         one that waits for the lock (https://github.com/pytorch/pytorch/issues/56297).

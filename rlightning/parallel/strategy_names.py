@@ -4,8 +4,8 @@ Lightning takes strings for names of its registry, which knows no dotted path; a
 classes only. So a name is replaced by its class before either sees it.
 """
 
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
@@ -84,5 +84,4 @@ def find_strategy(strategy: Any) -> Any:
     """Return a strategy of this package that a short name or a dotted path of :data:`CLASSES` stands for, or as is."""
     if not isinstance(strategy, str) or strategy not in CLASSES:
         return strategy
-    module, _, name = CLASSES[strategy].rpartition(".")
-    return getattr(import_module(module), name)()
+    return resolve_name(CLASSES[strategy])()

@@ -1,6 +1,9 @@
 """Whether a process is alive, how long to wait for it, and how often to start it again."""
 
 import time
+from collections.abc import Callable
+
+from rlightning import intervals
 
 
 class Deadline:
@@ -23,6 +26,14 @@ class Deadline:
     def is_over(self) -> bool:
         """Whether it has passed."""
         return time.monotonic() >= self._end
+
+    def wait_until(self, is_met: Callable[[], bool]) -> bool:
+        """Poll a condition until it is met, or the deadline has passed; returns whether it is met."""
+        while not is_met():
+            if self.is_over:
+                return False
+            time.sleep(intervals.SHORT_POLL_INTERVAL)
+        return True
 
 
 class Heartbeat:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlightning import intervals
+from rlightning.processes.process_table import list_processes
 from rlightning.scratch import SHARED_MEMORY, remove_scratch
 
 log = logging.getLogger(__name__)
@@ -90,16 +91,8 @@ def _remove_torch_memory(processes: Iterable[int]) -> None:
 
 def _others(group: int) -> list[int]:
     """The group's living processes, this one left out."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            # After the name, which is in brackets and may hold anything: state, parent, group.
-            state, _, pgrp = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state not in "ZX":
-                found.append(int(entry.name))
-    return found
+    members = (process for process in list_processes() if process.group == group and process.is_alive)
+    return [process.pid for process in members if process.pid != os.getpid()]
 
 
 def _is_tracker(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """One request/response transport: calls in both directions over a socket pair or TCP."""
 
 from rlightning.rpc.authentication import AuthenticationError, BusyError
-from rlightning.rpc.client import ProcessStartError, background_loop, connect, connect_process, end_process
+from rlightning.rpc.client import LoopThread, ProcessStartError, background_loop, connect, connect_process, end_process
 from rlightning.rpc.connection import Buffer, ConnectionLostError, RPCError
 from rlightning.rpc.peer import DeadlineExceededError, Peer, RemoteError
 from rlightning.rpc.server import Server, listen, serve_parent
@@ -12,6 +12,7 @@ __all__ = [
     "BusyError",
     "ConnectionLostError",
     "DeadlineExceededError",
+    "LoopThread",
     "Peer",
     "ProcessStartError",
     "RPCError",

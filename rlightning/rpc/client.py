@@ -146,13 +146,15 @@ class LoopThread:
 
     Args:
         name: of the thread.
+        closes_at_exit: before what was registered earlier with ``atexit``; else :meth:`close` is for the caller.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, closes_at_exit: bool = True) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy's may be another library's
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        if closes_at_exit:
+            atexit.register(self.close)
 
     @property
     def ident(self) -> int:

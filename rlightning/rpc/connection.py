@@ -125,6 +125,7 @@ class Connection(asyncio.BufferedProtocol):
         self.num_received = self.num_sent = 0
         self._on_message, self._on_closed = on_message, on_closed
         self._transport: asyncio.Transport
+        self._socket: socket.socket
         self._error: ConnectionLostError | None = None
         self._send_lock = asyncio.Lock()
         self._may_write = asyncio.Event()
@@ -144,6 +145,7 @@ class Connection(asyncio.BufferedProtocol):
                 if hasattr(socket, name):
                     end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection = cls(on_message, on_closed)
+        connection._socket = end
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=end)
         return connection
 
@@ -184,6 +186,10 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
         else:
             self._transport.abort()
+
+    def close_copy(self) -> None:
+        """Close the copy that a forked child has, which would keep the connection open after this process's end."""
+        self._socket.close()
 
     def _write(self, data: "bytes | memoryview") -> None:
         if self._transport.is_closing():

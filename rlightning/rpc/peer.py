@@ -128,6 +128,10 @@ class Peer:
         """End the connection at once, though the other end may not read; ``reason`` is in the error of its calls."""
         self._connection.close(ConnectionLostError(f"{self.name}: {reason}"))
 
+    def close_copy(self) -> None:
+        """Close the copy of the connection that a forked child has; it goes on in the parent process."""
+        self._connection.close_copy()
+
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if self.closed.done():
             raise self.closed.result()

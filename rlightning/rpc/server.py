@@ -21,7 +21,7 @@ MAX_UNAUTHENTICATED = 32
 class Server:
     """Accepts connections, authenticates each client, and serves it.
 
-    Of more than :data:`MAX_UNAUTHENTICATED` connections that have not authenticated, the oldest is closed, and so is
+    Of more than ``max_unauthenticated`` connections that have not authenticated, the oldest is closed, and so is
     the oldest where this process has no file descriptor for a new one: strangers cannot keep clients out.
 
     Args:
@@ -30,6 +30,8 @@ class Server:
         serve: called with the socket of each client that has authenticated, and its address; usually it opens a
             :class:`Peer`, and returns when that is closed. Its errors are logged.
         max_clients: at once; further ones are told that the server is busy.
+        max_unauthenticated: connections at once.
+        timeout: seconds to authenticate; None is ``intervals.CONNECT_TIMEOUT``.
     """
 
     def __init__(
@@ -39,8 +41,11 @@ class Server:
         serve: Callable[[socket.socket, str], Awaitable[None]],
         *,
         max_clients: int = 64,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        timeout: float | None = None,
     ) -> None:
         self._listener, self._key, self._serve, self.max_clients = listener, key, serve, max_clients
+        self._max_unauthenticated, self._timeout = max_unauthenticated, timeout
         self._unauthenticated: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
         self._served: set[asyncio.Task[None]] = set()
         self._is_short = False
@@ -67,7 +72,7 @@ class Server:
             task = asyncio.ensure_future(self._handle(end, f"{address[0]}:{address[1]}"))
             self._unauthenticated[task] = end
             task.add_done_callback(self._forget)
-            if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            if len(self._unauthenticated) > self._max_unauthenticated:
                 next(iter(self._unauthenticated)).cancel()
 
     async def _make_room(self, error: OSError) -> None:
@@ -96,7 +101,8 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         try:
-            await limit(authenticate_client(end, self._key, partial(self._admit, task)), intervals.CONNECT_TIMEOUT)
+            seconds = intervals.CONNECT_TIMEOUT if self._timeout is None else self._timeout
+            await limit(authenticate_client(end, self._key, partial(self._admit, task)), seconds)
             await self._serve(end, client)
         except (AuthenticationError, OSError) as error:
             if not isinstance(error, BusyError):

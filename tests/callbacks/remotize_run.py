@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.controller.rtensor import remotize, remotize_own
+from rlightning.controller.rtensor import store_own_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries
 from rlightning.hooks import RLCallback
 from rlightning.parallel.fsdp import FSDP, MeshStrategy
@@ -32,7 +32,7 @@ class StoreEverywhere(RLCallback):
 
     def store(self, occasion: str, tree: Any) -> None:
         """Store, look, and let go."""
-        stored = remotize(tree, label=occasion)
+        stored = store_tensors(tree, label=occasion)
         alive = live_entries()
         is_stored = stored is not None
         del stored
@@ -43,7 +43,7 @@ class StoreEverywhere(RLCallback):
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         self.store("rollout", batch)
-        stored = remotize_own(batch, label="own")
+        stored = store_own_tensors(batch, label="own")
         self.record[self.prefix + "own"] = (stored is not None, live_entries(), 0)
 
     def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
@@ -82,7 +82,7 @@ class Fails(LightningModule):
         """ModelParallelStrategy wants one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        stored = remotize({"weight": self.weight})
+        stored = store_tensors({"weight": self.weight})
         if batch_idx == 1:
             self.record["failing"] = (stored is not None, live_entries(), -1)
             raise RuntimeError("out of luck")

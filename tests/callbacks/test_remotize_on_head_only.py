@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlightning.callbacks import RemotizeOnHeadOnly
-from rlightning.controller.rtensor import remotize, remotize_own
+from rlightning.controller.rtensor import store_own_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
@@ -162,14 +162,14 @@ def test_ranks_outside_mesh_store_their_tensors() -> None:
 def test_without_ranks_everything_is_stored(loop: Any, arguments: dict[str, Any]) -> None:
     callback = RemotizeOnHeadOnly(**arguments)
     callback.setup(loop, PlainModule(), "fit")
-    assert callback.is_head is None and remotize(torch.ones(1)) is not None
+    assert callback.is_head is None and store_tensors(torch.ones(1)) is not None
 
 
 def test_others_return_none_but_for_what_is_their_own() -> None:
     with as_rank(3):
         RemotizeOnHeadOnly(group_size=2).setup(SimpleNamespace(), PlainModule(), "fit")
-        assert remotize({"loss": 1.0}) is None and remotize([torch.ones(1)]) is None and live_entries() == 0
-        own = remotize_own({"x": torch.ones(1)})
+        assert store_tensors({"loss": 1.0}) is None and store_tensors([torch.ones(1)]) is None and live_entries() == 0
+        own = store_own_tensors({"x": torch.ones(1)})
         assert own["x"].owner.rank == 3 and live_entries() == 1
 
 
@@ -183,7 +183,7 @@ class Stores(RLCallback):
         self.stored: list[bool] = []
 
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        self.stored.append(remotize(batch) is not None)
+        self.stored.append(store_tensors(batch) is not None)
 
 
 def test_an_exception_ends_it(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def send_twice(send: Any) -> Any:
 
     def call(self: WorkerGroup, actor: Any, method: str, *arguments: Any, **options: Any) -> Any:
         first = send(self, actor, method, *arguments, **options)
-        if method in ("run", "obey", "supply"):
+        if method in ("run", "execute", "supply"):
             send(self, actor, method, *arguments, **options)
         return first
 

@@ -9,7 +9,7 @@ import ray
 import torch
 
 from rlightning.controller.object_store import RayStore
-from rlightning.controller.rtensor import localize, remotize
+from rlightning.controller.rtensor import fetch_tensors, store_tensors
 from rlightning.controller.tensor_store import live_bytes, live_entries, set_store, tensor_store
 
 TESTS = Path(__file__).parents[1]
@@ -37,20 +37,20 @@ class StoringWorker:
 
     def store(self, tree: Any, label: str = "store") -> Any:
         """Handles to a tree that was sent whole."""
-        return remotize(tree, label=label)
+        return store_tensors(tree, label=label)
 
     def store_samples(self) -> Any:
         """Handles to tensors of all kinds, not all of which Ray itself could send here."""
         from test_rtensor import SAMPLES
 
-        return remotize(SAMPLES)
+        return store_tensors(SAMPLES)
 
     def store_zeros(self, num_bytes: int, label: str = "zeros") -> Any:
         """A handle to so many bytes that are made here."""
-        return remotize(torch.zeros(num_bytes, dtype=torch.uint8), label=label)
+        return store_tensors(torch.zeros(num_bytes, dtype=torch.uint8), label=label)
 
     def store_and_fail(self, num_bytes: int) -> None:
-        stored = remotize(torch.zeros(num_bytes, dtype=torch.uint8))
+        stored = store_tensors(torch.zeros(num_bytes, dtype=torch.uint8))
         raise RuntimeError(f"out of luck with {stored}")
 
     def keep(self, tree: Any) -> None:
@@ -62,7 +62,7 @@ class StoringWorker:
 
     def sum_kept(self) -> list[float]:
         """The sum of each tensor behind the handles that are kept."""
-        return [float(tensor.sum()) for tensor in localize(self.kept)]
+        return [float(tensor.sum()) for tensor in fetch_tensors(self.kept)]
 
     def live(self) -> tuple[int, int]:
         """Live entries and bytes of this process."""

@@ -7,101 +7,101 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from tiny import bare_trainer
 
-from rlightning.controller.command_feed import OrderFeed, WorkerData
+from rlightning.controller.command_feed import CommandFeed, WorkerData
 from rlightning.controller.commands import (
-    Answered,
     Call,
+    Command,
+    CommandQueue,
+    Completed,
     End,
     EndEpoch,
     EndEvaluation,
     Evaluate,
     EvaluateBatch,
     Failed,
-    Fired,
+    FiredHook,
     ForeseenWorkerError,
-    Inbox,
     Load,
-    Order,
-    PromptsWanted,
+    PromptRequest,
     StartEpoch,
     StartTraining,
-    StopWanted,
+    StopRequest,
     Train,
     WorkerError,
     raise_failure,
 )
 from rlightning.controller.hook_relay import HookRelay, Relay
-from rlightning.controller.rtensor import RTensor, localize
+from rlightning.controller.rtensor import RTensor, fetch_tensors
 from rlightning.controller.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError
 
 
-def feed_of(inbox: Inbox, done: list[Any]) -> OrderFeed:
-    """A feed that notes what is obeyed."""
-    return OrderFeed(
-        inbox,
-        obey=lambda order: done.append(order),
-        evaluate=lambda order: {},
+def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
+    """A feed that notes what is executed."""
+    return CommandFeed(
+        queue,
+        execute=lambda command: done.append(command),
+        evaluate=lambda command: {},
         step_result=lambda: len(done),
-        tell_of_stop=lambda: None,
+        report_stop=lambda: None,
     )
 
 
 def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
-    inbox, done = Inbox(), list[Any]()
+    queue, done = CommandQueue(), list[Any]()
     for _ in range(2):
-        inbox.submit(0, Call("save_hf", ("here",)))
-    inbox.submit(1, Train([7]))
-    feed = feed_of(inbox, done)
+        queue.submit(0, Call("save_hf", ("here",)))
+    queue.submit(1, Train([7]))
+    feed = feed_of(queue, done)
     assert feed.await_batch() == Train([7]) and feed.take_batch() == [7]
     assert done == [Call("save_hf", ("here",))]
-    inbox.submit(0, Call("save_hf", ("here",)))  # obeyed already: its answer is read again
-    assert inbox.collect(0, 0) == inbox.collect(0, 0) == [Answered(None)]
-    inbox.submit(1, Train([7]))  # while it is under way
-    inbox.submit(2, EndEpoch())
+    queue.submit(0, Call("save_hf", ("here",)))  # executed already: its answer is read again
+    assert queue.collect(0, 0) == queue.collect(0, 0) == [Completed(None)]
+    queue.submit(1, Train([7]))  # while it is under way
+    queue.submit(2, EndEpoch())
     feed.answer_step()
     assert feed.await_batch() is None
     assert done == [Call("save_hf", ("here",))]
-    assert inbox.collect(1, 0) == [Answered(1)]
+    assert queue.collect(1, 0) == [Completed(1)]
 
 
 def test_an_order_whose_answer_was_fetched_is_refused() -> None:
-    inbox = Inbox()
-    inbox.submit(3, End())
-    inbox.take()
-    inbox.answer("done")
-    inbox.forget(3)
-    with pytest.raises(RuntimeError, match="order 3 has been obeyed"):
-        inbox.submit(3, End())
+    queue = CommandQueue()
+    queue.submit(3, End())
+    queue.take()
+    queue.answer("done")
+    queue.forget(3)
+    with pytest.raises(RuntimeError, match="command 3 has been executed"):
+        queue.submit(3, End())
 
 
 def test_entries_are_read_as_they_come() -> None:
-    inbox = Inbox()
-    inbox.submit(0, Train([]))
-    inbox.take()
+    queue = CommandQueue()
+    queue.submit(0, Train([]))
+    queue.take()
     found: list[Any] = []
-    reader = threading.Thread(target=lambda: found.extend(inbox.collect(0, 0)))
+    reader = threading.Thread(target=lambda: found.extend(queue.collect(0, 0)))
     reader.start()
-    inbox.note(PromptsWanted(2))
+    queue.record(PromptRequest(2))
     reader.join(120)
-    assert found == [PromptsWanted(2)]
-    inbox.answer(None)
-    assert inbox.collect(0, 1) == [Answered(None)]
+    assert found == [PromptRequest(2)]
+    queue.answer(None)
+    assert queue.collect(0, 1) == [Completed(None)]
 
 
 def test_what_a_step_asks_for_comes_once() -> None:
-    inbox = Inbox()
+    queue = CommandQueue()
     for number, prompts in ((0, ["a"]), (0, ["a"]), (1, ["b"])):
-        inbox.supply(number, prompts)
-    assert [inbox.await_supply(), inbox.await_supply()] == [["a"], ["b"]]
+        queue.supply(number, prompts)
+    assert [queue.await_prompts(), queue.await_prompts()] == [["a"], ["b"]]
 
 
 def test_a_failure_answers_all_orders() -> None:
-    inbox, failure = Inbox(), Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True)
-    inbox.submit(0, Train([]))
-    inbox.fail(failure)
-    inbox.submit(1, End())
-    assert inbox.collect(0, 0) == inbox.collect(1, 0) == [failure]
+    queue, failure = CommandQueue(), Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True)
+    queue.submit(0, Train([]))
+    queue.fail(failure)
+    queue.submit(1, End())
+    assert queue.collect(0, 0) == queue.collect(1, 0) == [failure]
 
 
 def test_a_failure_is_raised_as_what_it_is() -> None:
@@ -129,30 +129,31 @@ class Doubling(LightningModule):
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_path: Path) -> None:
     """To read one of a GPU it would have to use that GPU itself."""
-    inbox = Inbox()
-    orders: list[Order] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
-    for number, order in enumerate(orders):
-        inbox.submit(number, order)
-    trainer = bare_trainer(tmp_path, 1, HookRelay(inbox, ()), enable_checkpointing=True)
-    getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed_of(inbox, [])))
-    [answered] = inbox.collect(1, 0)
-    assert isinstance(answered, Answered)
+    queue = CommandQueue()
+    commands: list[Command] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
+    for number, command in enumerate(commands):
+        queue.submit(number, command)
+    feed = feed_of(queue, [])
+    trainer = bare_trainer(tmp_path, 1, HookRelay(feed, ()), enable_checkpointing=True)
+    getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed))
+    [answered] = queue.collect(1, 0)
+    assert isinstance(answered, Completed)
     if stage != "predict":
         assert answered.result is None
     else:
         assert [type(handle) for handle in answered.result] == [RTensor]
-        assert localize(answered.result)[0].tolist() == [0, 2, 4]
+        assert fetch_tensors(answered.result)[0].tolist() == [0, 2, 4]
 
 
-def worker_trainer(folder: Path, feed: OrderFeed, **settings: Any) -> WorkerTrainer:
+def worker_trainer(folder: Path, feed: CommandFeed, **settings: Any) -> WorkerTrainer:
     """On one CPU."""
-    relay = HookRelay(feed.inbox, ())
+    relay = HookRelay(feed, ())
     shared: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     return WorkerTrainer(feed, default_root_dir=folder, callbacks=[relay], **shared, **settings)
 
 
 def test_steps_are_estimated_only_where_epochs_do_not_count(tmp_path: Path) -> None:
-    feed = feed_of(Inbox(), [])
+    feed = feed_of(CommandQueue(), [])
     assert worker_trainer(tmp_path, feed, max_steps=7, max_epochs=-1).estimated_stepping_batches == 7
     with pytest.raises(ConfigError, match=r"asked for with max_epochs=2, .* Set trainer\.max_steps"):
         _ = worker_trainer(tmp_path, feed, max_epochs=2).estimated_stepping_batches
@@ -170,11 +171,11 @@ class SkipsEpoch(LightningModule):
 
 
 def test_worker_skipping_an_epoch_raises_config_error(tmp_path: Path) -> None:
-    inbox = Inbox()
-    feed = feed_of(inbox, [])
-    orders: list[Order] = [StartTraining(2), StartEpoch(2), Train([7])]
-    for number, order in enumerate(orders):
-        inbox.submit(number, order)
+    queue = CommandQueue()
+    feed = feed_of(queue, [])
+    commands: list[Command] = [StartTraining(2), StartEpoch(2), Train([7])]
+    for number, command in enumerate(commands):
+        queue.submit(number, command)
     trainer = worker_trainer(tmp_path, feed, max_steps=7)
     with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
         trainer.fit(SkipsEpoch(), datamodule=WorkerData(LightningDataModule(), feed))
@@ -198,24 +199,24 @@ class Starts(SkipsEpoch):
 
 def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) -> None:
     """A checkpoint may bring a state of random numbers, which training goes on with."""
-    inbox, module = Inbox(), Starts()
-    feed = OrderFeed(
-        inbox,
-        obey=lambda order: torch.manual_seed(7) and None,
-        evaluate=lambda order: {},
+    queue, module = CommandQueue(), Starts()
+    feed = CommandFeed(
+        queue,
+        execute=lambda command: torch.manual_seed(7) and None,
+        evaluate=lambda command: {},
         step_result=lambda: None,
-        tell_of_stop=lambda: inbox.note(StopWanted()) if module.trainer.should_stop else None,
+        report_stop=lambda: queue.record(StopRequest()) if module.trainer.should_stop else None,
     )
-    epochs: list[Order] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
-    orders: list[Order] = [Load("", None), StartTraining(2), *epochs, End()]
-    for number, order in enumerate(orders):
-        inbox.submit(number, order)
+    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
+    commands: list[Command] = [Load("", None), StartTraining(2), *epochs, End()]
+    for number, command in enumerate(commands):
+        queue.submit(number, command)
     worker_trainer(tmp_path, feed, max_steps=7).fit(module, datamodule=WorkerData(LightningDataModule(), feed))
     torch.manual_seed(7)
     assert module.random == [torch.rand(1).item()]
     assert module.num_batches == [2, 3]
-    answers = [inbox.collect(number, 0) for number in range(6)]
-    assert answers == [[Answered(None)]] * 4 + [[StopWanted(), Answered(None)]] * 2
+    answers = [queue.collect(number, 0) for number in range(6)]
+    assert answers == [[Completed(None)]] * 4 + [[StopRequest(), Completed(None)]] * 2
 
 
 def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
@@ -227,7 +228,7 @@ def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
         (1, "on_predict_prompt_end", ["c"]),
         (1, "on_rollout_start", ["d"]),
     ]:
-        relay.add(rank, Fired(hook, (argument,), 0, 0))
+        relay.add(rank, FiredHook(hook, (argument,), 0, 0))
     assert fired == [
         ("on_predict_prompt_end", [["b"]]),
         ("on_predict_prompt_end", [["c"]]),

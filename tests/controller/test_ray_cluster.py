@@ -20,7 +20,7 @@ from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import LONGEST_LIST, DriverContext, list_names
 from rlightning.errors import ConfigError
-from rlightning.parallel.process_identity import find_children
+from rlightning.processes.process_table import find_children
 
 FIT = ("fit", "--config", "run.yaml", "--trainer.strategy", "ray")
 

@@ -19,7 +19,7 @@ from test_rtensor import SAMPLES, bits
 from rlightning.controller import object_store as ray_store
 from rlightning.controller import tensor_store
 from rlightning.controller.object_store import RayStore
-from rlightning.controller.rtensor import RTensor, localize, remotize
+from rlightning.controller.rtensor import RTensor, fetch_tensors, store_tensors
 from rlightning.controller.tensor_store import LocalStore, StoreFullError, TensorLostError
 
 pytestmark = pytest.mark.processes
@@ -71,7 +71,7 @@ def test_bits_between_processes(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_samples.remote())
     owner = stored["bfloat16"].owner
     assert owner.pid == ray.get(workers[0].pid.remote()) != os.getpid() and owner.rank == 0
-    back = localize(stored)
+    back = fetch_tensors(stored)
     for name, sample in SAMPLES.items():
         tensor = sample.detach().resolve_conj()
         handle = stored[name]
@@ -86,16 +86,16 @@ def test_a_rollout_batch_in_a_worker(workers: list[Any]) -> None:
     add_rewards(batch)
     stored = ray.get(workers[0].store.remote(batch))
     assert isinstance(stored.rewards, RTensor) and stored.completions[1].text == "55"
-    back = localize(stored)
+    back = fetch_tensors(stored)
     assert torch.equal(back.rewards, torch.tensor([1.0, 0.0, 0.5, 0.5]))
     assert torch.equal(back.token_ids, batch.token_ids)
 
 
 def test_fetched_tensor_is_writable_and_outlives_stored_one(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_zeros.remote(8 * MB))
-    first = localize(stored)
+    first = fetch_tensors(stored)
     first += 1
-    assert int(localize(stored).max()) == 0
+    assert int(fetch_tensors(stored).max()) == 0
     del stored
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
     assert first.sum() == 8 * MB
@@ -138,7 +138,7 @@ def test_ray_has_the_memory_back(workers: list[Any]) -> None:
 
 
 def test_a_worker_that_lets_go_of_its_own_results(workers: list[Any]) -> None:
-    ray.get(workers[0].run.remote(lambda: remotize(torch.zeros(MB)) and None))
+    ray.get(workers[0].run.remote(lambda: store_tensors(torch.zeros(MB)) and None))
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
 
 
@@ -154,7 +154,7 @@ def test_many_handles_are_one_request(workers: list[Any], monkeypatch: pytest.Mo
     requests: list[int] = []
     get = ray.get
     monkeypatch.setattr(ray, "get", lambda refs: requests.append(len(refs)) or get(refs))  # type: ignore[func-returns-value]
-    back = localize(stored)
+    back = fetch_tensors(stored)
     assert requests == [4]
     assert [[int(tensor.sum()) for tensor in tensors] for tensors in back] == [[3, MB]] * 2
 
@@ -176,9 +176,9 @@ def test_a_worker_that_is_gone_is_named(cluster: None) -> None:
     deadline = monotonic() + 60  # until Ray notices, what was stored on this node can be read
     with pytest.raises(TensorLostError, match=rf"What 'values' stored is gone: rank 0 \(process {pid} on .* has ended"):
         while monotonic() < deadline:
-            localize(tree)
+            fetch_tensors(tree)
             sleep(0.05)
-    assert localize(tree[0]).numel() == 100
+    assert fetch_tensors(tree[0]).numel() == 100
     ray.kill(lives)
 
 
@@ -207,10 +207,10 @@ def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
 
 def test_this_process_can_store_too(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_store, "_store", LocalStore())
-    local = remotize(torch.ones(2))
+    local = store_tensors(torch.ones(2))
     tensor_store.set_store(RayStore())
-    shared = remotize(torch.zeros(2))
+    shared = store_tensors(torch.zeros(2))
     assert tensor_store.live_entries() == 1
-    assert [tensor.tolist() for tensor in localize([local, shared])] == [[1, 1], [0, 0]]  # from both places
+    assert [tensor.tolist() for tensor in fetch_tensors([local, shared])] == [[1, 1], [0, 0]]  # from both places
     del shared
     assert become(0, tensor_store.live_entries) == 0

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from rlightning.controller.rtensor import RTensor, localize, remotize
+from rlightning.controller.rtensor import RTensor, fetch_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
@@ -54,10 +54,10 @@ SAMPLES = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_tensor_comes_back_bit_for_bit(name: str) -> None:
     tensor = SAMPLES[name]
-    handle = remotize(tensor)
+    handle = store_tensors(tensor)
     assert isinstance(handle, RTensor)
     assert (handle.shape, handle.dtype, handle.nbytes) == (tensor.shape, tensor.dtype, tensor.numel() * tensor.itemsize)
-    back = localize(handle)
+    back = fetch_tensors(handle)
     assert (back.shape, back.dtype, back.requires_grad) == (tensor.shape, tensor.dtype, False)
     assert bits(back) == bits(tensor.detach().resolve_conj())
 
@@ -65,7 +65,7 @@ def test_every_tensor_comes_back_bit_for_bit(name: str) -> None:
 @pytest.mark.gpu
 def test_device_tensor_is_fetched_to_host() -> None:
     matrix = torch.arange(6, dtype=torch.bfloat16, device="cuda").reshape(2, 3)
-    back = localize(remotize([matrix, matrix.T]))
+    back = fetch_tensors(store_tensors([matrix, matrix.T]))
     assert [tensor.device.type for tensor in back] == ["cpu", "cpu"]
     assert torch.equal(back[0], matrix.cpu()) and torch.equal(back[1], matrix.T.cpu())
 
@@ -106,7 +106,7 @@ def test_nested_structures_keep_types_and_non_tensor_values() -> None:
         "user": UserDict({"a": (one, 1)}),
         "plain": plain,
     }
-    stored = remotize(tree)
+    stored = store_tensors(tree)
     assert tree["pair"].left is one
     assert isinstance(stored["pair"], Pair) and isinstance(stored["pair"].left, RTensor)
     assert isinstance(stored["frozen"], Frozen) and stored["frozen"].note == "a note"
@@ -115,7 +115,7 @@ def test_nested_structures_keep_types_and_non_tensor_values() -> None:
     assert type(stored["ordered"]) is OrderedDict and type(stored["user"]) is UserDict
     assert stored["plain"] is plain and stored["pair"].right is plain
 
-    back = localize(stored)
+    back = fetch_tensors(stored)
     assert torch.equal(back["frozen"].twice, 2 * one) and back["frozen"].note == "a note"
     assert torch.equal(back["user"]["a"][0], one) and back["user"]["a"][1] == 1
     assert back["pair"].left is back["counts"]["x"][0]  # one tensor in all places, as before
@@ -126,11 +126,11 @@ def test_a_rollout_batch() -> None:
     batch = make_batch()
     batch.advantages = torch.arange(22.0)
     batch.scores = {"exact": torch.tensor([1.0, 0.0, 1.0, 0.0])}
-    stored = remotize(batch)
+    stored = store_tensors(batch)
     assert type(stored) is type(batch) and stored.trajectories == batch.trajectories and stored.ref_logprobs is None
     assert isinstance(stored.token_ids, RTensor) and stored.token_ids.shape == (22,)
     assert isinstance(batch.token_ids, Tensor)
-    back = localize(stored)
+    back = fetch_tensors(stored)
     assert back.num_sequences == 4 and torch.equal(back.advantages, batch.advantages)
     assert torch.equal(back.is_sampled, batch.is_sampled)
     assert torch.equal(back.scores["exact"], batch.scores["exact"])
@@ -138,28 +138,28 @@ def test_a_rollout_batch() -> None:
 
 def test_what_has_no_tensor_is_stored_nowhere() -> None:
     tree = {"loss": 0.5, "rows": [(1, 2), "text"]}
-    assert remotize(tree) is tree and localize(tree) is tree and live_entries() == 0
+    assert store_tensors(tree) is tree and fetch_tensors(tree) is tree and live_entries() == 0
 
 
 def test_handles_are_passed_on_as_they_are() -> None:
-    handle = remotize(torch.ones(3))
-    both = remotize({"old": handle, "new": torch.zeros(3)})
+    handle = store_tensors(torch.ones(3))
+    both = store_tensors({"old": handle, "new": torch.zeros(3)})
     assert both["old"] is handle and live_entries() == 2
 
 
 def test_stored_and_fetched_tensors_are_copies() -> None:
     tensor = torch.zeros(3)
-    handle = remotize(tensor)
+    handle = store_tensors(tensor)
     tensor += 1
-    first = localize(handle)
+    first = fetch_tensors(handle)
     first += 2
-    assert localize(handle).tolist() == [0, 0, 0]
+    assert fetch_tensors(handle).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")], ids=["sparse", "meta"])
 def test_what_is_no_plain_tensor_is_refused(tensor: Tensor) -> None:
     with pytest.raises(TypeError, match="cannot be stored"):
-        remotize([torch.ones(2), tensor])
+        store_tensors([torch.ones(2), tensor])
     assert live_entries() == 0
 
 
@@ -168,6 +168,6 @@ def test_a_shard_is_not_taken_for_the_whole() -> None:
     try:
         shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
         with pytest.raises(TypeError, match=r"DTensor .* full_tensor\(\)"):
-            remotize(shard)
+            store_tensors(shard)
     finally:
         dist.destroy_process_group()

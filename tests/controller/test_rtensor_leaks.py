@@ -38,7 +38,7 @@ AT_ONCE = {"free_objects_period_milliseconds": 0}
 class LaxGroup(WorkerGroup):
     """Acknowledges the answers of data-parallel heads alone, which are all that it reads."""
 
-    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "orders") -> Any:
+    def _call(self, actor: Any, method: str, *arguments: Any, group: str = "commands") -> Any:
         if method == "forget" and self.actors.index(actor) % 2:
             return None
         return super()._call(actor, method, *arguments, group=group)

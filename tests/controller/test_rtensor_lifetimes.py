@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlightning.controller import tensor_store
-from rlightning.controller.rtensor import SHARED_BELOW, RTensor, localize, remotize
+from rlightning.controller.rtensor import SHARED_BELOW, RTensor, fetch_tensors, store_tensors
 from rlightning.controller.tensor_store import (
     Holding,
     LocalStore,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("fresh_process")
 def test_small_tensors_share_object_large_ones_do_not() -> None:
     large = torch.zeros(LARGE)
     tree = {"a": torch.zeros(10), "b": torch.zeros(5, dtype=torch.int64), "large": large, "again": large}
-    stored = remotize(tree)
+    stored = store_tensors(tree)
     assert (live_entries(), live_bytes()) == (2, 40 + 40 + SHARED_BELOW)
     del stored["large"]
     assert live_entries() == 2
@@ -43,22 +43,22 @@ def test_small_tensors_share_object_large_ones_do_not() -> None:
     assert (live_entries(), live_bytes()) == (1, 80)
     del stored["a"]
     assert (live_entries(), live_bytes()) == (1, 80)  # what is shared goes as a whole
-    kept = localize(stored)["b"]
+    kept = fetch_tensors(stored)["b"]
     del stored
     assert (live_entries(), live_bytes(), kept.tolist()) == (0, 0, [0] * 5)
 
 
 def test_a_slice_keeps_nothing_else_alive() -> None:
-    handle = remotize(torch.zeros(LARGE)[10:20])
+    handle = store_tensors(torch.zeros(LARGE)[10:20])
     assert handle.nbytes == live_bytes() == 40
 
 
 def test_copies_of_a_handle_are_handles_to_the_same() -> None:
-    handle = remotize({"x": torch.arange(3)})
+    handle = store_tensors({"x": torch.arange(3)})
     copies = [copy.copy(handle), copy.deepcopy(handle)]
     del handle
     assert (live_entries(), live_bytes()) == (1, 24)
-    assert [localize(tree)["x"].tolist() for tree in copies] == [[0, 1, 2]] * 2
+    assert [fetch_tensors(tree)["x"].tolist() for tree in copies] == [[0, 1, 2]] * 2
     copies.clear()
     assert live_entries() == 0
 
@@ -66,7 +66,7 @@ def test_copies_of_a_handle_are_handles_to_the_same() -> None:
 @pytest.mark.long
 def test_an_exception_leaves_nothing_behind() -> None:
     def fail() -> None:
-        stored = remotize(torch.ones(4))
+        stored = store_tensors(torch.ones(4))
         raise RuntimeError(f"out of luck with {stored}")
 
     with pytest.raises(RuntimeError, match="out of luck") as caught:
@@ -82,8 +82,8 @@ def test_many_threads_at_once() -> None:
     def work(tree: dict[str, Tensor], num_steps: int = 200) -> None:
         kept: list[Any] = []
         for _ in range(num_steps):
-            kept = [*kept[-3:], remotize(tree)]
-            assert localize(kept[0])["x"].tolist() == [1, 2]
+            kept = [*kept[-3:], store_tensors(tree)]
+            assert fetch_tensors(kept[0])["x"].tolist() == [1, 2]
             tensor_store.tensor_store().holdings()
 
     threads = [threading.Thread(target=work, args=({"x": torch.tensor([1, 2])},)) for _ in range(8)]
@@ -96,14 +96,14 @@ def test_many_threads_at_once() -> None:
 
 def test_a_handle_does_not_leave_its_process() -> None:
     with pytest.raises(pickle.PicklingError, match=r"'rollout' stored .* set_store\(RayStore\(\)\)"):
-        pickle.dumps(remotize(torch.ones(1), label="rollout"))
+        pickle.dumps(store_tensors(torch.ones(1), label="rollout"))
 
 
 def test_another_store_counts_anew_and_old_handles_stay_good() -> None:
-    old = remotize(torch.ones(2))
+    old = store_tensors(torch.ones(2))
     set_store(LocalStore())
     assert live_entries() == 0
-    assert localize([old, remotize(torch.zeros(1))])[0].tolist() == [1, 1] and live_entries() == 0
+    assert fetch_tensors([old, store_tensors(torch.zeros(1))])[0].tolist() == [1, 1] and live_entries() == 0
 
 
 # Whether it stores at all
@@ -112,9 +112,9 @@ def test_another_store_counts_anew_and_old_handles_stay_good() -> None:
 def test_one_policy_decides() -> None:
     set_storing_policy(lambda: False)
     assert not stores_results()
-    assert remotize({"x": torch.ones(2), "loss": 1.0}) is None and live_entries() == 0
+    assert store_tensors({"x": torch.ones(2), "loss": 1.0}) is None and live_entries() == 0
     set_storing_policy(None)
-    assert stores_results() and isinstance(remotize(torch.ones(2)), RTensor)
+    assert stores_results() and isinstance(store_tensors(torch.ones(2)), RTensor)
 
 
 # The cap
@@ -130,24 +130,24 @@ def capped() -> Iterator[LocalStore]:
 
 
 def test_a_full_store_says_who_holds_what(capped: LocalStore) -> None:
-    kept = [remotize(torch.zeros(5), label="rollout"), remotize(torch.zeros(5), label="rollout")]
-    kept.append(remotize(torch.zeros(12), label="values"))
+    kept = [store_tensors(torch.zeros(5), label="rollout"), store_tensors(torch.zeros(5), label="rollout")]
+    kept.append(store_tensors(torch.zeros(12), label="values"))
     assert capped.holdings() == [Holding("values", 1, 48), Holding("rollout", 2, 40)]
     with pytest.raises(
         StoreFullError,
         match=r"'update' would store 16 bytes more than the 88 .* rank 0 .*max_bytes=100\. "
         r"Held are: 'values': 1 x, 48 bytes; 'rollout': 2 x, 40 bytes\. Let go",
     ):
-        remotize(torch.zeros(4), label="update")
+        store_tensors(torch.zeros(4), label="update")
     assert live_bytes() == 88
-    kept.append(remotize(torch.zeros(3), label="update"))  # to the last byte
+    kept.append(store_tensors(torch.zeros(3), label="update"))  # to the last byte
     assert live_bytes() == 100
     kept.clear()
-    assert live_entries() == 0 and remotize(torch.zeros(25)).nbytes == 100
+    assert live_entries() == 0 and store_tensors(torch.zeros(25)).nbytes == 100
 
 
 def test_without_a_label_the_caller_is_named(capped: LocalStore) -> None:
-    handle = remotize(torch.zeros(2))
+    handle = store_tensors(torch.zeros(2))
     label = capped.holdings()[0].label
     assert (
         label.startswith("test_without_a_label_the_caller_is_named (test_rtensor_lifetimes.py:") and handle.nbytes == 8
@@ -158,7 +158,7 @@ def test_without_a_label_the_caller_is_named(capped: LocalStore) -> None:
 def test_a_call_that_does_not_fit_stores_nothing() -> None:
     set_store(LocalStore(max_bytes=SHARED_BELOW + 10))
     with pytest.raises(StoreFullError):
-        remotize([torch.zeros(1), torch.zeros(LARGE), torch.zeros(LARGE)])
+        store_tensors([torch.zeros(1), torch.zeros(LARGE), torch.zeros(LARGE)])
     gc.collect()
     assert live_entries() == 0
 

@@ -178,7 +178,7 @@ def test_monitor_of_epoch_end_metric_is_awaited(tmp_path: Path) -> None:
 def test_early_stopping_by_training_metric_survives_validation_before_training(tmp_path: Path) -> None:
     class ValidatesFirst(Scripted):
         def on_train_start(self) -> None:
-            from rlightning.parallel.lightning_internals import validate_in_fit
+            from rlightning.parallel.trainer_stages import validate_in_fit
 
             validate_in_fit(self.trainer)
 

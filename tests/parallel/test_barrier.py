@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import HashStore
 from rlightning import intervals
 from rlightning.parallel import barrier as barriers
 from rlightning.parallel.barrier import BarrierError, add_barrier_hook, barrier, remove_barrier_hook
-from rlightning.parallel.cpu_group import Connection, NoteStore
+from rlightning.parallel.cpu_group import Connection
+from rlightning.parallel.rank_store import RankStore
 
 CLOSED = "a connection between the ranks closed"
 MEET = """\
@@ -101,11 +102,11 @@ GOING = (
 barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
 intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 5
-intervals.ARRIVALS_GRACE = 10  # also who is slow answers
+intervals.BARRIER_REPORT_GRACE = 10  # also who is slow answers
 if rank == int(sys.argv[1]):
     shared = cpu_group.connection()
     for other in {0, 1, 2} - {rank}:  # have left the first one and come to the next
-        while json.loads(shared.notes.get(f"place/{other}"))["number"] == shared.num_barriers:
+        while json.loads(shared.store.get(f"arrival/{other}"))[0] == shared.num_barriers:
             time.sleep(0.02)
     if sys.argv[2] == "raise":
         raise ValueError("boom")
@@ -193,17 +194,15 @@ def test_barrier_failure_after_deadline_is_reported_as_timeout(
     seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who stalls beyond the deadline finds the all-reduce at its own end of time, before a look at the clock."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(intervals, "ARRIVALS_GRACE", 0)
-    shared = Connection(NoteStore(HashStore(), ""), num_barriers=1)
-    meeting = barriers._Meeting("save", seconds, shared)
+    monkeypatch.setattr(intervals, "BARRIER_REPORT_GRACE", 0)
+    shared = Connection(RankStore(HashStore(), "", rank=0, world_size=2), num_barriers=1)
+    meeting = barriers._Barrier("save", seconds, shared)
     monkeypatch.setattr(barriers, "_start_max", lambda tensor, seconds: Failed())
     monkeypatch.setattr(meeting, "has_group", True)
     with pytest.raises(BarrierError) as caught:
-        meeting.hold()
+        meeting.wait()
     assert (str(caught.value), caught.value.missing_ranks) == (message, (1,))
-    shared.notes.close()
+    shared.store.close()
 
 
 def test_single_process_barrier_runs_hooks_and_returns() -> None:

@@ -83,7 +83,7 @@ def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
 
 def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
     """On one of two ranks, of which one is killed at a moment of the second save."""
-    intervals.ARRIVALS_GRACE = 0.1
+    intervals.BARRIER_REPORT_GRACE = 0.1
     store = path.parent.with_name(f"store-{doomed}-{moment}")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

@@ -31,13 +31,13 @@ class AskStrategy(Callback):
         self.names: list[str] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        hold = barriers._Meeting.hold
+        hold = barriers._Barrier.wait
 
         def note(meeting: Any) -> None:
             self.names.append(meeting.name)
             hold(meeting)
 
-        barriers._Meeting.hold = note  # type: ignore[method-assign, assignment]
+        barriers._Barrier.wait = note  # type: ignore[method-assign, assignment]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy, rank = trainer.strategy, trainer.global_rank

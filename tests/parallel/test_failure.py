@@ -2,8 +2,11 @@
 
 import contextlib
 import errno
+import os
 import signal
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from rank_processes import end_ranks, start_ranks
 from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
-from rlightning.parallel.failure import describe, is_failure
-from rlightning.parallel.failure_hub import MAX_UNKNOWN, Failure, FailureHub, connect
+from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect
+from rlightning.parallel.failures import Failure, describe, is_failure
+from rlightning.rpc import LoopThread, Peer
+from rlightning.rpc.peer import Method
 
 LOOP = """\
 import ctypes, os, signal, subprocess, sys, threading, time
@@ -66,7 +71,13 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             Path(__file__).with_name("struck").touch()
             if how == "raise":
                 raise ValueError("boom")
-            if how == "kill":
+            if how == "fork" and (child := os.fork()) == 0:
+                os.closerange(0, 3)
+                time.sleep(60)  # with copies of this rank's connections
+                os._exit(0)
+            if how == "fork":
+                Path(__file__).with_name("child").write_text(str(child))
+            if how in ("kill", "fork"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -133,6 +144,15 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
             assert "Traceback" not in error
 
 
+@pytest.mark.processes
+def test_killed_rank_with_forked_child_ends_the_others(tmp_path: Path) -> None:
+    """The child does not keep the connection to the failure watch open."""
+    codes, errors = run_ranks(tmp_path, 1, "fork", "sleep", num_ranks=2)
+    assert codes == [1, -signal.SIGKILL], errors
+    assert "rank 0 ends because rank 1 is gone" in errors[0]
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # which is still there
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_failure_ends_rank_blocked_in_device_collective(tmp_path: Path, how: str) -> None:
@@ -165,54 +185,106 @@ def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypa
     ]
 
 
-def test_failure_hub_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+class Hub:
+    """A failure server of some ranks in this process, with what it has been told and has decided."""
+
+    def __init__(self, world_size: int) -> None:
+        self.decided: list[Failure] = []
+        self.reported: list[int] = []
+        self.left: list[int] = []
+        self.ends: dict[int, dict[str, Any]] = {}
+        self.loop = LoopThread("failure-server")
+        self.server = FailureServer(
+            world_size,
+            on_first=self.decided.append,
+            find_cause=self.find_cause,
+            on_report=lambda rank, status: self.reported.append(rank),
+            on_leave=self.left.append,
+        )
+        self.loop.run(self.server.start())
+
+    async def find_cause(self, rank: int) -> str:
+        return "died"
+
+    def connect(self, number: int, key: bytes | None = None) -> Peer:
+        async def rank() -> int:
+            return number
+
+        async def end(failure: dict[str, Any]) -> None:
+            self.ends[number] = failure
+
+        methods: dict[str, Method] = {"rank": rank, "end": end}
+        return self.loop.run(connect(["localhost"], self.server.port, key or self.server.key, methods), 60)
+
+    def send(self, peer: Peer, method: str, *arguments: Any) -> None:
+        self.loop.run(peer.call(method, *arguments), 60)
+
+    def close(self) -> None:
+        self.loop.run(self.server.close(), 60)
+        self.loop.close()
+
+
+def await_that(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_failure_server_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' connections to the dead break, too, and may be seen first."""
-    monkeypatch.setattr(intervals, "VERDICT_DELAY", 600)  # a death decides at once
-    decided: list[Failure] = []
-    hub = FailureHub(3, decided.append)
-    hub.start()
-    first, second, third = (connect(["localhost"], hub.port, 60.0) for _ in range(3))
-    for rank, link in enumerate((first, second, third)):
-        link.send({"token": hub.token, "rank": rank})
-    second.send({"failed": {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}})
-    third.hang_up()
-    messages = first.receive()
-    assert messages is not None
-    assert messages[0]["first"]["rank"] == 2
-    assert [failure.rank for failure in decided] == [2]
+    monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 600)  # a death decides at once
+    hub = Hub(3)
+    first, second, third = (hub.connect(rank) for rank in range(3))
+    for rank, peer in enumerate((first, second, third)):
+        hub.send(peer, "report", rank, {})
+    failure = {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}
+    hub.loop.run(second.notify("fail", 1, failure), 60)
+    await_that(lambda: hub.server.cleaning_up == {1})
+    hub.loop.run(third.close(), 60)
+    await_that(lambda: 0 in hub.ends)
+    assert hub.ends[0]["rank"] == 2 and hub.ends[0]["text"] == "died"
+    assert [failure.rank for failure in hub.decided] == [2]
     hub.close()
 
 
-def test_the_hub_does_not_listen_to_strangers() -> None:
-    decided: list[Failure] = []
-    hub = FailureHub(1, decided.append)
-    hub.start()
-    stranger = connect(["localhost"], hub.port, 60.0)
-    stranger.send({"token": "guessed", "rank": 0})
-    assert stranger.receive() is None
-    member = connect(["localhost"], hub.port, 60.0)
-    member.send({"token": hub.token, "rank": 0})
-    member.send({"bye": True})
-    hub.join(60)
-    assert not hub.is_alive()
-    assert decided == []
+def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 600)
+    hub = Hub(2)
+    first, second = hub.connect(0), hub.connect(1)
+    hub.send(first, "report", 0, {})
+    hub.send(second, "report", 1, {})
+    hub.loop.run(second.notify("fail", 1, {"rank": 1, "text": "failed: ValueError: boom"}), 60)
+    await_that(lambda: hub.server.cleaning_up == {1})
+    hub.loop.run(second.close(), 60)
+    await_that(lambda: 0 in hub.ends)
+    assert hub.decided == [Failure(1, "failed: ValueError: boom")]
+    hub.close()
 
 
-def test_strangers_that_use_up_file_descriptors_or_say_nothing_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "HELLO_TIMEOUT", 1.0)
-    decided: list[Failure] = []
-    hub = FailureHub(2, decided.append)
-    hub.start()
-    links = [connect(["localhost"], hub.port, 60.0) for _ in range(2)]
-    for rank, link in enumerate(links):
-        link.send({"token": hub.token, "rank": rank})
-    babbler = connect(["localhost"], hub.port, 60.0)
+def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> None:
+    hub = Hub(1)
+    with pytest.raises(ConnectionError, match="it has another key"):
+        hub.connect(0, b"guessed")
+    hub.send(hub.connect(0), "leave", 0)
+    assert hub.server.is_over.wait(60)
+    assert hub.decided == [] and hub.left == [0]
+    hub.close()
+
+
+def test_failure_server_outlives_strangers_that_use_up_descriptors_or_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 1.0)
+    hub = Hub(2)
+    monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 60.0)
+    peers = [hub.connect(rank) for rank in range(2)]
+    address = ("localhost", hub.server.port)
+    babbler = socket.create_connection(address, 60)
     with contextlib.suppress(OSError):
-        babbler.socket.sendall(b"[" * 100_000)
-    with contextlib.suppress(OSError):
-        assert babbler.receive() is None
-    silent = connect(["localhost"], hub.port, 60.0)
-    assert silent.receive() is None, "after a second"
+        babbler.sendall(b"[" * 100_000)
+    assert is_closed(babbler)
+    assert is_closed(socket.create_connection(address, 60)), "after a second"
     accept, left = socket.socket.accept, iter(range(3))
 
     def fail_thrice(server: socket.socket) -> Any:
@@ -221,12 +293,20 @@ def test_strangers_that_use_up_file_descriptors_or_say_nothing_are_let_go(monkey
         return accept(server)
 
     monkeypatch.setattr(socket.socket, "accept", fail_thrice)
-    crowd = [connect(["localhost"], hub.port, 60.0) for _ in range(MAX_UNKNOWN + 4)]
-    assert crowd[0].receive() is None
-    for link in links:
-        link.send({"bye": True})
-    hub.join(60)
-    assert not hub.is_alive() and decided == []
+    crowd = [socket.create_connection(address, 60) for _ in range(MAX_STRANGERS + 4)]
+    assert is_closed(crowd[0])
+    for rank, peer in enumerate(peers):
+        hub.send(peer, "leave", rank)
+    assert hub.server.is_over.wait(60) and hub.decided == []
+    hub.close()
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Whether the server ends the connection, after its greeting."""
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(4096):
+            pass
+    return True
 
 
 def test_exceptions_map_to_failures_exit_codes_and_descriptions() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rank_processes import end_ranks, start_ranks
 
-from rlightning.parallel.hang_watch import Heartbeat, RankState, describe_wait, find_missing, is_known
+from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
 from rlightning.parallel.last_seen import find_position
-from rlightning.parallel.process_identity import find_children, identify_process, kill_process
+from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 PROGRAM = """\
 import os, signal, sys, time
@@ -189,7 +189,7 @@ COLLECTIVE, BARRIER = "in a collective, in step (my.py, line 5)", "at barrier 's
 
 
 def at(where: str, waits_in: str, seconds: float, silent: float = 0.0) -> RankState:
-    return RankState(Heartbeat(where, waits_in, seconds), silent)  # type: ignore[arg-type]
+    return RankState(Status(where, waits_in, seconds), silent)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

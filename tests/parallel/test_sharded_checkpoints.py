@@ -43,7 +43,7 @@ def two_ranks(folder: Path, port: int) -> None:
     trainer.save_checkpoint(folder / "copies.ckpt")
     stored = stored_tensors(folder / "copies.ckpt")
     assert all(len(entry.chunks) == 1 for entry in stored.values())  # of two copies one is written
-    intervals.VERDICT_DELAY = 600  # each rank raises by itself, the later one too
+    intervals.FAILURE_DECISION_DELAY = 600  # each rank raises by itself, the later one too
     with pytest.raises(ConfigError, match=r"is of another model: it should hold .* Name the checkpoint's own model"):
         train(folder / "other", 6, devices=2, strategy=FSDP(), ckpt_path=folder / "data_parallel.ckpt")
     dist.barrier()  # the end of one ends the other

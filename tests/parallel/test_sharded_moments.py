@@ -118,7 +118,7 @@ def two_ranks(folder: Path, states: OptimizerStates) -> None:
         assert_state_of(path, seen)
     if states == "8bit":
         odd = folder / "odd"
-        intervals.VERDICT_DELAY = 600  # each rank raises by itself, the later one too
+        intervals.FAILURE_DECISION_DELAY = 600  # each rank raises by itself, the later one too
         with pytest.raises(
             ConfigError, match=r"blocks of 62 numbers, and tensor parallelism cuts rows of 62 into .* 31"
         ):

@@ -23,6 +23,18 @@ def test_deadline_counts_down_to_zero(clock: list[float]) -> None:
     assert (deadline.remaining, deadline.is_over) == (0.0, True)
 
 
+def test_wait_until_ends_when_condition_is_met_or_deadline_has_passed(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        clock[0] += 1.0
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert Deadline(10.0).wait_until(lambda: clock[0] >= 103.0) and clock[0] == 103.0
+    assert not Deadline(2.0).wait_until(lambda: False) and clock[0] == 105.0
+    assert Deadline(0.0).wait_until(lambda: True)
+
+
 def test_heartbeat_counts_the_silence_that_could_be_observed(clock: list[float]) -> None:
     heartbeat = Heartbeat(interval=1.0)
     clock[0] = 101.0

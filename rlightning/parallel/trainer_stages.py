@@ -1,39 +1,34 @@
-"""What needs attributes of Lightning that are private to it."""
+"""Stages of Lightning's Trainer: preparing data, validating within a fit, leaving an evaluation by an exception."""
 
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from rlightning.lightning_internals import replace_prepare_data, restore_module_modes
 from rlightning.parallel.barrier import barrier
 
 
-class DataPreparation:
-    """Has ``prepare_data`` run on one process a host, while the others wait at a barrier with a name and a timeout.
+def prepare_data_at_barrier(trainer: Trainer) -> None:
+    """Have ``prepare_data`` run on one process a host, while the others wait at a barrier with a name and a timeout.
 
     In the Trainer's own, whose place it takes, they wait on a group of their own for 27 years.
-
-    Args:
-        trainer: one that has not prepared its data yet.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        trainer._data_connector.prepare_data = self.run  # type: ignore[method-assign]
-
-    def run(self) -> None:
-        """Prepare the data module's data, then the module's."""
-        trainer: Any = self._trainer
-        for owner in (trainer.datamodule, trainer.lightning_module):
+    def prepare() -> None:
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        datamodule: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+        for owner in (datamodule, trainer.lightning_module):
             if owner is None or not is_overridden("prepare_data", owner):
                 continue
             if trainer.local_rank == 0 and (owner.prepare_data_per_node or trainer.node_rank == 0):
-                with trainer.profiler.profile(f"{type(owner).__name__}.prepare_data"):
+                with profiler.profile(f"{type(owner).__name__}.prepare_data"):
                     owner.prepare_data()
             barrier("prepare_data")
+
+    replace_prepare_data(trainer, prepare)
 
 
 class LeaveEvaluation(Callback):
@@ -41,10 +36,7 @@ class LeaveEvaluation(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore each module's mode from before the evaluation that is under way, if one is."""
-        loop = trainer._active_loop
-        is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
-        if is_evaluating and isinstance(loop, _EvaluationLoop | _PredictionLoop):
-            loop._module_mode.restore(pl_module)
+        restore_module_modes(trainer, pl_module)
 
 
 def validate_in_fit(trainer: Trainer) -> list[Any]:
@@ -53,7 +45,7 @@ def validate_in_fit(trainer: Trainer) -> list[Any]:
     Lightning's own run before training is a sanity check, whose results it throws away.
 
     Returns:
-        Metrics by name, a dictionary a set.
+        Metrics by name, a dictionary for each validation set.
     """
     with torch.no_grad():
         trainer.validating = True

@@ -1,0 +1,134 @@
+"""Private names of Lightning, where it has no public ones; tests/test_library_internals.py looks for each."""
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device_properties
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS as Metrics  # noqa: N811
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as MetricMetadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
+
+__all__ = [
+    "CheckpointConnector",
+    "DataFetcher",
+    "FitLoop",
+    "Launcher",
+    "MetricMetadata",
+    "Metrics",
+    "ProcessedTracker",
+    "Results",
+    "SubprocessLauncher",
+    "TrainingEpochLoop",
+    "checkpoint_connector",
+    "ddp_options",
+    "detects_anomaly",
+    "epoch_results",
+    "has_sync_batchnorm",
+    "last_saved",
+    "loaded_checkpoint",
+    "logged_metrics",
+    "model_registry",
+    "replace_prepare_data",
+    "replace_signal_handling",
+    "restore_module_modes",
+    "results_of",
+    "set_received_sigterm",
+    "teardown",
+    "update_device_properties",
+]
+
+
+def replace_signal_handling(
+    trainer: Trainer, *, handler: Callable[[int, FrameType | None], None], before_batch: Callable[[], None]
+) -> None:
+    """Replace a Trainer's handler of SIGTERM, and what it does before each batch to agree on a stop."""
+    trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """Have the Trainer end before its next batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def replace_prepare_data(trainer: Trainer, prepare: Callable[[], None]) -> None:
+    """Replace the Trainer's call of the ``prepare_data`` hooks."""
+    trainer._data_connector.prepare_data = prepare  # type: ignore[method-assign]
+
+
+def restore_module_modes(trainer: Trainer, module: LightningModule) -> None:
+    """Put the submodules into the modes from before the evaluation that is under way, if one is."""
+    loop = trainer._active_loop
+    is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
+    if is_evaluating and isinstance(loop, EvaluationLoop | PredictionLoop):
+        loop._module_mode.restore(module)
+
+
+def last_saved(trainer: Trainer) -> tuple[int, str]:
+    """Return step and path of the last checkpoint that the Trainer's callbacks have saved; "" without one."""
+    saved = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    found = [(callback._last_global_step_saved, str(callback._last_checkpoint_saved)) for callback in saved]
+    return max((entry for entry in found if entry[1]), key=lambda entry: entry[0], default=(0, ""))
+
+
+def results_of(module: LightningModule) -> Results | None:
+    """Return what is logged in the loop that runs; None outside of any."""
+    return None if module._trainer is None else module._trainer._results
+
+
+def epoch_results(trainer: Trainer) -> Results:
+    """Return what is logged in the training epoch."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def logged_metrics(trainer: Trainer) -> Metrics:
+    """Return the metrics of the last step, for the callbacks, the logger and the progress bar."""
+    return trainer._logger_connector.metrics
+
+
+def checkpoint_connector(trainer: Trainer) -> CheckpointConnector:
+    """Return the part of a Trainer that reads and writes checkpoints."""
+    return trainer._checkpoint_connector
+
+
+def loaded_checkpoint(connector: CheckpointConnector) -> dict[str, Any]:
+    """Return the checkpoint that is being loaded, which later parts of the loading read."""
+    return connector._loaded_checkpoint
+
+
+def detects_anomaly(trainer: Trainer) -> bool:
+    """Return the Trainer's argument ``detect_anomaly``."""
+    return trainer._detect_anomaly
+
+
+def has_sync_batchnorm(trainer: Trainer) -> bool:
+    """Return the Trainer's argument ``sync_batchnorm``."""
+    return trainer._accelerator_connector._layer_sync is not None
+
+
+def model_registry(trainer: Trainer) -> str | None:
+    """Return the Trainer's argument ``model_registry``."""
+    return trainer._model_registry
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return the strategy's arguments for ``DistributedDataParallel``."""
+    return strategy._ddp_kwargs
+
+
+def teardown(trainer: Trainer) -> None:
+    """Undo what a stage has set up, as the Trainer does at its end."""
+    trainer._teardown()

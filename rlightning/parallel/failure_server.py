@@ -1,0 +1,195 @@
+"""The channel of the failure watch: every rank calls a server in rank 0, which decides whose failure was the first.
+
+It goes over :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
+
+    rank -> rank 0    fail(rank, failure)              this rank has failed; rank 0 reports others that hang, too
+                      clean_up(rank)                   this rank cleans up, because of another one's failure
+                      report(rank, status)             a heartbeat
+                      relay(rank, method, argument)    call a method of all other ranks: record_stacks, kill
+                      leave(rank)                      this rank ends well
+    rank 0 -> rank    rank()                           asked once, of a new connection
+                      end(failure)                     the first failure of all
+                      report(status)                   the answer to a heartbeat: that of rank 0
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlightning import intervals
+from rlightning.parallel.failures import Failure
+from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
+from rlightning.rpc import connect as connect_url
+from rlightning.rpc.peer import Method
+
+MAX_STRANGERS = 32
+"""Connections without the key, at once, beside those of all ranks."""
+NO_TIMEOUT = float("inf")
+"""Of the transport's own heartbeats: the hang watch judges a rank that does not run."""
+
+
+class FailureServer:
+    """Rank 0's side; all of it runs on the event loop of the failure watch.
+
+    Args:
+        world_size: number of ranks that will connect, rank 0 included.
+        on_first: called with the first failure before the ranks learn of it.
+        find_cause: what became of a rank that has disconnected.
+        on_report: called with a rank and its status.
+        on_leave: called with a rank that ends well.
+
+    Attributes:
+        port: that it listens on, on all addresses of the host.
+        key: that the ranks must know.
+        cleaning_up: the ranks that have failed or clean up.
+        is_over: set once every rank has left.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        on_first: Callable[[Failure], None],
+        find_cause: Callable[[int], Awaitable[str]],
+        on_report: Callable[[int, dict[str, Any]], None],
+        on_leave: Callable[[int], None],
+    ) -> None:
+        self._ranks, self._left = range(world_size), set[int]()
+        self._on_first, self._find_cause, self._on_report, self._on_leave = on_first, find_cause, on_report, on_leave
+        self.key = secrets.token_bytes(32)
+        self.cleaning_up, self.is_over = set[int](), threading.Event()
+        if socket.has_dualstack_ipv6():
+            self._listener = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+            )
+        else:
+            self._listener = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        self.port = int(self._listener.getsockname()[1])
+        self._peers: dict[int, Peer] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._reported: Failure | None = None
+        self._first: Failure | None = None
+        self._is_decided = False
+        self._own_status: dict[str, Any] | None = None
+        methods = (self.fail, self.clean_up, self.report, self.relay, self.leave)
+        self._methods: dict[str, Method] = {method.__name__: method for method in methods}
+
+    async def start(self) -> None:
+        """Accept connections."""
+        self._server = Server(
+            self._listener,
+            self.key,
+            self._serve,
+            max_clients=len(self._ranks),
+            max_unauthenticated=len(self._ranks) + MAX_STRANGERS,
+            timeout=intervals.JOIN_TIMEOUT,
+        )
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._server.close()
+
+    def close_copies(self) -> None:
+        """Close what a forked child has inherited, which would keep connections open after this process's end."""
+        self._listener.close()
+        for peer in self._peers.values():
+            peer.close_copy()
+
+    # What ranks call
+
+    async def fail(self, rank: int, failure: dict[str, Any]) -> None:
+        """Decide for a failure, unless it turns out as the consequence of a rank's death."""
+        found = Failure(**failure)
+        if found.rank == rank:
+            self.cleaning_up.add(rank)
+        if self._reported is None:
+            self._reported = found
+            await asyncio.sleep(intervals.FAILURE_DECISION_DELAY)
+            if self._is_first():
+                self._announce(found)
+
+    async def clean_up(self, rank: int) -> None:
+        """Note that a rank has reacted to the first failure."""
+        self.cleaning_up.add(rank)
+
+    async def report(self, rank: int, status: dict[str, Any]) -> None:
+        """Take a heartbeat, and answer it."""
+        if rank == 0:
+            self._own_status = status
+        self._on_report(rank, status)
+        if self._own_status is not None:
+            self._send([rank], "report", self._own_status)
+
+    async def relay(self, rank: int, method: str, argument: object) -> None:
+        """Call a method of all other ranks."""
+        self._send(set(self._peers) - {rank}, method, argument)
+
+    async def leave(self, rank: int) -> None:
+        """Deregister a rank, whose connection may end from now on."""
+        self._left.add(rank)
+        self._on_leave(rank)
+        if len(self._left) == len(self._ranks):
+            self.is_over.set()
+
+    # Connections
+
+    async def _serve(self, end: socket.socket, address: str) -> None:
+        peer = await Peer.open(end, self._methods, name=address, heartbeat_timeout=NO_TIMEOUT)
+        rank = await peer.call("rank", timeout=intervals.JOIN_TIMEOUT)
+        self._peers[rank] = peer
+        if self._first is not None:
+            self._send([rank], "end", asdict(self._first))
+        await peer.wait_closed()
+        del self._peers[rank]
+        # The others' connections to a rank that died break, too, and may be reported first: the death decides at once.
+        if rank not in self._left and self._is_first():
+            reported = self._reported
+            is_own = reported is not None and reported.rank == rank
+            self._announce(reported if is_own and reported else Failure(rank, await self._find_cause(rank)))
+
+    def _is_first(self) -> bool:
+        """Whether the caller decides which failure was the first."""
+        is_first, self._is_decided = not self._is_decided, True
+        return is_first
+
+    def _announce(self, failure: Failure) -> None:
+        self._first = failure
+        self._on_first(failure)
+        self._send(sorted(self._peers, reverse=True), "end", asdict(failure))  # rank 0 last: this loop ends with it
+
+    def _send(self, ranks: Iterable[int], method: str, argument: object) -> None:
+        """Call a method of some ranks without waiting for it, even if the caller's own connection ends."""
+        for rank in ranks:
+            if rank in self._peers:
+                task = asyncio.ensure_future(_notify(self._peers[rank], method, argument))
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
+
+
+async def _notify(peer: Peer, method: str, argument: object) -> None:
+    with contextlib.suppress(ConnectionLostError):  # which the server learns of
+        await peer.notify(method, argument)
+
+
+async def connect(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
+    """Connect a rank to the server at the first of ``addresses`` that answers."""
+    errors = []
+    for address in addresses:
+        host = f"[{address}]" if ":" in address else address
+        try:
+            return await connect_url(
+                f"tcp://{host}:{port}",
+                key,
+                methods,
+                timeout=intervals.JOIN_TIMEOUT,
+                name="rank 0's failure watch",
+                heartbeat_timeout=NO_TIMEOUT,
+            )
+        except RPCError as error:
+            errors.append(str(error))
+    raise ConnectionError(f"Rank 0's failure watch does not answer on port {port} ({'; '.join(errors)}).")

@@ -1,0 +1,54 @@
+"""A rank's failure, as it is reported to the other ranks."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rlightning.error_report import exit_code
+from rlightning.errors import find_run_error
+from rlightning.foreign_text import cut_line
+
+TERMINATED = 143
+"""What a scheduler expects of a process that SIGTERM ended."""
+DISCONNECTED = "is gone: it was killed, or ended without a word"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run.
+
+    Attributes:
+        rank: the one that failed.
+        text: what happened to it, such as "failed: ValueError: boom"; follows "rank 1 ".
+        exit_code: what all ranks end with.
+        is_foreseen: whether the failed rank's own error line is complete, so that the others log nothing.
+    """
+
+    rank: int
+    text: str
+    exit_code: int = 1
+    is_foreseen: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "Failure":
+        """Return the failure of a rank that has raised ``error``."""
+        return cls(rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether ``error`` ends a run badly: everything but an exit without a code, or after SIGTERM."""
+    return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether ``error`` is that of a collective, or of its connections: others may know more of its cause."""
+    # gloo raises a bare RuntimeError that begins with its source file.
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def describe(error: BaseException) -> str:
+    """``error`` in one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted"
+    lines = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {cut_line(lines[0])}".removesuffix(": ")

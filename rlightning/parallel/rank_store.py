@@ -1,0 +1,138 @@
+"""A key-value store that all ranks read and write: what they use to agree on something that is no collective.
+
+A barrier keeps there where each rank is, a stop signal the ranks' votes, the failure watch its address and who failed.
+"""
+
+import copy
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Self, TypeVar
+
+from rlightning import intervals
+from rlightning.errors import RunError
+from rlightning.processes.liveness import Deadline
+from rlightning.torch_internals import Store
+
+T = TypeVar("T")
+
+
+class StoreError(RunError, RuntimeError):
+    """The store does not answer: the process that hosts it has ended, or cannot be reached."""
+
+
+class StoreSilentError(StoreError):
+    """The store gives no answer, but its connection stands: its host may be stopped, and go on."""
+
+
+class RankStore:
+    """Texts by key, with an end to each wait.
+
+    The process group's own store can wait for ever when its host is stopped or cut off, and nothing interrupts it: so
+    a thread of this process does the asking.
+
+    Args:
+        store: the process group's; this one uses a connection of its own to it.
+        prefix: of all keys.
+        rank: this process's.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+        self.rank, self.ranks = rank, range(world_size)
+        self._prefix = prefix
+        self._deadline: Deadline | None = None
+        self._requests: queue.SimpleQueue[Callable[[Callable[[], Store]], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(store,), name="rank-store", daemon=True)
+        self._thread.start()
+
+    def set(self, key: str, text: str) -> None:
+        """Write ``text``."""
+        self._ask(lambda store: store.set(self._prefix + key, text))
+
+    def get(self, key: str) -> str | None:
+        """Return the text of a key, or None."""
+
+        def read(store: Store) -> str | None:
+            # A missing key would be waited for.
+            return store.get(self._prefix + key).decode() if store.check([self._prefix + key]) else None
+
+        return self._ask(read)
+
+    def set_first(self, key: str, text: str) -> str:
+        """Write ``text`` unless the key has one already; returns the key's text, the same on all ranks."""
+        return self._ask(lambda store: store.compare_set(self._prefix + key, "", text)).decode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that begins at 0; returns its new value."""
+        return self._ask(lambda store: store.add(self._prefix + key, amount))
+
+    def by_rank(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Return what ranks, by default all, have written by :meth:`exchange` or under ``key/rank``."""
+        texts = {rank: self.get(f"{key}/{rank}") for rank in (self.ranks if ranks is None else ranks)}
+        return {rank: text for rank, text in texts.items() if text is not None}
+
+    def exchange(
+        self, key: str, text: str, seconds: float, *, is_over: Callable[[list[int]], bool] = lambda missing: False
+    ) -> dict[int, str]:
+        """Write this rank's text, wait some seconds for those of the others, and return what is there by rank.
+
+        ``is_over`` is polled with the ranks that are missing, and ends the wait.
+        """
+        self.set(f"{key}/{self.rank}", text)
+        found: dict[int, str] = {}
+
+        def is_complete() -> bool:
+            found.update(self.by_rank(key, [rank for rank in self.ranks if rank not in found]))
+            missing = [rank for rank in self.ranks if rank not in found]
+            return not missing or is_over(missing)
+
+        Deadline(seconds).wait_until(is_complete)
+        return dict(sorted(found.items()))
+
+    def until(self, deadline: Deadline) -> Self:
+        """Return the same store for a caller that does not wait for an answer until after ``deadline``.
+
+        Each answer gets ``intervals.MIN_STORE_TIMEOUT`` nevertheless.
+        """
+        store = copy.copy(self)
+        store._deadline = deadline
+        return store
+
+    def close(self) -> None:
+        """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
+        self._requests.put(None)
+        self._thread.join(1.0)
+
+    def _ask(self, request: Callable[[Store], T]) -> T:
+        answers: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+
+        def answer(connect: Callable[[], Store]) -> None:
+            try:
+                answers.put(request(connect()))
+            except RuntimeError as error:
+                answers.put(error)
+
+        self._requests.put(answer)
+        seconds = intervals.STORE_TIMEOUT
+        if self._deadline is not None:
+            seconds = min(seconds, max(intervals.MIN_STORE_TIMEOUT, self._deadline.remaining))
+        try:
+            found = answers.get(timeout=seconds)
+        except queue.Empty:
+            raise StoreSilentError(f"The ranks' store gave no answer in {seconds:.0f} s.") from None
+        if isinstance(found, RuntimeError):
+            raise StoreError("The ranks' store does not answer.") from found
+        return found
+
+    def _serve(self, store: Store) -> None:
+        @functools.cache
+        def connect() -> Store:
+            own: Store = store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(timedelta(seconds=intervals.STORE_TIMEOUT))
+            return own
+
+        while (answer := self._requests.get()) is not None:
+            answer(connect)

@@ -1,0 +1,19 @@
+"""Private names of Ray, where it has no public ones; tests/test_library_internals.py looks for each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private.worker import global_worker
+
+_worker: Any = global_worker  # this process's end of Ray, without types
+
+
+def is_pickled_for_call() -> bool:
+    """Whether an object that is being pickled goes into a Ray call, where Ray counts the references in it."""
+    return bool(_worker.get_serialization_context().is_in_band_serialization())
+
+
+def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], object]) -> None:
+    """Have ``callback()`` called when no process refers to a stored object any more; Ray Data counts blocks so."""
+    _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())

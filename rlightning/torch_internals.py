@@ -1,0 +1,62 @@
+"""Private names of torch, where it has no public ones; tests/test_library_internals.py looks for each."""
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+else:  # which type checkers do not find there
+    Store = dist.Store
+
+__all__ = [
+    "Store",
+    "StridedShard",
+    "default_store",
+    "is_traceable_wrapper_subclass",
+    "nccl_backends",
+    "non_persistent_buffers",
+    "set_allocator",
+    "set_group_timeout",
+]
+
+
+def default_store() -> Store:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def nccl_backends() -> "list[dist.ProcessGroupNCCL]":
+    """Return NCCL's parts of all process groups."""
+    found: list[dist.ProcessGroupNCCL] = []
+    if not dist.is_available() or not dist.is_initialized() or not dist.is_nccl_available():
+        return found
+    for group in list(dist.distributed_c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # a group without a backend for this device
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                found.append(backend)
+    return found
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives."""
+    _set_pg_timeout(timeout, group)
+
+
+def set_allocator(settings: str) -> None:
+    """Replace all settings of the CUDA caching allocator, from the next block on."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(settings)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that its ``state_dict`` leaves out."""
+    return module._non_persistent_buffers_set
