@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from rlightning import intervals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
-from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
@@ -100,7 +100,7 @@ class Collector:
                 rank 0.
         """
         self.weights.sync_weights()
-        received = exchange({COLLECTOR_RANK: list(requests)}, name="prompts")
+        received = all_to_all_objects({COLLECTOR_RANK: list(requests)}, name="prompts")
         work = [(rank, place, one) for rank, handed in received.items() for place, one in enumerate(handed)]
         running = {
             self._submit(prompt, stream, num_samples, sampling): (rank, place) for rank, place, (prompt, stream) in work
@@ -123,7 +123,7 @@ class Collector:
             return not running
 
         def send_finished() -> None:
-            sent = exchange(finished, name="trajectories")
+            sent = all_to_all_objects(finished, name="trajectories")
             for groups in finished.values():
                 groups.clear()
             if global_rank() != COLLECTOR_RANK:
@@ -158,7 +158,7 @@ class Collector:
         """
         self.weights.sync_weights()
         self._wait_seconds = 0.0
-        received = exchange({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
+        received = all_to_all_objects({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
         num_wanted = sum(int(number) for _, number in received.values())
         flight, version = self.in_flight, plan.weight_version
         if self._runner is not None:
@@ -183,7 +183,7 @@ class Collector:
             taken = [group.trajectories or [] for group in self._take(version)]
             for rank, (_, number) in received.items():
                 groups[rank], taken = taken[:number], taken[number:]
-        return next(iter(exchange(groups, name="trajectories").values()))
+        return next(iter(all_to_all_objects(groups, name="trajectories").values()))
 
     def close(self) -> None:
         """Cancel what is under way; what is in flight stays known. May be called twice."""

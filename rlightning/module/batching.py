@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlightning.parallel.collectives import exchange, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
 
@@ -63,7 +63,7 @@ def balance(
         share = batch.select((owner_of_trajectory == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
             shares_by_rank[data_parallel_rank * tensor_parallel_size + neighbour] = share
-    received = list(exchange(shares_by_rank, name="groups to their ranks").values()) or [batch.select([])]
+    received = list(all_to_all_objects(shares_by_rank, name="groups to their ranks").values()) or [batch.select([])]
     numbers = torch.cat([share.group_ids for share in received])
     merged = type(batch).concatenate(received)
     merged.group_ids = numbers

@@ -57,7 +57,7 @@ def gather_objects(thing: T, *, name: str) -> list[T]:
     return gathered
 
 
-def exchange(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
+def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
     """Send each rank its object, pickled but for this rank's own; returns the received ones by the rank of origin."""
     group = cpu_group()
     own = dist.get_rank() if group is not None else 0

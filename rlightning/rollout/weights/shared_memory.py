@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlightning.parallel.barrier import barrier
-from rlightning.parallel.collectives import exchange
+from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
@@ -47,7 +47,7 @@ class SharedMemorySender(WeightSender):
         receiver = SharedMemoryReceiver(plan, self._locate())
         self._receivers = [receiver]
         if self._num_ranks > 1:
-            self._receivers = list(exchange({ranks[0]: receiver}, name="weight buckets").values())
+            self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
 
     def _locate(self) -> tuple[Any, ...]:
         if self._fd is not None:
