@@ -1,7 +1,7 @@
 """What the policy wrote, where people look: the console, the loggers, a Parquet file."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
 from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
-from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, generates, has
+from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, SelectsSampled, generates, has
 from rlightning.report.trajectories import (
     merge_tables,
     spread_by_reward,
@@ -71,6 +71,7 @@ class CompletionsTable(RunCallback):
         self.path = path
         self._num_steps = 0
         self._pending: tuple[int, RolloutBatch] | None = None
+        self._rollouts: list[RolloutBatch] = []  # of the step, with trajectories that count as not sampled
         self._step = 0  # the newest one that was written, which may get more
         self._rows: list[dict[str, Any]] = []
         self._table: pyarrow.Table | None = None
@@ -104,11 +105,17 @@ class CompletionsTable(RunCallback):
     def drop_step(self) -> None:
         """Show nothing of a step that is begun again, and write its file anew."""
         self._pending, self._step, self._rows, self._table, self._is_updating = None, 0, [], None, False
+        self._rollouts = []
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
         """Begin a step again whose update was cut short."""
         if self._is_updating:
             self.drop_step()
+
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
+        """Keep the batch, whose trajectories that count as not sampled no later hook gets."""
+        if generates(module) and has(module, SelectsSampled):
+            self._rollouts.append(batch)
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are there; a refill of the same step takes its place."""
@@ -116,7 +123,7 @@ class CompletionsTable(RunCallback):
             return
         step = self._count(trainer)
         if self._pending is not None and self._pending[0] != step:
-            self._flush(trainer)
+            self._flush(trainer, module)
         self._pending = (step, batch)
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
@@ -128,7 +135,7 @@ class CompletionsTable(RunCallback):
             self._pending = None
             return
         self._pending = (step, batch)
-        self._flush(trainer)
+        self._flush(trainer, module)
         self._is_updating = True
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
@@ -137,17 +144,18 @@ class CompletionsTable(RunCallback):
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Show a batch that no update followed, because all its groups were without signal."""
-        self._flush(trainer)
+        self._flush(trainer, module)
 
     def _count(self, trainer: Loop) -> int:
         """The step that is under way, counted from 1."""
         self._num_steps = (trainer.global_step if has(trainer, CountsSteps) else self._num_steps) + 1
         return self._num_steps
 
-    def _flush(self, trainer: Loop) -> None:
+    def _flush(self, trainer: Loop, module: object) -> None:
         if self._pending is None:
             return
         (step, batch), self._pending = self._pending, None
+        rollouts, self._rollouts = self._rollouts, []
         is_due = step == 1 or step % self.every_n_steps == 0
         if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
             return
@@ -157,6 +165,8 @@ class CompletionsTable(RunCallback):
         suffix = f".rank{rank}" if rank else ""
         with self._effort.writing():
             table = trajectory_table(batch, step)
+            for lost in not_sampled(module, rollouts):
+                table = merge_tables(table, trajectory_table(lost, step))
             self._table = table if self._table is None or not is_more else merge_tables(self._table, table)
             write_trajectories(self._table, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
         if rank == 0 and rows:
@@ -198,6 +208,17 @@ class CompletionsTable(RunCallback):
             prompt, completion = shorten(row["prompt"], 240, keep_end=True), shorten(row["completion"], 360)
             table.add_row(Text(prompt), Text(completion), f"{row['reward']:.3f}")
         get_console().print(table)
+
+
+def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[RolloutBatch]:
+    """Yield, of each rollout that has any, the trajectories that count as not sampled."""
+    if not has(module, SelectsSampled):
+        return
+    for batch in rollouts:
+        sampled = {id(one) for one in module.select_sampled(batch).trajectories}
+        lost = [m for m, one in enumerate(batch.trajectories) if id(one) not in sampled]
+        if lost:
+            yield batch.select(lost)
 
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import TypeIs
 
-    from rlightning.types import Prompt
+    from rlightning.types import Prompt, RolloutBatch
     from rlightning.types.batch_plan import BatchPlan
 
 P = TypeVar("P")
@@ -164,6 +164,12 @@ class Generates(Protocol):
 
     @property
     def generates(self) -> bool: ...
+
+
+class SelectsSampled(Protocol):
+    """A module that says which trajectories count as sampled."""
+
+    def select_sampled(self, batch: "RolloutBatch") -> "RolloutBatch": ...
 
 
 class HasTensorParallelRank(Protocol):

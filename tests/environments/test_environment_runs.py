@@ -1,5 +1,6 @@
 """Runs with environments of several turns: through the real Trainer and the command line."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
 from tiny import make_data, write_sums
 
-from rlightning.callbacks import TransformersRollout, VLLMRollout
+from rlightning.callbacks import CompletionsTable, TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments import Environment, Policy, SelfCorrection
 from rlightning.errors import ConfigError
+from rlightning.report.trajectories import read_trajectories
 from rlightning.types import Outcome, Prompt
 
 
@@ -85,11 +87,18 @@ def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> Non
             trained.append([prompt.index for prompt in batch.prompts])
 
     module = make_module(folder, rewards=[], samples_per_prompt=4)
-    make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness, Watched()).fit(module, make_data(tmp_path))
+    table = CompletionsTable(every_n_steps=1, num_console=0)
+    trainer = make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness, Watched(), table)
+    trainer.fit(module, make_data(tmp_path))
     sampled = [prompt.index for batch in witness.batches for prompt in batch.prompts]
     assert sorted(set(sampled)) == list(range(16))
     assert max(index for indices in trained for index in indices) < 12  # those of the fourth row begin with 3
     assert witness.steps[-1]["trajectory/not_sampled"] == 16
+    records = read_trajectories(tmp_path / "completions")
+    lost = [one.trajectory for one in records if math.isnan(one.reward)]
+    assert {one.prompt.index for one in lost} == {12, 13, 14, 15} and len(lost) == 16
+    assert {(one.status, one.error) for one in lost} == {("failed", "ConnectionError: no sandbox")}
+    assert len(records) == 4 * 16
 
 
 @pytest.mark.long
