@@ -47,14 +47,15 @@ def fork():
 asked = json.load(sys.stdin)
 trainer = asked["trainer"]
 reader, writer = os.pipe()
-print(json.dumps({
+holds = {
     "network": not can(socket.create_connection, ("127.0.0.1", asked["port"]), 1),
     "variables": not can(open, f"/proc/{trainer}/environ"),
     "signals": os.getppid() == 0 or not can(os.kill, trainer, 0),
     "writes": not can(open, asked["public"], "a"),
     "reads": not can(open, asked["private"]),
     "processes": asked["is_counted"] and not all(can(fork) for _ in range(asked["max_processes"])),
-}))
+}
+print(json.dumps([name for name in holds if holds[name]]))
 """
 GUARANTEES = {
     "network": ("no network", "the network can be reached"),
@@ -160,7 +161,7 @@ class PythonSandbox:
             SandboxError: it could not be run.
         """
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-            request = self._make_request(code, stdin, folder)
+            request = make_request(code, stdin, self.python, folder, self._isolation.names, self._limits)
             process = await asyncio.create_subprocess_exec(
                 *SUPERVISOR,
                 stdin=subprocess.PIPE,
@@ -181,9 +182,6 @@ class PythonSandbox:
             raise SandboxError(f"The process that supervises a program ended without a result ({process.returncode}).")
         return SandboxResult(**json.loads(answer))
 
-    def _make_request(self, code: str, stdin: str, folder: str) -> bytes:
-        return make_request(code, stdin, self.python, folder, self._isolation.names, self._limits)
-
 
 class Isolation(NamedTuple):
     """How programs of an interpreter are separated from the trainer on this host.
@@ -191,17 +189,17 @@ class Isolation(NamedTuple):
     Attributes:
         names: some of "user", "namespaces", "mounts".
         is_counted: whether a program's processes can be counted apart from the trainer's.
-        holds: whether each of GUARANTEES was found to hold.
+        holds: those of GUARANTEES that were found to hold.
     """
 
     names: tuple[str, ...]
     is_counted: bool
-    holds: dict[str, bool] = {}
+    holds: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return a line that says what holds."""
-        holding = [holds for name, (holds, _) in GUARANTEES.items() if self.holds[name]]
-        missing = [lacks for name, (_, lacks) in GUARANTEES.items() if not self.holds[name]]
+        holding = [holds for name, (holds, _) in GUARANTEES.items() if name in self.holds]
+        missing = [lacks for name, (_, lacks) in GUARANTEES.items() if name not in self.holds]
         line = "; ".join(["Python sandbox: limits on time, memory, output and file sizes", *holding])
         return f"{line}. Not isolated on this host: {'; '.join(missing)}." if missing else f"{line}."
 
@@ -225,8 +223,8 @@ def probe(python: str) -> Isolation:
         for isolation in possible_isolations():
             stdout, reason = run_probe(python, isolation, asked)
             if stdout:
-                found = isolation._replace(holds=json.loads(stdout))
-                log.log(logging.INFO if all(found.holds.values()) else logging.WARNING, "%s", found.describe())
+                found = isolation._replace(holds=tuple(json.loads(stdout)))
+                log.log(logging.WARNING if set(GUARANTEES) - {*found.holds} else logging.INFO, "%s", found.describe())
                 return found
     raise ConfigError(f"python={python} cannot run a program of PythonSandbox: {cut_line(reason)}")
 

@@ -1,8 +1,8 @@
 """Runs one program of :mod:`~rlightning.environments.python_sandbox`, in a process between it and the trainer.
 
-It reads a request, a line of JSON, from its standard input, and writes the result to its standard output. The end of its
-input, as when the trainer was killed, ends the program. It runs by its path: Python 3.10 and the standard library alone,
-since it has to start quickly.
+It reads a request, a line of JSON, from its standard input, and writes the result to its standard output. The end of
+its input, as when the trainer was killed, ends the program. It is run by its path, in Python 3.10 or later without
+packages, so that it starts quickly.
 
     trainer -> this process -> program, and all that it starts
                             -> init of the program's process namespace, with which the namespace ends
