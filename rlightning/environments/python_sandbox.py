@@ -61,9 +61,9 @@ GUARANTEES = {
     "network": ("no network", "the network can be reached"),
     "variables": ("no access to the trainer's environment variables", "the trainer's /proc/PID/environ can be read"),
     "signals": ("no signals to other processes", "processes of the trainer's user can be killed"),
-    "writes": ("writes to its own folder only", "files of the trainer's user can be written"),
+    "writes": ("writes to its own folder only", "other files can be written, where permissions allow it"),
     "reads": ("no access to private files of the trainer's user", "files of the trainer's user can be read"),
-    "processes": ("a limit on processes", "processes are not limited in number"),
+    "processes": ("a limit on processes", "processes beyond the limit run for some 0.1 s"),
 }
 """What depends on the host, as the probe finds it: what holds, and else what a program can do."""
 
@@ -108,7 +108,8 @@ class PythonSandbox:
         wall_seconds: of a program.
         max_output_bytes: that are kept of each of its outputs; the rest is read and dropped as it comes.
         max_file_mb: of a file; where mounts are possible, of all of the program's files.
-        max_processes: at once, threads included.
+        max_processes: at once, threads included. Where the system does not refuse more, a program that has more is
+            killed.
         python: the programs' interpreter; None: this process's.
 
     Raises:
@@ -143,7 +144,7 @@ class PythonSandbox:
             "wall_seconds": wall_seconds,
             "max_output_bytes": max_output_bytes,
             "max_file_mb": max_file_mb,
-            "max_processes": max_processes if self._isolation.is_counted else 0,
+            "max_processes": max_processes,
         }
 
     def describe(self) -> str:
@@ -161,7 +162,7 @@ class PythonSandbox:
             SandboxError: it could not be run.
         """
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-            request = make_request(code, stdin, self.python, folder, self._isolation.names, self._limits)
+            request = make_request(code, stdin, self.python, folder, self._isolation, self._limits)
             process = await asyncio.create_subprocess_exec(
                 *SUPERVISOR,
                 stdin=subprocess.PIPE,
@@ -244,10 +245,10 @@ def possible_isolations() -> Iterator[Isolation]:
 def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
     """Run the probe in an isolation; returns what it printed, and else why it did not run."""
     limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
-    limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES if isolation.is_counted else 0}
+    limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
     stdin = json.dumps({**asked, "is_counted": isolation.is_counted})
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        request = make_request(PROBE, stdin, python, folder, isolation.names, limits)
+        request = make_request(PROBE, stdin, python, folder, isolation, limits)
         pipe = subprocess.PIPE
         command = subprocess.Popen(SUPERVISOR, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
         with command as process:
@@ -263,11 +264,11 @@ def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tu
 
 
 def make_request(
-    code: str, stdin: str, python: str, folder: str, isolation: tuple[str, ...], limits: dict[str, float]
+    code: str, stdin: str, python: str, folder: str, isolation: Isolation, limits: dict[str, float]
 ) -> bytes:
     """Return a request to the supervising process."""
-    fields = {"code": code, "stdin": stdin, "python": python, "folder": folder, "isolation": isolation}
-    return json.dumps({**fields, "limits": limits}).encode() + b"\n"
+    program = {"code": code, "stdin": stdin, "python": python, "folder": folder, "limits": limits}
+    return json.dumps({**program, "isolation": isolation.names, "is_counted": isolation.is_counted}).encode() + b"\n"
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import resource
@@ -37,6 +38,8 @@ INNER_USER = 1000
 MEMORY_FOLDER = "/dev/shm"
 """Where the program's folder is mounted: any Linux has it, and programs find their own shared memory there."""
 OPEN_FILES = 256
+COUNT_INTERVAL = 0.1
+"""Seconds between two counts of the program's processes, where the system does not limit them."""
 MEMORY_ERROR = re.compile(r"^[\w.]*MemoryError\b")
 VARIABLES = {
     "LANG": "C.UTF-8",
@@ -57,7 +60,7 @@ def main() -> None:
 
 
 def run(
-    code: str, stdin: str, python: str, folder: str, isolation: list[str], limits: dict[str, float]
+    code: str, stdin: str, python: str, folder: str, isolation: list[str], is_counted: bool, limits: dict[str, float]
 ) -> dict[str, str | int] | None:
     """Run a program.
 
@@ -67,6 +70,7 @@ def run(
         python: its interpreter.
         folder: an empty one, which is removed.
         isolation: some of "user", "namespaces", "mounts", as python_sandbox found them to work.
+        is_counted: whether the system counts the program's processes apart from others.
         limits: by the names of PythonSandbox's arguments.
 
     Returns:
@@ -79,29 +83,28 @@ def run(
     if "user" in isolation:
         become_own_user(None if "mounts" in isolation else folder)
     init = enter_namespaces("mounts" in isolation) if "namespaces" in isolation else None
+    limits["max_processes"] += 1 if init is None else 2  # this process and the namespace's init
     if "mounts" in isolation:
         mount_folder(int(limits["max_file_mb"]))
         folder = MEMORY_FOLDER
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # so that the program cannot read this process's memory
     try:
-        return run_program(code, stdin, python, Path(folder), limits, init)
+        process = start_program(code, stdin, python, Path(folder), is_counted, limits)
+        return watch_program(process, init, limits, math.inf if is_counted else COUNT_INTERVAL)
     finally:
         if "mounts" not in isolation:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_program(
-    code: str, stdin: str, python: str, folder: Path, limits: dict[str, float], init: Init | None
-) -> dict[str, str | int] | None:
-    """Run the program in its folder, and end all that it started; see :func:`run`."""
+def start_program(
+    code: str, stdin: str, python: str, folder: Path, is_counted: bool, limits: dict[str, float]
+) -> subprocess.Popen[bytes]:
+    """Start the program in its folder; see :func:`run`."""
     (folder / "main.py").write_bytes(code.encode(errors="surrogatepass"))
     (folder / "stdin").write_bytes(stdin.encode(errors="surrogatepass"))
-    woken, wake = os.pipe2(os.O_NONBLOCK)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
     with (folder / "stdin").open("rb") as given:
         (folder / "stdin").unlink()
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [python, "main.py"],
             cwd=folder,
             env={**VARIABLES, "HOME": str(folder), "TMPDIR": str(folder)},
@@ -109,27 +112,41 @@ def run_program(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: limit_program(limits),
+            preexec_fn=lambda: limit_program(limits, is_counted),
         )
-    deadline = time.monotonic() + limits["wall_seconds"]
+
+
+def watch_program(
+    process: subprocess.Popen[bytes], init: Init | None, limits: dict[str, float], count_interval: float
+) -> dict[str, str | int] | None:
+    """Collect the program's output until it has to end, and end all that it started; see :func:`run`."""
     assert process.stdout is not None and process.stderr is not None
     outputs = {pipe.fileno(): Output(int(limits["max_output_bytes"])) for pipe in (process.stdout, process.stderr)}
-    is_timeout = is_closed = False
+    woken, wake = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    deadline = time.monotonic() + limits["wall_seconds"]
+    count_at = time.monotonic() + count_interval
+    end = ""
     with selectors.DefaultSelector() as selector:
         for file in (sys.stdin.fileno(), woken, *outputs):
             selector.register(file, selectors.EVENT_READ)
-        while not (is_timeout or is_closed or has_ended(process.pid)):
-            for key, _ in selector.select(deadline - time.monotonic()):
+        while not end and not has_ended(process.pid):
+            for key, _ in selector.select(min(deadline, count_at) - time.monotonic()):
                 data = os.read(key.fd, 1 << 16)
                 if key.fd == sys.stdin.fileno():
-                    is_closed = True
+                    end = "closed"
                 elif not data:
                     selector.unregister(key.fd)
                 elif key.fd in outputs:
                     outputs[key.fd].add(data)
-            is_timeout = time.monotonic() >= deadline
+            if time.monotonic() >= deadline:
+                end = "timeout"
+            elif time.monotonic() >= count_at:
+                count_at = time.monotonic() + count_interval
+                end = "killed" if count_tasks(os.getpid()) > limits["max_processes"] else end
     end_program(process, init)
-    if is_closed:
+    if end == "closed":
         return None
     for file, output in outputs.items():
         os.set_blocking(file, False)
@@ -137,7 +154,7 @@ def run_program(
             while data := os.read(file, 1 << 16):
                 output.add(data)
     stdout, stderr = (output.text() for output in outputs.values())
-    status = "timeout" if is_timeout else find_status(process.returncode, stderr, limits["cpu_seconds"])
+    status = end or find_status(process.returncode, stderr, limits["cpu_seconds"])
     return {"stdout": stdout, "stderr": stderr, "exit_code": process.returncode, "status": status}
 
 
@@ -219,7 +236,7 @@ def mount_folder(size_mb: int) -> None:
     check(libc.mount(b"tmpfs", MEMORY_FOLDER.encode(), b"tmpfs", MS_NOSUID_NODEV, options), "mount")
 
 
-def limit_program(limits: dict[str, float]) -> None:
+def limit_program(limits: dict[str, float], is_counted: bool) -> None:
     """Limit this process, before it becomes the program."""
     mb = 1 << 20
     for kind, value in (
@@ -227,8 +244,7 @@ def limit_program(limits: dict[str, float]) -> None:
         (resource.RLIMIT_FSIZE, limits["max_file_mb"] * mb),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
-        # With this process's parent, and the namespace's init.
-        *([(resource.RLIMIT_NPROC, limits["max_processes"] + 2)] if limits["max_processes"] else []),
+        *([(resource.RLIMIT_NPROC, limits["max_processes"])] if is_counted else []),
     ):
         limit(kind, int(value), int(value))
     cpu = max(int(limits["cpu_seconds"]), 1)
@@ -249,6 +265,17 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def count_tasks(pid: int) -> int:
+    """Return how many threads a process and all of its descendants have."""
+    total, waiting = 0, [str(pid)]
+    while waiting:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
+                total += 1
+                waiting += (task / "children").read_text().split()
+    return total
+
+
 def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
     """Kill the program and all that it started; return when they are gone."""
     with contextlib.suppress(ProcessLookupError):
@@ -257,7 +284,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
     if init is not None:
         init.end()
         return
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    children = Path("/proc/thread-self/children")
     while pids := [int(pid) for pid in children.read_text().split()]:  # in sessions of their own
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 MB = 1 << 20
-NOTHING_LEFT = "no process and no folder is left"
 
 
 @pytest.fixture(autouse=True)
@@ -130,23 +129,25 @@ def test_huge_file_is_refused() -> None:
     assert "OSError" in result.stderr
 
 
-def test_many_processes_are_refused_where_described() -> None:
+@pytest.mark.usefixtures("isolation")
+def test_fork_bomb_is_contained() -> None:
     code = (
         "import os, time\n"
-        "for number in range(100):\n"
-        "    try:\n        pid = os.fork()\n"
+        "for number in range(60):\n"
+        "    try: pid = os.fork()\n"
         "    except BlockingIOError: break\n"
         "    if pid == 0: time.sleep(600)\n"
-        "print(number)\n"
+        "print(number, flush=True)\n"
+        "if number == 59: time.sleep(600)\n"
     )
-    results = {}
     for python in {sys.executable, "/usr/bin/python3"}:  # the latter any user may run
         if Path(python).exists():
-            sandbox = PythonSandbox(max_processes=8, python=python)
+            sandbox = PythonSandbox(max_processes=8, python=python, wall_seconds=60)
             result = asyncio.run(sandbox.run(code))
-            assert result.stdout == ("7\n" if "a limit on processes" in sandbox.describe() else "99\n"), result.stderr
-            results[python] = result.status
-    assert set(results.values()) == {"finished"}
+            if "a limit on processes" in sandbox.describe():
+                assert result.stdout in ("7\n", "8\n") and result.status == "finished", result
+            else:
+                assert result.status == "killed", result
 
 
 # What programs cannot reach
@@ -230,7 +231,7 @@ def test_killed_trainer_leaves_no_process_and_no_folder(folder: Path) -> None:
         f"asyncio.run(s.PythonSandbox().run({lingering(mark)!r} + 'time.sleep(600)'))\n"
     )
     variables = {**os.environ, "TMPDIR": str(folder)}
-    trainer = subprocess.Popen([sys.executable, "-c", program.replace(mark, mark)], cwd=ROOT, env=variables)
+    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=variables)
     wait_until(lambda: len(processes_with(f"sleep(600)\0{mark}")) == 2)
     trainer.kill()
     trainer.wait()
