@@ -1,8 +1,10 @@
 """An environment whose policy computes with Python: it writes programs, reads what they print, and answers.
 
-environment:
-  class_path: rlightning.environments.WorkerEnvironment
-  init_args: {environment: examples.python_tool.PythonTool, arguments: {max_turns: 4}}
+With PYTHONPATH=examples:
+
+    environment:
+      class_path: rlightning.environments.WorkerEnvironment
+      init_args: {environment: python_tool.PythonTool, arguments: {max_turns: 4}}
 """
 
 from __future__ import annotations

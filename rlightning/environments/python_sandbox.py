@@ -25,7 +25,7 @@ from rlightning.foreign_text import cut_line
 log = logging.getLogger(__name__)
 
 SUPERVISOR = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_process.py"))]
-GRACE = 10.0
+GRACE = 30.0
 """Seconds that the supervising process may take longer than its program, and to end."""
 PREFIX = "rlightning-sandbox-"
 PROBE_PROCESSES = 4

@@ -76,8 +76,8 @@ def run(
     Returns:
         The fields of a SandboxResult; None if the trainer closed the request.
     """
-    subreaper = 1  # what the program leaves behind becomes a child of this process
-    check(libc.prctl(PR_SET_CHILD_SUBREAPER, subreaper, 0, 0, 0), "prctl")
+    # So that what the program leaves behind becomes a child of this process.
+    check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     if "mounts" in isolation:
         os.rmdir(folder)
     if "user" in isolation:
@@ -140,11 +140,11 @@ def watch_program(
                     selector.unregister(key.fd)
                 elif key.fd in outputs:
                     outputs[key.fd].add(data)
-            if time.monotonic() >= deadline:
+            if not end and time.monotonic() >= deadline:
                 end = "timeout"
-            elif time.monotonic() >= count_at:
+            elif not end and time.monotonic() >= count_at:
                 count_at = time.monotonic() + count_interval
-                end = "killed" if count_tasks(os.getpid()) > limits["max_processes"] else end
+                end = "killed" if count_tasks(os.getpid()) > limits["max_processes"] else ""
     end_program(process, init)
     if end == "closed":
         return None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from python_tool import PythonTool
 
-from examples.python_tool import PythonTool
 from rlightning.environments import Message, python_sandbox
 from rlightning.environments.python_sandbox import CodeRunner, Isolation, PythonSandbox, SandboxError, SandboxResult
 from rlightning.errors import ConfigError
