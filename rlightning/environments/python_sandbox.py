@@ -76,7 +76,7 @@ class SandboxResult(NamedTuple):
         stderr: its errors, likewise.
         exit_code: minus the signal's number if a signal ended it.
         status: "finished", with any exit code; "timeout", by CPU or wall time; "memory", a MemoryError; "killed", by a
-            signal.
+            signal or for too many processes.
     """
 
     stdout: str
