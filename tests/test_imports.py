@@ -150,6 +150,8 @@ def test_leaves_import_each_other_in_no_circle() -> None:
 WORKER_FILES = (
     "errors.py",
     "environments/environment.py",
+    "environments/python_sandbox.py",
+    "environments/sandbox_process.py",
     "environments/self_correction.py",
     "environments/single_turn.py",
     "environments/worker.py",

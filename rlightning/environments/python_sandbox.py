@@ -1,0 +1,280 @@
+"""Code execution as a tool: Python programs of the policy, each in a process of its own with limits.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import cut_line
+
+log = logging.getLogger(__name__)
+
+SUPERVISOR = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_process.py"))]
+GRACE = 30.0
+"""Seconds that the supervising process may take longer than its program, and to end."""
+PREFIX = "rlightning-sandbox-"
+PROBE_PROCESSES = 4
+PROBE = """
+import json, os, socket, sys
+
+def can(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return False
+    return True
+
+def fork():
+    if os.fork() == 0:
+        os.read(reader, 1)
+        os._exit(0)
+
+asked = json.load(sys.stdin)
+trainer = asked["trainer"]
+reader, writer = os.pipe()
+holds = {
+    "network": not can(socket.create_connection, ("127.0.0.1", asked["port"]), 1),
+    "variables": not can(open, f"/proc/{trainer}/environ"),
+    "signals": os.getppid() == 0 or not can(os.kill, trainer, 0),
+    "writes": not can(open, asked["public"], "a"),
+    "reads": not can(open, asked["private"]),
+    "processes": asked["is_counted"] and not all(can(fork) for _ in range(asked["max_processes"])),
+}
+print(json.dumps([name for name in holds if holds[name]]))
+"""
+GUARANTEES = {
+    "network": ("no network", "the network can be reached"),
+    "variables": ("no access to the trainer's environment variables", "the trainer's /proc/PID/environ can be read"),
+    "signals": ("no signals to other processes", "processes of the trainer's user can be killed"),
+    "writes": ("writes to its own folder only", "other files can be written, where permissions allow it"),
+    "reads": ("no access to private files of the trainer's user", "files of the trainer's user can be read"),
+    "processes": ("a limit on processes", "processes beyond the limit run for some 0.1 s"),
+}
+"""What depends on the host, as the probe finds it: what holds, and else what a program can do."""
+
+
+class SandboxResult(NamedTuple):
+    """What a program did.
+
+    Attributes:
+        stdout: its output; of one that is too long the first and last parts.
+        stderr: its errors, likewise.
+        exit_code: minus the signal's number if a signal ended it.
+        status: "finished", with any exit code; "timeout", by CPU or wall time; "memory", a MemoryError; "killed", by a
+            signal or for too many processes.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    status: str
+
+
+class CodeRunner(Protocol):
+    """Runs programs: :class:`PythonSandbox`, or a service of the user's that isolates them better."""
+
+    async def run(self, code: str, stdin: str = "") -> SandboxResult:
+        """Run a program. An exception is a failure of the service, never of the program."""
+
+
+class SandboxError(RuntimeError):
+    """A program could not be run, through no fault of its own."""
+
+
+class PythonSandbox:
+    """Runs Python programs, each in a process and a folder of its own, with limits and without the network.
+
+    A program's folder, and all processes that it started, are gone after its run, after a cancellation, and after the
+    trainer was killed. What holds depends on the host (:meth:`describe`); what does not hold is logged at the start.
+
+    Args:
+        cpu_seconds: of each process.
+        memory_mb: address space of each process.
+        wall_seconds: of a program.
+        max_output_bytes: that are kept of each of its outputs; the rest is read and dropped as it comes.
+        max_file_mb: of a file; where mounts are possible, of all of the program's files.
+        max_processes: at once, threads included. Where the system does not refuse more, a program that has more is
+            killed.
+        python: the programs' interpreter; None: this process's.
+
+    Raises:
+        ConfigError: the interpreter cannot run a program.
+    """
+
+    def __init__(
+        self,
+        cpu_seconds: float = 5,
+        memory_mb: int = 1024,
+        wall_seconds: float = 10,
+        max_output_bytes: int = 16384,
+        max_file_mb: int = 16,
+        max_processes: int = 32,
+        python: str | None = None,
+    ) -> None:
+        rules = {
+            f"cpu_seconds={cpu_seconds} must be at least 1": cpu_seconds >= 1,
+            f"memory_mb={memory_mb} must be at least 64": memory_mb >= 64,
+            f"wall_seconds={wall_seconds} must be above 0": wall_seconds > 0,
+            f"max_output_bytes={max_output_bytes} must be at least 2": max_output_bytes >= 2,
+            f"max_file_mb={max_file_mb} must be at least 1": max_file_mb >= 1,
+            f"max_processes={max_processes} must be at least 1": max_processes >= 1,
+        }
+        check_rules(rules)
+        self.python = os.path.abspath(os.path.expanduser(python or sys.executable))
+        self.wall_seconds = wall_seconds
+        self._isolation = probe(self.python)
+        self._limits: dict[str, float] = {
+            "cpu_seconds": cpu_seconds,
+            "memory_mb": memory_mb,
+            "wall_seconds": wall_seconds,
+            "max_output_bytes": max_output_bytes,
+            "max_file_mb": max_file_mb,
+            "max_processes": max_processes,
+        }
+
+    def describe(self) -> str:
+        """Return a line that says what holds on this host."""
+        return self._isolation.describe()
+
+    async def run(self, code: str, stdin: str = "") -> SandboxResult:
+        """Run a program.
+
+        Args:
+            code: the program.
+            stdin: its standard input.
+
+        Raises:
+            SandboxError: it could not be run.
+        """
+        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+            request = make_request(code, stdin, self.python, folder, self._isolation, self._limits)
+            process = await asyncio.create_subprocess_exec(
+                *SUPERVISOR,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={},
+                start_new_session=True,
+            )
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(request)
+                answer = await asyncio.wait_for(process.stdout.read(), self.wall_seconds + GRACE)
+            except asyncio.TimeoutError:
+                answer = b""
+            finally:
+                process.stdin.close()
+                await asyncio.shield(asyncio.ensure_future(end(process)))
+        if not answer:
+            raise SandboxError(f"The process that supervises a program ended without a result ({process.returncode}).")
+        return SandboxResult(**json.loads(answer))
+
+
+class Isolation(NamedTuple):
+    """How programs of an interpreter are separated from the trainer on this host.
+
+    Attributes:
+        names: some of "user", "namespaces", "mounts".
+        is_counted: whether a program's processes can be counted apart from the trainer's.
+        holds: those of GUARANTEES that were found to hold.
+    """
+
+    names: tuple[str, ...]
+    is_counted: bool
+    holds: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return a line that says what holds."""
+        holding = [holds for name, (holds, _) in GUARANTEES.items() if name in self.holds]
+        missing = [lacks for name, (_, lacks) in GUARANTEES.items() if name not in self.holds]
+        line = "; ".join(["Python sandbox: limits on time, memory, output and file sizes", *holding])
+        return f"{line}. Not isolated on this host: {'; '.join(missing)}." if missing else f"{line}."
+
+
+@lru_cache
+def probe(python: str) -> Isolation:
+    """Return the strongest isolation in which an interpreter runs a program, with what was found to hold in it.
+
+    Raises:
+        ConfigError: it runs in none.
+    """
+    reason = ""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        os.chmod(folder, 0o711)
+        files = {name: Path(folder, name) for name in ("public", "private")}
+        for name, mode in {"public": 0o666, "private": 0o600}.items():
+            files[name].touch()
+            files[name].chmod(mode)
+        paths = {name: str(path) for name, path in files.items()}
+        asked = {"trainer": os.getpid(), "port": server.getsockname()[1], "max_processes": PROBE_PROCESSES, **paths}
+        for isolation in possible_isolations():
+            stdout, reason = run_probe(python, isolation, asked)
+            if stdout:
+                found = isolation._replace(holds=tuple(json.loads(stdout)))
+                log.log(logging.WARNING if set(GUARANTEES) - {*found.holds} else logging.INFO, "%s", found.describe())
+                return found
+    raise ConfigError(f"python={python} cannot run a program of PythonSandbox: {cut_line(reason)}")
+
+
+def possible_isolations() -> Iterator[Isolation]:
+    """Yield what may work here, the strongest first."""
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    counts_by_namespace = release is not None and tuple(map(int, release.groups())) >= (5, 14)
+    is_root = os.geteuid() == 0
+    for names in (("namespaces", "mounts"), ("namespaces",), ()):
+        if is_root:
+            yield Isolation(("user", *names), is_counted=True)
+        # The system does not count root's processes.
+        yield Isolation(names, is_counted=bool(names) and counts_by_namespace and not is_root)
+
+
+def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
+    """Run the probe in an isolation; returns what it printed, and else why it did not run."""
+    limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
+    limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
+    stdin = json.dumps({**asked, "is_counted": isolation.is_counted})
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        request = make_request(PROBE, stdin, python, folder, isolation, limits)
+        pipe = subprocess.PIPE
+        command = subprocess.Popen(SUPERVISOR, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
+        with command as process:
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+            answer, errors = process.stdout.read(), process.stderr.read()
+    if not answer:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        return "", lines[-1] if lines else f"exit code {process.returncode}"
+    result = SandboxResult(**json.loads(answer))
+    return (result.stdout, "") if result.status == "finished" and result.exit_code == 0 else ("", result.stderr)
+
+
+def make_request(
+    code: str, stdin: str, python: str, folder: str, isolation: Isolation, limits: dict[str, float]
+) -> bytes:
+    """Return a request to the supervising process."""
+    program = {"code": code, "stdin": stdin, "python": python, "folder": folder, "limits": limits}
+    return json.dumps({**program, "isolation": isolation.names, "is_counted": isolation.is_counted}).encode() + b"\n"
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a supervising process whose request was closed; kill it if it takes too long."""
+    try:
+        await asyncio.wait_for(process.wait(), GRACE)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
