@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
@@ -74,13 +73,10 @@ class StepEnvironment(Environment):
 
     async def check(self) -> None:
         """Raise a ConfigError if the class cannot be found, has no such methods, or does not take the arguments."""
-        make = self._make
-        with suppress(ValueError):  # some built-in types tell nothing of their arguments
-            signature = inspect.signature(make)
-            try:
-                signature.bind(**self.arguments)
-            except TypeError as error:
-                raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
+        try:
+            inspect.signature(self._make).bind(**self.arguments)
+        except TypeError as error:
+            raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
 
     async def close(self) -> None:
         """Wait for objects that are being closed."""
@@ -116,7 +112,7 @@ class StepEnvironment(Environment):
                 text = (await policy.chat(*observations)).text
             except LimitReachedError as error:
                 if not rewards:  # nothing was sampled
-                    raise ValueError(f"reset() returned more than the policy can read: {error}") from None
+                    raise ValueError(f"the policy cannot begin: {error}") from None
                 status = "truncated"
                 break
             message = {"role": "assistant", "content": text}
