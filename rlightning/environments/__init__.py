@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
+from rlightning.environments.reasoning_gym import ReasoningGym
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
@@ -16,6 +17,7 @@ __all__ = [
     "Message",
     "Policy",
     "PolicyGroup",
+    "ReasoningGym",
     "SelfCorrection",
     "SingleTurn",
     "StepEnvironment",
