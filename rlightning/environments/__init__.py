@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
-from rlightning.environments.reasoning_gym import ReasoningGym
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
@@ -17,7 +16,6 @@ __all__ = [
     "Message",
     "Policy",
     "PolicyGroup",
-    "ReasoningGym",
     "SelfCorrection",
     "SingleTurn",
     "StepEnvironment",

@@ -69,7 +69,7 @@ class AsyncGame(Game):
             await asyncio.sleep(3600)
         return super().step(message)
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # type: ignore[override]
         await asyncio.sleep(0)
         super().close()
 

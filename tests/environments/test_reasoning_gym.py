@@ -1,12 +1,15 @@
 """Tasks of reasoning-gym as an environment."""
 
 import asyncio
+import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from test_step_environment import PROMPT, CannedPolicy, play
 
-from rlightning.environments import ReasoningGym
+from rlightning.environments.reasoning_gym import ReasoningGym
 from rlightning.errors import ConfigError
 from rlightning.types import Sample
 
@@ -34,6 +37,16 @@ def test_question_is_scored_by_its_task() -> None:
         asyncio.run(ReasoningGym("chain_sun").check())
     with pytest.raises(ConfigError, match=r"^dataset=chain_sum refuses its arguments: .*'hard'\.$"):
         asyncio.run(ReasoningGym("chain_sum", arguments={"hard": 1}).check())
+
+
+def test_section_of_the_page_runs() -> None:
+    pytest.importorskip("reasoning_gym")
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Tasks of reasoning-gym\n")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    environment = yaml.safe_load(text)["environment"]
+    assert environment["class_path"] == f"{ReasoningGym.__module__}.ReasoningGym"
+    assert play(ReasoningGym(**environment["init_args"]), Answers("none")).reward == 0.0
 
 
 def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ class CannedSampler:
 
 
 def play(environment: Any, policy: CannedPolicy | None = None, prompt: Prompt = PROMPT) -> Outcome:
-    return asyncio.run(environment.run(prompt, policy or CannedPolicy()))
+    outcome: Outcome = asyncio.run(environment.run(prompt, policy or CannedPolicy()))
+    return outcome
 
 
 def play_group(environment: StepEnvironment, number: int, timeout: float) -> list[Trajectory]:
@@ -152,7 +153,7 @@ def attempt(sampler: TransformersSampler, environment: Any) -> list[Trajectory]:
     group = RecordedGroup(sampler, tokenizer, GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11), 2), 192, 120.0)
 
     async def run() -> list[Outcome]:
-        outcomes = await environment.run_group(prompt, group)
+        outcomes: list[Outcome] = await environment.run_group(prompt, group)
         await environment.close()
         return outcomes
 
@@ -186,14 +187,14 @@ def test_first_turn_answers_prompt_or_what_reset_returned(
     roles = [turn.message["role"] for turn in one.turns]
     num_first = 0 if first is None else len(first) if isinstance(first, list) else 1
     assert roles[num_first:] == ["assistant", "tool", "user", "assistant", "tool", "user", "assistant"]
-    assert "".join(tokenizer.decode(branch.token_ids)).count("tool: a\nuser: b\nassistant: ") == 2
+    assert str(tokenizer.decode(list(branch.token_ids))).count("tool: a\nuser: b\nassistant: ") == 2
 
 
 def test_reset_without_template_is_read_as_it_is(sampler: TransformersSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = sampler.files.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", None)
     one = attempt(sampler, StepEnvironment(Game, {"first": "1+1="}))[0]
-    assert tokenizer.decode(one.branches[0].token_ids).startswith("1+1=")
+    assert str(tokenizer.decode(list(one.branches[0].token_ids))).startswith("1+1=")
 
 
 @pytest.mark.processes
@@ -217,17 +218,16 @@ def test_reset_and_step_get_what_their_form_has() -> None:
 def test_real_gymnasium_environment_runs() -> None:
     gymnasium = pytest.importorskip("gymnasium")
 
-    class Echo(gymnasium.Env):  # type: ignore[misc]
-        observation_space = action_space = gymnasium.spaces.Text(8)
+    def reset(self: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        gymnasium.Env.reset(self, seed=seed)
+        return str(self.np_random.integers(1000)), {"seed": seed}
 
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-            super().reset(seed=seed)
-            return str(self.np_random.integers(1000)), {"seed": seed}
+    def step(self: Any, action: str) -> Any:
+        return action, self.np_random.integers(9), False, False, {"size": self.np_random.random()}
 
-        def step(self, action: str) -> Any:
-            return action, gymnasium.spaces.Discrete(9).sample(), False, False, {"size": self.np_random.random()}
-
-    gymnasium.register("Echo-v0", Echo)
+    texts = gymnasium.spaces.Text(8)
+    methods = {"reset": reset, "step": step, "observation_space": texts, "action_space": texts}
+    gymnasium.register("Echo-v0", type("Echo", (gymnasium.Env,), methods))
     arguments = {"id": "Echo-v0", "max_episode_steps": 3}
     policies = [CannedPolicy(), CannedPolicy()]
     outcomes = [play(StepEnvironment("gymnasium.make", arguments), policy) for policy in policies]
