@@ -225,7 +225,7 @@ def test_real_gymnasium_environment_runs() -> None:
         return action, self.np_random.integers(9), False, False, {"size": self.np_random.random()}
 
     texts = gymnasium.spaces.Text(8)
-    methods = {"reset": reset, "step": step, "observation_space": texts, "action_space": texts}
+    methods: dict[str, Any] = {"reset": reset, "step": step, "observation_space": texts, "action_space": texts}
     gymnasium.register("Echo-v0", type("Echo", (gymnasium.Env,), methods))
     arguments = {"id": "Echo-v0", "max_episode_steps": 3}
     policies = [CannedPolicy(), CannedPolicy()]
