@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
+from rlightning.environments.step_environment import StepEnvironment
 
 if TYPE_CHECKING:
     from rlightning.environments.worker_environment import WorkerEnvironment
@@ -17,6 +18,7 @@ __all__ = [
     "PolicyGroup",
     "SelfCorrection",
     "SingleTurn",
+    "StepEnvironment",
     "WorkerEnvironment",
 ]
 

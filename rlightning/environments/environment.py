@@ -27,8 +27,8 @@ class Policy(Protocol):
         """Sample the policy's next turn.
 
         Args:
-            observations: messages that follow the policy's last turn; none before its first turn, which answers the
-                prompt.
+            observations: messages that follow the policy's last turn. Its first turn answers the prompt if there are
+                none, and otherwise the messages in place of the prompt.
 
         Raises:
             LimitReachedError: the sequence is as long as it may be.

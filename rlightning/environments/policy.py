@@ -62,15 +62,15 @@ class RecordedPolicy:
 
     async def chat(self, *observations: Message) -> Sample:
         """See :meth:`Policy.chat`."""
-        if not self._branches:
-            history: list[int] = self._request.prompt.token_ids
-            if observations:
-                raise ValueError("Observations follow a turn of the policy: its first one answers the prompt.")
-        else:
+        if self._branches:
             last = next(turn.sample for turn in reversed(self._turns) if turn.sample is not None)
             added = render_observations(self._tokenizer, observations, last)
-            self._turns += [Turn(dict(message)) for message in observations]
             history = [*self._branches[-1].token_ids, *added]
+        elif observations:
+            history = render_messages(self._tokenizer, observations)
+        else:
+            history = self._request.prompt.token_ids
+        self._turns += [Turn(dict(message)) for message in observations]
         return await self.sample(history)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
@@ -208,6 +208,22 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))
     log.debug("Of prompt %d: %s", prompt.index, details, exc_info=error if isinstance(error, Exception) else None)
     return Outcome(status="failed", error=cut(details) or text)
+
+
+def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Return the tokens of a chat up to the beginning of the policy's first turn.
+
+    Args:
+        tokenizer: the policy's. Without a chat template the messages' contents follow each other as they are.
+        messages: of the chat.
+    """
+    has_template = tokenizer.chat_template is not None
+    if has_template:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    else:
+        text = "".join(message["content"] for message in messages)
+    token_ids: list[int] = tokenizer(text, add_special_tokens=not has_template).input_ids
+    return token_ids
 
 
 def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:

@@ -6,7 +6,6 @@ It may run in another interpreter than the trainer: Python 3.10, the standard li
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import sys
 from array import array
@@ -16,8 +15,9 @@ from dataclasses import fields
 from typing import Any
 
 from rlightning import intervals
+from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Message
-from rlightning.errors import ConfigError, did_you_mean
+from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 from rlightning.rpc.peer import Peer, RemoteError
 from rlightning.rpc.progress import CALL, track_tasks
@@ -142,20 +142,7 @@ def find_class(path: str) -> type[Environment]:
         ConfigError: there is none of this dotted path.
     """
     what = f"environment.environment={path}"
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{what} is no dotted path. Write module.Class, such as my_package.{path}.")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises
-        raise ConfigError(
-            f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. Install it there, or put its "
-            "folder on PYTHONPATH."
-        ) from error
-    kind = getattr(module, name, None)
-    if kind is None:
-        known = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(f"{what}: '{module_name}' has no class '{name}'. {did_you_mean(name, known)}")
+    kind = import_object(path, what)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         found = "class" if isinstance(kind, type) else type(kind).__name__
         rule = "Name a subclass of rlightning.environments.Environment."

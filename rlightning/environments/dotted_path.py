@@ -1,0 +1,40 @@
+"""Finds what a dotted path in a configuration names.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import describe_error
+
+
+def import_object(path: str, what: str) -> Any:
+    """Import the class or function that a dotted path names.
+
+    Args:
+        path: such as ``my_games.Guess``.
+        what: the key and its value, for errors.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{what} is no dotted path. Write module.Class, such as my_package.{path}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(
+            f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. Install it there, or put its "
+            "folder on PYTHONPATH."
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        known = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(f"{what}: '{module_name}' has no class '{name}'. {did_you_mean(name, known)}")
+    return found

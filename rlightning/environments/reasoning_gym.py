@@ -1,0 +1,74 @@
+"""The tasks of the package reasoning-gym: questions made by programs, and scored by them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property
+from typing import Any
+
+from rlightning.environments.environment import Environment, Policy
+from rlightning.errors import ConfigError, did_you_mean
+from rlightning.foreign_text import cut_line
+from rlightning.types.trajectory import Outcome, Prompt
+
+INSTRUCTIONS = "Write the final answer between <answer> and </answer>."
+
+
+class ReasoningGym(Environment):
+    """Asks a question in place of the prompt, whose index chooses it; the reward is the task's own score.
+
+    An answer is what stands between the last tags ``<answer>``, or all of the text.
+
+    Args:
+        dataset: name of the task, such as "chain_sum".
+        size: questions.
+        seed: of them.
+        instructions: that follow the question.
+        arguments: further ones of the task, such as how hard it is.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        size: int = 500,
+        seed: int = 0,
+        instructions: str = INSTRUCTIONS,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self.dataset, self.instructions = dataset, instructions
+        self.arguments = {"size": size, "seed": seed, **(arguments or {})}
+
+    @cached_property
+    def _package(self) -> Any:
+        try:
+            import reasoning_gym.factory
+            import reasoning_gym.utils
+        except ImportError as error:
+            raise ConfigError(f"ReasoningGym: {cut_line(error)}. Install it: pip install reasoning-gym.") from error
+        return reasoning_gym
+
+    @cached_property
+    def _questions(self) -> Any:
+        known = self._package.factory.DATASETS
+        if self.dataset not in known:
+            raise ConfigError(
+                f"dataset={self.dataset} is no task of reasoning-gym. {did_you_mean(self.dataset, known)}"
+            )
+        try:
+            return self._package.create_dataset(self.dataset, **self.arguments)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"dataset={self.dataset} refuses its arguments: {cut_line(error)}.") from error
+
+    async def check(self) -> None:
+        """Raise a ConfigError if the package or the task is missing."""
+        await asyncio.to_thread(lambda: self._questions)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Ask, and score the answer."""
+        questions = self._questions
+        entry = await asyncio.to_thread(questions.__getitem__, prompt.index % len(questions))
+        text = f"{entry['question']}\n{self.instructions}".strip()
+        sample = await policy.chat({"role": "user", "content": text})
+        answer = self._package.utils.extract_answer(sample.text) or sample.text.strip()
+        return Outcome(reward=float(await asyncio.to_thread(questions.score_answer, answer, entry)))

@@ -1,0 +1,224 @@
+"""An environment from a class with ``reset`` and ``step``, as gymnasium has them.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from numbers import Real
+from typing import Any, NamedTuple
+
+from rlightning import intervals
+from rlightning.environments.dotted_path import import_object
+from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy
+from rlightning.environments.step_object import StepObject
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import cut_line, cut_value
+from rlightning.types.trajectory import Outcome, Prompt, Status
+
+METHODS = ("reset", "step")
+"""That the user's object must have; it may have ``close`` too."""
+RULE = "Define reset(prompt) and step(message), or gymnasium's."
+
+
+class StepEnvironment(Environment):
+    """Runs an object with ``reset`` and ``step``, which may be async. Each trajectory makes its own, and closes it.
+
+    - ``reset(prompt)`` returns None, and the policy's first turn answers the prompt; or messages (a text is one of the
+      user's) that it answers in place of the prompt; or a tuple of either with gymnasium's ``info``.
+    - ``step(message)`` returns ``(observation, reward, done, info)``, or gymnasium's five; the observation is a text, a
+      message or a list of messages. Numbers in ``info`` become metrics of the trajectory.
+    - A ``reset`` that takes ``options`` is gymnasium's: it gets the prompt's index as its ``seed`` and the columns as
+      its ``options``, and ``step`` gets the text of the policy's turn alone.
+
+    The trajectory's reward is the sum of its turns' rewards; None if none of them is a number. What is not async runs
+    in a thread, the same one during a trajectory.
+
+    Args:
+        environment: the class or a function that returns an object of it, or the dotted path of either.
+        arguments: of it.
+        max_turns: of the policy, after which a trajectory is truncated.
+    """
+
+    def __init__(
+        self,
+        environment: str | Callable[..., Any],
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        max_turns: int = 8,
+    ) -> None:
+        check_rules({f"StepEnvironment: max_turns={max_turns} must be at least 1": max_turns >= 1})
+        self.environment, self.arguments, self.max_turns = environment, dict(arguments or {}), max_turns
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def _name(self) -> str:
+        path = self.environment
+        return f"StepEnvironment: environment={path if isinstance(path, str) else getattr(path, '__name__', path)}"
+
+    @cached_property
+    def _make(self) -> Callable[..., Any]:
+        path = self.environment
+        make = import_object(path, self._name) if isinstance(path, str) else path
+        if not callable(make):
+            raise ConfigError(f"{self._name} is neither a class nor a function that returns an object. {RULE}")
+        if isinstance(make, type):
+            check_methods(make, self._name)
+        return make
+
+    async def check(self) -> None:
+        """Raise a ConfigError if the class cannot be found, has no such methods, or does not take the arguments."""
+        try:
+            inspect.signature(self._make).bind(**self.arguments)
+        except TypeError as error:
+            raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
+
+    async def close(self) -> None:
+        """Wait for objects that are being closed."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=intervals.CANCEL_GRACE)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory with an object of its own, which is closed however it ends."""
+        game = StepObject()
+        try:
+            await game.make(self._make, self.arguments)
+            check_methods(game.made, self._name)
+            return await self._play(game, prompt, policy)
+        finally:
+            closing = asyncio.ensure_future(game.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.wait([closing], timeout=intervals.CANCEL_GRACE)  # not longer: it may hang
+
+    async def _play(self, game: StepObject, prompt: Prompt, policy: Policy) -> Outcome:
+        is_gymnasium = "options" in inspect.signature(game.made.reset).parameters
+        if is_gymnasium:
+            returned = await game.call("reset", seed=prompt.index, options=dict(prompt.columns))
+        else:
+            returned = await game.call("reset", prompt)
+        first, info = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        observations = [] if first is None else read_messages(first, "reset")
+        metrics = read_metrics(info, "reset")
+        rewards: list[float | None] = []
+        status: Status | None = None
+        while status is None:
+            try:
+                text = (await policy.chat(*observations)).text
+            except LimitReachedError as error:
+                if not rewards:  # nothing was sampled
+                    raise ValueError(f"the policy cannot begin: {error}") from None
+                status = "truncated"
+                break
+            message = {"role": "assistant", "content": text}
+            step = read_step(await game.call("step", text if is_gymnasium else message))
+            rewards.append(step.reward)
+            metrics |= step.metrics
+            status = step.status or ("truncated" if len(rewards) == self.max_turns else None)
+            observations = [] if status else read_messages(step.observation, "step")
+        has_rewards = any(reward is not None for reward in rewards)
+        turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
+        reward = math.fsum(turn_rewards) if turn_rewards else None
+        return Outcome(reward, turn_rewards, status, {"turns": float(len(rewards)), **metrics})
+
+
+class Step(NamedTuple):
+    """What ``step`` returned.
+
+    Attributes:
+        observation: as it was returned.
+        reward: None where it gave none.
+        status: of the trajectory, if it is over.
+        metrics: the numbers in ``info``.
+    """
+
+    observation: Any
+    reward: float | None
+    status: Status | None
+    metrics: dict[str, float]
+
+
+def check_methods(found: object, name: str) -> None:
+    """Raise a ConfigError if a class or an object lacks a method.
+
+    Args:
+        found: the class or the object.
+        name: of the environment, for errors.
+    """
+    for method in METHODS:
+        if not callable(getattr(found, method, None)):
+            kind = found if isinstance(found, type) else type(found)
+            raise ConfigError(f"{name}: {kind.__name__} has no method '{method}'. {RULE}")
+
+
+def read_step(returned: Any) -> Step:
+    """Return what ``step`` returned, of four parts or of gymnasium's five.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the reward is not finite.
+    """
+    if not isinstance(returned, tuple) or len(returned) not in (4, 5):
+        raise TypeError(
+            f"step() returned {cut_value(returned)}, and has to return (observation, reward, done, info) or "
+            "(observation, reward, terminated, truncated, info)."
+        )
+    observation, reward, is_done, *is_truncated, info = returned
+    if reward is not None and not isinstance(reward, Real):
+        raise TypeError(f"step() returned the reward {cut_value(reward)}, and has to return a number or None.")
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"step() returned the reward {reward}, and has to return a finite number or None.")
+    status: Status | None = "finished" if is_done else "truncated" if any(is_truncated) else None
+    return Step(observation, None if reward is None else float(reward), status, read_metrics(info, "step"))
+
+
+def read_messages(observation: Any, method: str) -> list[Message]:
+    """Return an observation (a text, a message, a list of messages) as messages.
+
+    Args:
+        observation: that the method returned.
+        method: for errors.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if (
+        isinstance(messages, list)
+        and messages
+        and all(map(_is_message, messages))
+        and messages[-1]["role"] != "assistant"
+    ):
+        return [dict(message) for message in messages]
+    raise TypeError(
+        f"{method}() returned the observation {cut_value(observation)}, and has to return a text, or messages of texts "
+        "such as {'role': 'user', 'content': 'Go on.'}, the last one not the assistant's."
+    )
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        return False
+    return all(isinstance(text, str) for item in message.items() for text in item)
+
+
+def read_metrics(info: Any, method: str) -> dict[str, float]:
+    """Return the numbers in an ``info``.
+
+    Args:
+        info: a mapping, or None.
+        method: that returned it, for errors.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method}() returned the info {cut_value(info)}, and has to return a dict or None.")
+    return {str(name): float(value) for name, value in (info or {}).items() if isinstance(value, Real)}

@@ -1,0 +1,107 @@
+"""An object of the user's, whose methods may block: they run in a thread, so that many trajectories run at once.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import Any
+
+from rlightning.foreign_text import describe_error
+
+log = logging.getLogger(__name__)
+
+
+class SerialThread:
+    """A daemon thread that makes calls one after another; one that hangs does not keep the process from exiting."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function in the thread. Cancelling this leaves the call under way."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        context = copy_context()
+
+        def call() -> None:
+            try:
+                future.set_result(context.run(function))
+            except (StopIteration, SystemExit) as error:  # no future can hold the first; the second ends event loops
+                future.set_exception(RuntimeError(f"the environment raised {describe_error(error)}"))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="environment", daemon=True)
+            self._thread.start()
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    def end(self) -> None:
+        """End the thread after the last call."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+class StepObject:
+    """The object of one trajectory. What is async runs on the event loop, all else in one thread.
+
+    Attributes:
+        made: the object; None before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.made: Any = None
+        self._thread = SerialThread()
+
+    async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Make the object; one whose ``step`` is async is made on the event loop."""
+
+        def make_here() -> None:
+            self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
+
+        if inspect.iscoroutinefunction(getattr(make, "step", make)):
+            make_here()
+        else:
+            await self._thread.run(make_here)
+        if inspect.isawaitable(self.made):
+            awaited, self.made = self.made, None
+            self.made = await awaited
+
+    async def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method, and return what it returns."""
+        method = getattr(self.made, name)
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments, **named)
+        returned = await self._thread.run(lambda: method(*arguments, **named))
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def close(self) -> None:
+        """Call the object's ``close``, if it has one, after the call that the thread is in; an error is logged."""
+
+        def close_here() -> Any:
+            close = getattr(self.made, "close", None)
+            return None if close is None else close()
+
+        try:
+            returned = await self._thread.run(close_here)
+            if inspect.isawaitable(returned):
+                await returned
+        except Exception as error:
+            kind = type(self.made).__name__
+            log.warning("%s could not be closed after a trajectory: %s", kind, describe_error(error), exc_info=True)
+        finally:
+            self._thread.end()
