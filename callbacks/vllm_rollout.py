@@ -177,6 +177,8 @@ class VLLMRollout(RolloutCallback):
         else:
             self._engines = colocated_engines(configs, self.options.devices_per_engine)
         self._collector = self._make_collector(self._engines, files)
+        if self._runner is not None:
+            self._runner.check()
         self._bottleneck = BottleneckMonitor(self.max_staleness, len(configs), self.engines_key)
         config = self._engines.config
         self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
@@ -199,7 +201,6 @@ class VLLMRollout(RolloutCallback):
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
         )
-        runner.check()
         take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector
@@ -225,13 +226,15 @@ class VLLMRollout(RolloutCallback):
 
     def close(self) -> None:
         """End the engine and whatever it started. May be called twice."""
-        if self._collector is not None:
-            self._collector.close()
-        if self._engines is not None:
-            self._engines.close()
-        if self._network is not None:
-            self._network.close()
-        self._engines = self._network = self._runner = self._collector = None
+        try:
+            if self._collector is not None:
+                self._collector.close()
+        finally:
+            if self._engines is not None:
+                self._engines.close()
+            if self._network is not None:
+                self._network.close()
+            self._engines = self._network = self._runner = self._collector = None
 
     def ray_engines(self) -> "RayEngines | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
@@ -248,11 +251,6 @@ class VLLMRollout(RolloutCallback):
         options, size = self.options, self.options.devices_per_engine
         per_host = options.num_engines * (world_size() // size if options.placement == "colocated" else 1)
         return options.describe(self._engines.config, len(options.engines) or per_host)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens of the longest training completion."""
-        return self.sampling.max_new_tokens
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
         """Return what sampling takes of a rank's CUDA device; see ``rlightning.memory_plan.work.PlannedRollout``."""
@@ -338,7 +336,8 @@ class VLLMRollout(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was in flight."""
-        self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
+        if global_rank() == COLLECTOR_RANK:
+            self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     # Sampling
 
@@ -382,8 +381,8 @@ class VLLMRollout(RolloutCallback):
             further = take_prompts(-(-(ahead - in_flight) // world_size()))
             requests += self._streams.assign(further, sampling, self._module.weight_version)
         version = self._module.weight_version
-        plan = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
-        groups = self.collector.collect_trajectories(requests, num_samples, sampling, on_completed, plan)
+        wanted = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
+        groups = self.collector.collect_trajectories(requests, num_samples, sampling, on_completed, wanted)
         self._log_totals(version)
         return groups
 

@@ -25,6 +25,8 @@ WAIT_REPORT_DELAY = 60.0
 SILENT_AFTER = 10.0
 """Without a heartbeat, after which a process counts as one that does not run."""
 
+LOOP_TIMEOUT = 60.0
+"""Of a call on an event loop in another thread, which answers at once unless code on it blocks."""
 CONNECT_TIMEOUT = 5.0
 """Of connecting to another process, and of each message until the two know each other."""
 JOIN_TIMEOUT = 30.0

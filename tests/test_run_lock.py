@@ -15,11 +15,12 @@ from cli_project import environment, fit, fit_here, make_project, rlightning
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_data, make_grpo, make_trainer
+from waiting import wait_for
 
 from rlightning.callbacks import RunReport
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint
-from rlightning.run_lock import LOCK, check_writable, lock_run, unlock_run
+from rlightning.run_lock import LOCK, FolderTakenError, check_writable, lock_run, unlock_run
 
 HOLD = """
 import os, sys, time
@@ -72,10 +73,19 @@ def test_forked_child_does_not_keep_a_dead_runs_folder(tmp_path: Path) -> None:
     try:
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        assert lock_run(tmp_path)
-        unlock_run(tmp_path)
+        wait_for(lambda: is_free(tmp_path))  # once the child, which has the file too, has closed it
     finally:
         end(holder)
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a run could take a folder now."""
+    try:
+        lock_run(folder)
+    except FolderTakenError:
+        return False
+    unlock_run(folder)
+    return True
 
 
 def test_disk_without_locks_is_used_with_a_warning(

@@ -16,6 +16,7 @@ from rlightning import intervals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
+from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
@@ -177,7 +178,11 @@ class Collector:
                     on_completed(group.prompt, group.trajectories or [])
             return flight.num_selected == num_wanted
 
-        self._wait(is_done)
+        try:
+            self._wait(is_done)
+        except BaseException:
+            self._requeue_all()
+            raise
         groups: dict[int, list[list[Trajectory]]] = {}
         if self._runner is not None:
             taken = [group.trajectories or [] for group in self._take(version)]
@@ -206,11 +211,18 @@ class Collector:
         taken = flight.pop_selected()
         totals.staleness.append(token_staleness(taken, weight_version))
         if flight.max_staleness == 0:
-            num_stopped, running = flight.requeue_all()
-            totals.num_stopped += num_stopped
-            self._cancel(running)
+            totals.num_stopped += self._requeue_all()
         totals.num_running, totals.num_finished = len(self._running), flight.num_finished
         return taken
+
+    def _requeue_all(self) -> int:
+        """Requeue all groups that have been started; returns their number."""
+        if self._runner is None:
+            return 0
+        num_groups, _ = self.in_flight.requeue_all()
+        self._runner.cancel(self._running)
+        self._running = {}
+        return num_groups
 
     def _finish_groups(self) -> None:
         for group, trajectories in _pop_done(self._running):
@@ -257,7 +269,7 @@ class Collector:
                 seconds = time.monotonic() - started_at
                 if seconds > intervals.DELIVERY_INTERVAL and has_deliveries():
                     return "deliver"
-                if seconds > intervals.RANK_SYNC_INTERVAL:
+                if seconds > min(intervals.RANK_SYNC_INTERVAL, barrier_timeout() / 3):
                     return "wait"
                 self.has_changed.wait(intervals.POLL_INTERVAL)
         finally:

@@ -7,14 +7,15 @@ in which nothing of before is trained again.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.environment import LimitReachedError, Message, Policy
-from rlightning.errors import RunError
-from rlightning.foreign_text import cut, cut_line
+from rlightning.errors import RequestRefusedError, RunError
+from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
@@ -56,6 +57,7 @@ class RecordedPolicy:
     ) -> None:
         self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
         self._number, self._max_length = number, max_length
+        self._session = secrets.token_hex(8)
         self._branches: list[Branch] = []
         self._turns: list[Turn] = []
         self._has_reached_limit = False
@@ -93,9 +95,7 @@ class RecordedPolicy:
             seed = sampling.seed + self._number
             sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
         prompt = self._request.prompt
-        (sample,) = await self._sampler.sample(
-            token_ids, sampling, num_samples=1, session=f"{prompt.index}/{sampling.seed}/{self._number}"
-        )
+        (sample,) = await self._sampler.sample(token_ids, sampling, num_samples=1, session=self._session)
         return sample
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
@@ -178,9 +178,15 @@ class RecordedGroup:
                 return await run(policy)
         except LimitReachedError:
             return Outcome(status="truncated")
-        except RunError:
-            raise  # such as the sampler's: no trajectory can go on
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Of the environment's own, which would end the loop, or reach the trainer without a text.
+            return failed_outcome(self._request.prompt, f"it raised {describe_error(error)}")
         except Exception as error:
+            if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
+                raise  # such as the sampler's: no trajectory can go on
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
             return failed_outcome(self._request.prompt, error)

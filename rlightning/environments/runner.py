@@ -1,7 +1,8 @@
 """Runs environments: prompts in, groups of trajectories out, on an event loop in a thread of its own."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -17,6 +18,10 @@ from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
 from rlightning.types.trajectory import Prompt, Trajectory
 
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 10.0
+"""Seconds that an environment may take to close."""
 COLUMN = "environment"
 """Of a prompt set, that names the environment of each row where a run has several."""
 
@@ -49,6 +54,7 @@ class EnvironmentRunner:
         self._max_length, self._timeout = max_length, timeout
         self.loop = LoopThread("environments")
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
@@ -63,14 +69,14 @@ class EnvironmentRunner:
         environment = find_environment(self._environments, request.prompt)
         return self.loop.submit(self._attempt(request, environment))
 
-    def cancel(self, futures: "Iterable[Future[list[Trajectory]]]") -> None:
+    def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
         """Cancel prompts, and return when nothing of them is requested of the sampler any more."""
-        if self._is_closed:
+        if self._is_closed or not futures:
             return
         for future in futures:
             future.cancel()
-        with suppress(DeadlineExceededError):  # an environment may ignore that it is cancelled
-            self.loop.run(self._wait_for_cancelled(), timeout=intervals.CANCEL_GRACE)
+        with suppress(DeadlineExceededError):  # the loop may be blocked
+            self.loop.run(self._wait_for_cancelled(), timeout=2 * intervals.CANCEL_GRACE)
 
     def check(self) -> None:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
@@ -82,8 +88,15 @@ class EnvironmentRunner:
         if not self._is_closed:
             self._is_closed = True
             for environment in self._all_environments():
-                self.loop.run(environment.close())
+                try:
+                    self.loop.run(environment.close(), timeout=CLOSE_TIMEOUT)
+                except Exception:  # user code, or a loop that user code blocks
+                    log.exception("An environment could not be closed.")
             self.loop.close()
+
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        self._abandoned.discard(task)
 
     def _all_environments(self) -> list[Environment]:
         environments = self._environments
@@ -92,15 +105,16 @@ class EnvironmentRunner:
     async def _wait_for_cancelled(self) -> None:
         await asyncio.sleep(0)  # in which those start that have just been submitted
         await asyncio.sleep(0)
-        cancelled = [task for task in self._tasks if task.cancelling()]
+        cancelled = [task for task in self._tasks - self._abandoned if task.cancelling()]
         if cancelled:
-            await asyncio.wait(cancelled)
+            _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
+            self._abandoned |= pending  # of environments that ignore that they are cancelled
 
     async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
         started_at = monotonic()
         group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
         try:

@@ -99,8 +99,10 @@ class Engine:
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
-        self._check_weights()
+        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine.
+
+        Amid a weight update it waits for the end of the update.
+        """
         files = model_files(self.config)
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
         outputs = await asyncio.wrap_future(self.submit("generate", token_ids, arguments))

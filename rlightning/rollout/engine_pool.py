@@ -21,7 +21,7 @@ from rlightning.types import Sample
 T = TypeVar("T")
 
 MAX_SESSIONS = 1 << 16
-"""Whose engines are known; of more, those that were used last."""
+"""Sessions whose engine is remembered: those that were used last."""
 
 
 class EngineId(NamedTuple):
@@ -55,7 +55,7 @@ class Member:
         self._idle_since = now if self.is_serving and not self.load else None
 
     def take_idle_seconds(self) -> float:
-        """Return those since the last call."""
+        """Return the seconds without a request since the last call."""
         self.update_idle_time()
         seconds, self._idle_seconds = self._idle_seconds, 0.0
         return seconds

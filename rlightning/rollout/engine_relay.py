@@ -33,6 +33,8 @@ from rlightning.types import Sample
 COLLECTOR_RANK = 0
 """The rank that samples from all engines."""
 KEY_BYTES = 32
+MAX_CONNECTIONS = 4
+"""Of rank 0 to a relay: one, and those that were lost and are not known to be yet."""
 
 
 class EngineRelay:
@@ -61,7 +63,7 @@ class EngineRelay:
         rpc.background_loop().run(self._server.close())
 
     async def _start(self, listener: socket.socket, key: bytes) -> rpc.Server:
-        return rpc.Server(listener, key, self._serve, max_clients=1)
+        return rpc.Server(listener, key, self._serve, max_clients=MAX_CONNECTIONS)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
         methods = {"request": self._request}
@@ -83,13 +85,13 @@ class RemoteEngine:
     """An engine of another rank, as rank 0 samples from it.
 
     Args:
-        peer: that rank's relay.
+        relay: that rank's.
         engine_id: of the engine.
         files: of the model.
     """
 
-    def __init__(self, peer: rpc.Peer, engine_id: EngineId, files: ModelFiles) -> None:
-        self._peer, self._id, self._files = peer, engine_id, files
+    def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
+        self._relay, self._id, self._files = relay, engine_id, files
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
@@ -103,15 +105,48 @@ class RemoteEngine:
         return np.asarray(await self._request("score", token_ids), np.float32)
 
     async def _request(self, method: str, *arguments: Any) -> Any:
-        call = self._peer.call("request", self._id.number, method, *arguments)
+        work = self._relay.request(self._id.number, method, *arguments)
         try:
-            return await asyncio.wrap_future(rpc.background_loop().submit(call))
+            return await asyncio.wrap_future(rpc.background_loop().submit(work))
         except rpc.RemoteError as error:
             if error.type_name == EngineDiedError.__name__:
                 raise EngineDiedError(error.message) from None
             raise RequestRefusedError(error.traceback or error.message) from None
         except rpc.ConnectionLostError as error:
             raise EngineDiedError(f"Rank {self._id.rank} cannot be reached: {error}") from None
+
+
+class RelayConnection:
+    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost.
+
+    Args:
+        url: of the relay.
+        key: of the run.
+    """
+
+    def __init__(self, url: str, key: bytes) -> None:
+        self._url, self._key = url, key
+        self._peer: rpc.Peer | None = None
+        self._lock = asyncio.Lock()
+
+    async def request(self, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method of one of the rank's engines, on the background loop."""
+        peer = await self.connect()
+        return await peer.call("request", number, method, *arguments)
+
+    async def connect(self) -> rpc.Peer:
+        """Return the other end, on the background loop."""
+        async with self._lock:
+            if self._peer is None or self._peer.closed.done():
+                self._peer = await rpc.connect(
+                    self._url, self._key, {}, timeout=intervals.TRANSFER_TIMEOUT, heartbeat_timeout=float("inf")
+                )
+            return self._peer
+
+    async def close(self) -> None:
+        """End the connection."""
+        if self._peer is not None:
+            await self._peer.close()
 
 
 class EngineNetwork:
@@ -128,7 +163,7 @@ class EngineNetwork:
     def __init__(self, engines: Sequence[Engine], files: ModelFiles) -> None:
         self.engines: dict[EngineId, TokenSampler] = {}
         self._relay: EngineRelay | None = None
-        self._peers: list[rpc.Peer] = []
+        self._connections: list[RelayConnection] = []
         key = secrets.token_bytes(KEY_BYTES)
         if world_size() > 1:
             gathered = gather_objects((key, socket.gethostname()), name="engines")
@@ -143,9 +178,11 @@ class EngineNetwork:
         for rank, found in enumerate(relays):
             if found is not None:
                 url, num_engines = found
-                peer = self._connect(url, key)
+                connection = RelayConnection(url, key)
+                self._connections.append(connection)
+                rpc.background_loop().run(connection.connect())
                 ids = [EngineId(rank, number) for number in range(num_engines)]
-                self.engines |= {engine_id: RemoteEngine(peer, engine_id, files) for engine_id in ids}
+                self.engines |= {engine_id: RemoteEngine(connection, engine_id, files) for engine_id in ids}
 
     def wait_until_idle(self) -> None:
         """Return when this rank relays no request; call it before its engines sleep."""
@@ -154,18 +191,12 @@ class EngineNetwork:
 
     def close(self) -> None:
         """End the connections. May be called twice."""
-        for peer in self._peers:
-            rpc.background_loop().run(peer.close())
-        self._peers.clear()
+        for connection in self._connections:
+            rpc.background_loop().run(connection.close())
+        self._connections.clear()
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-
-    def _connect(self, url: str, key: bytes) -> rpc.Peer:
-        work = rpc.connect(url, key, {}, timeout=intervals.TRANSFER_TIMEOUT, heartbeat_timeout=float("inf"))
-        peer = rpc.background_loop().run(work)
-        self._peers.append(peer)
-        return peer
 
 
 def _own_address() -> str:

@@ -152,7 +152,8 @@ class InFlight:
 
     def requeue_all(self) -> tuple[int, list[Group]]:
         """Requeue all groups that run or are finished; returns their number, and those of them that are running."""
-        started = [group for group in self._groups if group not in self.waiting]
+        waiting = set(self.waiting)
+        started = [group for group in self._groups if group not in waiting]
         return len(started), self._requeue(started)
 
     def select_ready(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
@@ -206,7 +207,8 @@ class InFlight:
     def pop_selected(self) -> list[Group]:
         """Remove the selected groups and return them, in the order in which they were added."""
         taken, self._selected = self._selected, []
-        self._groups = [group for group in self._groups if group not in set(taken)]
+        selected = set(taken)
+        self._groups = [group for group in self._groups if group not in selected]
         self.num_stale = 0
         return sorted(taken, key=lambda group: group.number)
 

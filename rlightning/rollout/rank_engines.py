@@ -59,8 +59,8 @@ class EngineStates(NamedTuple):
 class RankEngines:
     """The engines of this rank. All ranks make one, and call it alike.
 
-    An engine that died is started again at the next weight sync, once a step; of those that die twice in a step the run
-    goes on without, as long as another one is left.
+    An engine that died is started again at the next weight sync, once a step. The run goes on without engines that die
+    twice in a step, or cannot be started again, as long as another one is left.
 
     Args:
         configs: of the engines; those of rank 0's on ranks that have none, which only send weights.
@@ -95,7 +95,7 @@ class RankEngines:
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
         self._lost: dict[int, EngineError] = {}  # by number: engines that are not started again
         self._sent: dict[Engine, EngineConnection] = {}
-        self._is_pausing = self._has_served = False
+        self._is_pausing = self._has_served = self._has_waited = False
 
     # Processes
 
@@ -123,20 +123,23 @@ class RankEngines:
     def is_starting(self) -> bool:
         """Whether the run has to wait for an engine of this rank."""
         starting = [engine for engine in self.living if engine.is_alive and not engine.is_up]
-        return bool(starting) and (self.is_colocated or not any(engine.is_up for engine in self.living))
+        has_one = self._has_waited and any(engine.is_up for engine in self.living)
+        return bool(starting) and (self.is_colocated or not has_one)
 
     def wait_for_start(self) -> None:
         """Block until the run need not wait for an engine of this rank: all are up or dead, or, standalone, one is up.
 
         At first the other standalone engines have a further moment, or the first would get all requests.
         """
-        while self.is_starting:
-            starting = [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]
+        while starting := [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]:
+            if not self.is_colocated and any(engine.is_up for engine in self.living):
+                break
             wait(starting, timeout=intervals.POLL_INTERVAL, return_when=FIRST_COMPLETED)
-        if not self._has_served and not self.is_colocated:
-            wait([engine.ready for engine in self.living if engine.is_alive], timeout=intervals.ENGINE_START_GRACE)
+        if not self._has_waited:
+            wait(starting, timeout=intervals.ENGINE_START_GRACE)
+        self._has_waited = True
 
-    def has_news(self) -> bool:
+    def needs_sync(self) -> bool:
         """Whether a weight sync would bring an engine of this rank back, while others may be sampling."""
         if self.is_colocated:
             return False
@@ -152,20 +155,20 @@ class RankEngines:
             engine = self.engines[number]
             error = engine.error
             if not isinstance(error, EngineDiedError):
-                if self.is_colocated:
+                if self.is_colocated and not self._has_served:
                     raise error
             elif self._restarts[number].take():
                 how = "connected to again" if engine.config.url else "restarted"
-                log.warning("Engine %d is %s, once in this step: %s", number, how, error.line)
+                log.warning("%s is %s, once in this step: %s", self._describe(number), how, error.line)
                 try:
                     engine.start()
                     continue
-                except OSError as problem:
+                except (EngineError, OSError) as problem:
                     error = EngineError(f"The engine cannot be started: {problem}")
             else:
                 error = EngineError(f"The engine died twice in one step. {error.line}", error.details)
             self._lost[number] = error
-            log.warning("Engine %d is not restarted: %s", number, error.line)
+            log.warning("%s is not restarted: %s", self._describe(number), error.line)
 
     def reset_restart_budget(self) -> None:
         """Allow each engine one more restart: a step begins, or has ended."""
@@ -174,16 +177,23 @@ class RankEngines:
 
     def sleep(self) -> None:
         """Have the engines give their devices' memory back. One that dies meanwhile is found at the next sync."""
-        pool = ThreadPoolExecutor(max(len(self.engines), 1))
+        self._sleep([engine for engine in self.engines if engine.is_alive])
+        self._synchronize("engine sleeps")
+
+    def sleep_before_sync(self) -> None:
+        """The same for engines that are awake with weights: a weight sync finds all asleep, or none."""
+        self._sleep([engine for engine in self.engines if engine.weight_version is not None])
+
+    def _sleep(self, engines: Sequence[Engine]) -> None:
+        pool = ThreadPoolExecutor(max(len(engines), 1))
         try:
-            for engine, done in [(engine, pool.submit(engine.sleep)) for engine in self.engines if engine.is_alive]:
+            for engine, done in [(engine, pool.submit(engine.sleep)) for engine in engines]:
                 try:
                     done.result()
                 except EngineDiedError as error:
                     log.warning("%s died as it went to sleep: %s", engine.config.url or "The engine", error.line)
         finally:
             pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
-        self._synchronize("engine sleeps")
 
     def close(self) -> None:
         """End the engines and release the bucket's memory. May be called twice, and by one rank alone."""
@@ -241,6 +251,9 @@ class RankEngines:
                 engine.weight_version = weight_version if process in complete else None
                 self.updated += [engine] if process in complete else []
         self._has_served |= bool(self.updated)
+
+    def _describe(self, number: int) -> str:
+        return f"Engine {number}" if world_size() == 1 else f"Engine {number} of rank {global_rank()}"
 
     def _synchronize(self, name: str) -> None:
         """Wait for the ranks that share an engine."""

@@ -69,6 +69,8 @@ class WeightSync:
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
+            if engines.can_sleep:  # an engine that is awake would have the memory that the actor needs for the sync
+                engines.sleep_before_sync()
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
@@ -77,7 +79,7 @@ class WeightSync:
     def needs_sync(self) -> bool:
         """Whether, on rank 0, no engine serves, or an engine could be brought back beside those that do."""
         assert self._pool is not None
-        return self._pool.num_serving == 0 or self._engines.has_news()
+        return self._pool.num_serving == 0 or self._engines.needs_sync()
 
     def _restart_dead(self) -> None:
         dead = self._engines.dead

@@ -158,7 +158,7 @@ class LoopThread:
 
     @property
     def ident(self) -> int:
-        """Of the thread."""
+        """The thread's identifier, as of :func:`threading.get_ident`."""
         return self._thread.ident or 0
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -185,12 +185,22 @@ class LoopThread:
             future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the loop, and return what it returns."""
+        """Call a function on the loop, and return what it returns.
+
+        Raises:
+            DeadlineExceededError: other code blocks the loop.
+        """
 
         async def run() -> T:
             return function(*arguments)
 
-        return self.run(run())
+        try:
+            return self.run(run(), timeout=intervals.LOOP_TIMEOUT)
+        except DeadlineExceededError:
+            raise DeadlineExceededError(
+                f"the event loop '{self._thread.name}' did not respond for {intervals.LOOP_TIMEOUT:g} s: code that "
+                "runs on it blocks. Environments that block belong into worker processes (WorkerEnvironment)"
+            ) from None
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run a coroutine on the loop, and return at once. Cancelling the future cancels it."""
@@ -224,9 +234,9 @@ _background_lock = threading.Lock()
 
 
 def background_loop() -> LoopThread:
-    """Return the one loop of this process on which its requests, environments and connections wait; started if need be.
+    """Return the one loop of this process on which its connections wait; started if need be.
 
-    User code, CUDA and torch.distributed never run there.
+    User code, CUDA and torch.distributed never run there; environments have a loop of their own.
     """
     with _background_lock:
         if not _background:

@@ -150,11 +150,11 @@ class WorkerPool:
         self._num_closed += 1
         finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
         await asyncio.gather(*finishing)
+        self._fail_waiting(ConnectionLostError("the pool was closed"))  # or they would start workers
         lives = list(self._lives)
         for life in lives:
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
-        self._fail_waiting(ConnectionLostError("the pool was closed"))
 
     async def _get_place(self, call: "_Call") -> "_Worker":
         """Return the worker whose ``calls`` the call has been put into."""

@@ -17,6 +17,7 @@ from tiny import make_trainer as make_tiny_trainer
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.parallel import device as platform
+from rlightning.parallel import host_memory
 from rlightning.parallel.device import MemoryUse
 from rlightning.rewards import RewardFunction
 
@@ -58,7 +59,8 @@ def test_every_subset_trains_to_the_same_weights(
 ) -> None:
     """On something that they take for a device."""
     waited: list[Any] = []
-    monkeypatch.setattr(platform, "synchronize", waited.append)
+    for module_with_it in (platform, host_memory):
+        monkeypatch.setattr(module_with_it, "synchronize", waited.append)
     monkeypatch.setattr(platform, "empty_cache", lambda device: None)
     monkeypatch.setattr(platform, "memory_use", lambda device: MemoryUse(1, 2, 2, 3, 4))
     monkeypatch.setattr(OffloadDuringRollout, "device_type", "cpu")

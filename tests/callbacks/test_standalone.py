@@ -341,7 +341,7 @@ def test_a_run_resumed_with_other_sampling_trains_on_no_earlier_completion(
     trained = [prompt.index for prompt in batch.prompts[::3]]
     in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
     assert sorted(consumed(first.batches) + trained + in_flight) == sorted(drawn(trainer, 5 * PER_STEP))
-    assert [line for line in caplog.messages if "begin again" in line] == [
+    assert [line for line in caplog.messages if "are requeued" in line] == [
         f"{sum(complete)} prompts in flight are requeued: they were sampled with other settings "
         "(model.samples_per_prompt: 2, now 3; rollout.temperature: 1.0, now 0.5; rollout.max_new_tokens: 8, now 5)."
     ]

@@ -14,9 +14,9 @@ from rlightning.errors import EngineDiedError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
-from rlightning.rollout.engine_relay import EngineRelay, RemoteEngine
+from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rpc import Peer, background_loop, connect
+from rlightning.rpc import background_loop
 from rlightning.rpc.client import LoopThread
 from rlightning.types import Sample
 
@@ -187,13 +187,13 @@ def remote(engine: Engine) -> Iterator[RemoteEngine]:
     """The engine through its rank's relay."""
     key = b"key of the run" * 2
     relay = EngineRelay([engine], "127.0.0.1", key)
-    peer: Peer = background_loop().run(connect(relay.url, key, {}, timeout=30, heartbeat_timeout=float("inf")))
+    connection = RelayConnection(relay.url, key)
     try:
         files = engine.config.files
         assert isinstance(files, ModelFiles)
-        yield RemoteEngine(peer, EngineId(1, 0), files)
+        yield RemoteEngine(connection, EngineId(1, 0), files)
     finally:
-        background_loop().run(peer.close())
+        background_loop().run(connection.close())
         relay.close()
 
 

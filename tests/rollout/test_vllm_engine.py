@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -270,10 +272,13 @@ def test_keys_and_values_of_old_weights_are_forgotten(engine: Engine, actor: Act
 
 def test_an_update_waits_for_no_request(engine: Engine, actor: Actor) -> None:
     assert engine.process is not None
-    with stopped(find_core(engine.process.pid)):
-        actor.perturb(1)
+    actor.perturb(1)
+    with stopped(find_core(engine.process.pid)):  # or all tokens might be there before the update comes
         unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
-    send(engine, actor, 1)
+        update = threading.Thread(target=send, args=(engine, actor, 1))
+        update.start()
+        time.sleep(0.3)
+    update.join()
     assert {len(sample["weight_versions"]) for sample in unfinished.result(60)} == {240}
     assert {sample["weight_versions"][-1] for sample in unfinished.result(60)} == {1}
     assert engine.generate(PROMPTS, 1, GREEDY)
