@@ -94,7 +94,6 @@ class RecordedPolicy:
             # The first turn draws what it would if the group were sampled by one request.
             seed = sampling.seed + self._number
             sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
-        prompt = self._request.prompt
         (sample,) = await self._sampler.sample(token_ids, sampling, num_samples=1, session=self._session)
         return sample
 
