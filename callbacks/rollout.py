@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
@@ -14,6 +15,23 @@ from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank
+from rlightning.protocols import (
+    Closes,
+    HasConfig,
+    HasData,
+    HasDevice,
+    HasLongestLimit,
+    HasPlan,
+    HasPromptLimit,
+    HasStrategy,
+    HasValidationSets,
+    Loop,
+    SampledPolicy,
+    callbacks_of,
+    generates,
+    has,
+    members,
+)
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
@@ -22,8 +40,6 @@ from rlightning.seeds import run_seed
 from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
-
-_OF_MODULE = ("model_path", "tokenizer", "max_model_length", "device", "weight_version", "named_weights", "score")
 
 
 class RolloutCallback(RLCallback, Generator):
@@ -83,8 +99,8 @@ class RolloutCallback(RLCallback, Generator):
             seed=seed,
         )
         self.verification = Verification(verify_every, verify_tolerance)
-        self._trainer: Any = None
-        self._module: Any = None
+        self._loop: Loop | None = None
+        self._policy: SampledPolicy | None = None
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
 
@@ -143,34 +159,46 @@ class RolloutCallback(RLCallback, Generator):
 
     # Its life
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Check the configuration and start the sampler."""
-        check_repeated(getattr(trainer, "callbacks", ()))
-        is_needed = getattr(module, "generates", True) or stage == "predict"
+        check_repeated(callbacks_of(trainer))
+        is_needed = generates(module) or stage == "predict"
         if not is_needed or self.is_set_up:
             return
-        missing = [name for name in _OF_MODULE if not hasattr(module, name)]
-        if missing:
+        if not has(module, SampledPolicy):
+            missing = [name for name in members(SampledPolicy) if not hasattr(module, name)]
             raise ConfigError(
                 f"{type(self).__name__} needs {', '.join(missing)} of the module, which {type(module).__name__} does "
                 "not have. Derive it from PolicyModule, or add them: examples/plain_loop.py shows how."
             )
-        self._trainer, self._module = trainer, module
-        max_prompt_tokens = self._check(trainer, module, stage)
-        strategy = getattr(trainer, "strategy", None)
-        device = torch.device(getattr(strategy, "root_device", None) or module.device)
+        self._loop, self._policy = trainer, module
+        max_prompt_tokens = self._check(stage)
+        device = module.device
+        if has(trainer, HasStrategy) and has(trainer.strategy, HasDevice):
+            device = trainer.strategy.root_device
         sampling = self.seeded_sampling(device)
-        module.generator, module.sampling = self, sampling
+        owner: Any = module  # which need not declare what it is given
+        owner.generator, owner.sampling = self, sampling
         self.start(stage, device, sampling, max_prompt_tokens)
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    @property
+    def _trainer(self) -> Loop:
+        assert self._loop is not None, "setup comes first"
+        return self._loop
+
+    @property
+    def _module(self) -> SampledPolicy:
+        assert self._policy is not None, "setup comes first"
+        return self._policy
+
+    def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """End the sampler."""
         self.close()
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """End the sampler, and the module's processes, whose own teardown is not called either."""
         self.close()
-        if hasattr(module, "close"):
+        if has(module, Closes):
             module.close()
 
     # Random streams
@@ -179,30 +207,35 @@ class RolloutCallback(RLCallback, Generator):
         """Called when a step begins, and when one has ended, in a loop without batches too."""
         self._streams.begin("training")
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step."""
         self.begin_step()
 
-    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Begin a step, in a loop without batches too."""
         self.begin_step()
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
+    def on_validation_start(self, trainer: Loop, module: object) -> None:
         """Draw from other random streams than training; a prompt may come again in another set of this validation."""
         self._streams.begin("evaluation")
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
+    def on_validation_end(self, trainer: Loop, module: object) -> None:
         """Draw from the streams of training again."""
         self._streams.begin("training")
 
-    on_test_start: Any = on_validation_start
-    on_predict_start: Any = on_validation_start
+    def on_test_start(self, trainer: Loop, module: object) -> None:
+        """As of a validation."""
+        self.on_validation_start(trainer, module)
 
-    def on_test_end(self, trainer: Any, module: Any) -> None:
+    def on_predict_start(self, trainer: Loop, module: object) -> None:
+        """As of a validation."""
+        self.on_validation_start(trainer, module)
+
+    def on_test_end(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
         self.on_validation_end(trainer, module)
 
-    def on_predict_end(self, trainer: Any, module: Any) -> None:
+    def on_predict_end(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
         self.on_validation_end(trainer, module)
 
@@ -250,9 +283,9 @@ class RolloutCallback(RLCallback, Generator):
 
     # Configuration
 
-    def _check(self, trainer: Any, module: Any, stage: str) -> int | None:
+    def _check(self, stage: str) -> int | None:
         """Refuse what cannot work; the longest prompt that the data module lets through."""
-        sampling = self.sampling
+        sampling, module = self.sampling, self._module
         if stage == "fit" and sampling.temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
@@ -262,20 +295,22 @@ class RolloutCallback(RLCallback, Generator):
                 "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
                 "the gap between them will not be 0. Consider model.rollout_correction."
             )
-        datamodule = getattr(trainer, "datamodule", None)
-        for chosen in getattr(datamodule, "validation_sets", ()):
+        datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
+        for chosen in datamodule.validation_sets if has(datamodule, HasValidationSets) else ():
             try:
-                replace(sampling, temperature=chosen.temperature)
+                if chosen.temperature is not None:
+                    replace(sampling, temperature=chosen.temperature)
             except ConfigError as error:
                 raise ConfigError(f"Validation set '{chosen.name}': {error}") from error
         check_stop_tokens(sampling, load_config(module.model_path).get_text_config().vocab_size)
-        check_own_limit(getattr(datamodule, "longest_limit", 0), sampling)
-        max_prompt_tokens: int | None = getattr(datamodule, "max_prompt_tokens", None)
-        if max_prompt_tokens is not None and hasattr(module, "plan"):
+        check_own_limit(datamodule.longest_limit if has(datamodule, HasLongestLimit) else 0, sampling)
+        max_prompt_tokens = datamodule.max_prompt_tokens if has(datamodule, HasPromptLimit) else None
+        config = module.model_config if has(module, HasConfig) else None
+        if max_prompt_tokens is not None and has(module, HasPlan) and isinstance(config, PreTrainedConfig):
             module.plan.check_sequence_length(
                 max_prompt_tokens,
                 sampling.max_new_tokens,
                 module.max_model_length,
-                describe_length_limit(module.model_config),
+                describe_length_limit(config),
             )
         return max_prompt_tokens

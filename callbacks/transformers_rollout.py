@@ -14,6 +14,7 @@ from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, global_rank
+from rlightning.protocols import Loop, SampledPolicy
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.canary import InProcessSampler
 from rlightning.rollout.decoding import CACHE_STEP
@@ -125,11 +126,11 @@ class TransformersRollout(RolloutCallback):
         dtype = str(self._sampler_dtype).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
-    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
         self._rest()
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
+    def on_validation_end(self, trainer: Loop, module: object) -> None:
         """Leave the device to the actor."""
         super().on_validation_end(trainer, module)
         self._rest()
@@ -161,7 +162,7 @@ class TransformersRollout(RolloutCallback):
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def make_sampler(self, module: Any, device: torch.device, dtype: torch.dtype) -> Sampler:
+    def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
         """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md).
 
         Args:

@@ -21,6 +21,7 @@ from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.protocols import HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
@@ -183,7 +184,7 @@ class VLLMRollout(RolloutCallback):
         config = self._engines.config
         self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
         self._is_started = False
-        if stage != "fit" or getattr(module, "has_usual_optimizers", True):
+        if stage != "fit" or not has(module, HasUsualOptimizers) or module.has_usual_optimizers:
             self._start_engines()
         self._room.begin_run()
 
@@ -205,21 +206,22 @@ class VLLMRollout(RolloutCallback):
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer: Loop, module: object) -> None:
         """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
-        if self._engines is None or not any(is_service(logger) for logger in getattr(trainer, "loggers", ())):
+        loggers = trainer.loggers if has(trainer, HasLoggers) else ()
+        if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
         starts = [engine.ready for engine in self._engines.engines if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
             if isinstance(error := start.exception(), EngineStartError):
                 raise error
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """End the engine."""
         super().teardown(trainer, module, stage)
         self._room.teardown(trainer, module, stage)
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """End the engine, and the module's processes."""
         super().on_exception(trainer, module, exception)
         self._room.on_exception(trainer, module, exception)
@@ -272,44 +274,53 @@ class VLLMRollout(RolloutCallback):
 
     # When it is needed, and when not
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Loop, module: object) -> None:
         """Start the engine, if :meth:`setup` has not: the optimizers are there, and have been checked."""
         self._start_engines()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         self.in_flight.begin_step()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Note that what the step has taken is not in flight any more: a checkpoint may be written next."""
         self.in_flight.end_step()
 
-    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
         self._rest()
 
-    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+    def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self.collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
+    def on_validation_end(self, trainer: Loop, module: object) -> None:
         """Leave the device to the actor."""
         super().on_validation_end(trainer, module)
         self._rest()
 
     def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Reset the restart budget of the engines."""
         if self._engines is not None:
             self._engines.reset_restart_budget()
 
-    on_test_batch_start: Any = on_validation_batch_start
-    on_predict_batch_start: Any = on_validation_batch_start
+    def on_test_batch_start(
+        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """As of a validation."""
+        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
+
+    def on_predict_batch_start(
+        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """As of a validation."""
+        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
 
     def begin_step(self) -> None:
         """Reset the restart budget of the engines, and report whether trainer or engines wait for the other side."""
@@ -322,14 +333,14 @@ class VLLMRollout(RolloutCallback):
                     log.info(report)
         super().begin_step()
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
         """Have the actor's tensors on its device, to be saved."""
         self._room.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, so that a resumed run loses no prompt and repeats none."""
         # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
-        epoch_loop = getattr(getattr(self._trainer, "fit_loop", None), "epoch_loop", None)
+        epoch_loop = getattr(getattr(self._loop, "fit_loop", None), "epoch_loop", None)
         progress = None if epoch_loop is None else epoch_loop.batch_progress.current
         state = self.in_flight.state_dict(at_step_start=progress is None or progress.ready > progress.processed)
         return {"in_flight": state} if state["groups"] else {}
@@ -368,7 +379,7 @@ class VLLMRollout(RolloutCallback):
         Returns:
             The trajectories of each.
         """
-        plan = getattr(self._module, "plan", None)
+        plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
         per_step = sum(number for number, _ in counts) if plan is None else plan.prompts_per_step
         ahead, (_, in_flight) = self.options.prompts_ahead(per_step), counts[COLLECTOR_RANK]
@@ -429,9 +440,9 @@ class VLLMRollout(RolloutCallback):
 
     # Configuration
 
-    def _check(self, trainer: Any, module: Any, stage: str) -> int | None:
+    def _check(self, stage: str) -> int | None:
         """Refuse what cannot work; the longest prompt that the data module lets through."""
         self.options.check()
         if self.options.placement == "colocated":
             check_group_size(self.options.devices_per_engine)
-        return super()._check(trainer, module, stage)
+        return super()._check(stage)

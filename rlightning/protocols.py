@@ -7,7 +7,7 @@ so have RLModule and a plain network. Hooks take any loop and any module, and :f
         step = trainer.global_step
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import lightning.fabric
     import lightning.pytorch
+    import torch
     from _typeshed import DataclassInstance
     from torch import Tensor
     from torch.optim import Optimizer
+    from transformers import PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
     from rlightning.types import Prompt, RolloutBatch
@@ -28,12 +30,13 @@ P = TypeVar("P")
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
     """Return whether an object has all members of a protocol, those of its ``__getattr__`` included."""
-    return all(hasattr(owner, name) for name in _members(protocol))
+    return all(hasattr(owner, name) for name in members(protocol))
 
 
 @cache
-def _members(protocol: Callable[..., object]) -> list[str]:
-    return [name for name in dir(protocol) if not name.startswith("_")]
+def members(protocol: Callable[..., object]) -> list[str]:
+    """Return the names of a protocol's members."""
+    return [*protocol.__annotations__, *(name for name in dir(protocol) if not name.startswith("_"))]
 
 
 class CallsHooks(Protocol):
@@ -82,6 +85,13 @@ class HasStrategy(Protocol):
 
     @property
     def strategy(self) -> object: ...
+
+
+class HasDevice(Protocol):
+    """A strategy that knows its rank's device."""
+
+    @property
+    def root_device(self) -> "torch.device": ...
 
 
 class HasAccelerator(Protocol):
@@ -136,6 +146,30 @@ class HasPromptLimit(Protocol):
     def max_prompt_tokens(self) -> int | None: ...
 
 
+class HasValidationSets(Protocol):
+    """A data module with sets to validate."""
+
+    @property
+    def validation_sets(self) -> "Sequence[NamedSet]": ...
+
+
+class NamedSet(Protocol):
+    """A validation set."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def temperature(self) -> float | None: ...
+
+
+class HasLongestLimit(Protocol):
+    """A data module with the largest limit of a prompt's own on its completions; 0 where none has one."""
+
+    @property
+    def longest_limit(self) -> int: ...
+
+
 class HasPredictPrompts(Protocol):
     """A data module whose prompts of a prediction are known."""
 
@@ -157,6 +191,32 @@ class LeavesOutPrompts(Protocol):
 
 
 # Of a module
+
+
+class SampledPolicy(Protocol):
+    """A module whose policy is sampled from: what rollout callbacks need. ``examples/plain_loop.py`` has a small one.
+
+    Attributes:
+        weight_version: of the actor's weights; counted up by whoever changes them.
+    """
+
+    weight_version: int
+
+    @property
+    def model_path(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
+
+    @property
+    def max_model_length(self) -> int: ...
+
+    @property
+    def device(self) -> "torch.device": ...
+
+    def named_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
+
+    def score(self, batch: "RolloutBatch", dtype: "torch.dtype", /) -> "Tensor": ...
 
 
 class Generates(Protocol):
@@ -238,6 +298,19 @@ class LogsMetrics(Protocol):
     """A module that logs."""
 
     def log_dict(self, metrics: Mapping[str, float], /) -> None: ...
+
+
+class Closes(Protocol):
+    """Something that holds processes, or other things that it has to release."""
+
+    def close(self) -> None: ...
+
+
+class HasUsualOptimizers(Protocol):
+    """A module that knows whether its optimizers are the package's own, which need no check before an engine starts."""
+
+    @property
+    def has_usual_optimizers(self) -> bool: ...
 
 
 class SavesHF(Protocol):

@@ -228,6 +228,6 @@ def delay_loggers(trainer: Trainer) -> None:
     trainer.loggers = []
 
 
-def is_service(logger: Logger) -> bool:
+def is_service(logger: object) -> bool:
     """Whether a logger makes a run somewhere else than in the run's folder."""
     return not isinstance(logger, (CSVLogger, TensorBoardLogger))

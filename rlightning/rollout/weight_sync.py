@@ -1,11 +1,12 @@
 """Weight syncs: which engines need the actor's weights, and the hooks that tell callbacks of each sync."""
 
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlightning.errors import EngineDiedError
 from rlightning.hooks import fire
 from rlightning.parallel.collectives import gather_objects
+from rlightning.protocols import Loop, SampledPolicy
 from rlightning.rollout.canary import Verification
 from rlightning.rollout.engine_pool import EngineId, EnginePool
 from rlightning.rollout.rank_engines import RankEngines, check_living
@@ -15,13 +16,13 @@ from rlightning.rpc.client import LoopThread
 class MemoryCallback(Protocol):
     """Makes room on a device that engines share with the actor, as a callback would."""
 
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before engines wake, or start."""
 
-    def on_engine_wake(self, trainer: Any, module: Any) -> None:
+    def on_engine_wake(self, trainer: Loop, module: object) -> None:
         """Called when they hold weights, and before they take the memory of their KV caches."""
 
-    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called when they are awake."""
 
 
@@ -40,8 +41,8 @@ class WeightSync:
 
     def __init__(
         self,
-        trainer: Any,
-        module: Any,
+        trainer: Loop,
+        module: SampledPolicy,
         engines: RankEngines,
         verification: Verification,
         memory: MemoryCallback,
@@ -69,8 +70,8 @@ class WeightSync:
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
-            if engines.can_sleep:  # an engine that is awake would have the memory that the actor needs for the sync
-                engines.sleep_before_sync()
+            if engines.can_sleep and any(state.serving for state in states):
+                engines.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}

@@ -180,6 +180,7 @@ def test_the_example_learns(example: dict[str, Any], model_folder: str, tmp_path
 
 
 class PlainLoop(NamedTuple):
+    trainer: SimpleNamespace
     rollout: VLLMRollout
     policy: Any
     prompts: list[Prompt]
@@ -195,7 +196,7 @@ def loop(
     trainer = SimpleNamespace(callbacks=[rollout], default_root_dir=tmp_path_factory.mktemp("plain"))
     rollout.setup(trainer, policy, "fit")
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(["1+1=", "2+3="])]
-    yield PlainLoop(rollout, policy, prompts)
+    yield PlainLoop(trainer, rollout, policy, prompts)
     rollout.close()
 
 
@@ -213,7 +214,7 @@ def sample(loop: PlainLoop) -> list[list[str]]:
 
 def sample_anew(loop: PlainLoop) -> list[list[str]]:
     """In another step."""
-    loop.rollout.on_update_end(loop, loop.policy, make_batch([[[1, 0]]]))
+    loop.rollout.on_update_end(loop.trainer, loop.policy, make_batch([[[1, 0]]]))
     return sample(loop)
 
 
@@ -244,9 +245,9 @@ def test_seeded_prompts_of_more_than_a_batch_are_sampled(loop: PlainLoop) -> Non
 @pytest.mark.processes
 def test_validation_draws_from_other_streams_than_training(loop: PlainLoop) -> None:
     trained = sample_anew(loop)
-    loop.rollout.on_validation_start(loop, loop.policy)
+    loop.rollout.on_validation_start(loop.trainer, loop.policy)
     validated = [sample(loop), sample(loop)]  # as of two sets with the same prompts
-    loop.rollout.on_validation_end(loop, loop.policy)
+    loop.rollout.on_validation_end(loop.trainer, loop.policy)
     assert trained != validated[0] != validated[1] != trained
     assert sample(loop) == trained
 
