@@ -36,7 +36,7 @@ def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
 @cache
 def members(protocol: Callable[..., object]) -> list[str]:
     """Return the names of a protocol's members."""
-    return [*protocol.__annotations__, *(name for name in dir(protocol) if not name.startswith("_"))]
+    return sorted({*protocol.__annotations__, *(name for name in dir(protocol) if not name.startswith("_"))})
 
 
 class CallsHooks(Protocol):
