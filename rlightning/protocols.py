@@ -197,7 +197,7 @@ class SampledPolicy(Protocol):
     """A module whose policy is sampled from: what rollout callbacks need. ``examples/plain_loop.py`` has a small one.
 
     Attributes:
-        weight_version: of the actor's weights; counted up by whoever changes them.
+        weight_version: of the actor's weights; the training loop counts it up when it changes them.
     """
 
     weight_version: int

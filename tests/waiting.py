@@ -17,7 +17,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -
     """
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "it did not come in time"
         time.sleep(0.02)
 
 

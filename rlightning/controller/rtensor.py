@@ -37,7 +37,7 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarra
 class RTensor:
     """A handle to a tensor that stays where it is.
 
-    It is small, and goes where arguments and results of Ray's calls go. Whoever holds it can :func:`fetch_tensors` it.
+    It is small, and goes where arguments and results of Ray's calls go; :func:`fetch_tensors` reads it.
 
     Attributes:
         shape: of the tensor.

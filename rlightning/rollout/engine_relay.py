@@ -34,7 +34,7 @@ COLLECTOR_RANK = 0
 """The rank that samples from all engines."""
 KEY_BYTES = 32
 MAX_CONNECTIONS = 4
-"""Of rank 0 to a relay: one, and those that were lost and are not known to be yet."""
+"""Of rank 0 to a relay at once: one, and lost ones whose end the relay has not noticed yet."""
 
 
 class EngineRelay:

@@ -116,7 +116,7 @@ class RankEngines:
 
     @property
     def dead(self) -> list[int]:
-        """The numbers of those that will be started again."""
+        """Numbers of the engines that have died and will be started again."""
         return [n for n, engine in enumerate(self.engines) if n not in self._lost and not engine.is_alive]
 
     @property
@@ -129,7 +129,8 @@ class RankEngines:
     def wait_for_start(self) -> None:
         """Block until the run need not wait for an engine of this rank: all are up or dead, or, standalone, one is up.
 
-        At first the other standalone engines have a further moment, or the first would get all requests.
+        The first time it also waits up to ``intervals.ENGINE_START_GRACE`` for the other standalone engines, or the one
+        that is up first would get all requests.
         """
         while starting := [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]:
             if not self.is_colocated and any(engine.is_up for engine in self.living):
@@ -181,7 +182,7 @@ class RankEngines:
         self._synchronize("engine sleeps")
 
     def sleep_before_sync(self) -> None:
-        """The same for engines that are awake with weights: a weight sync finds all asleep, or none."""
+        """Have engines that hold weights give their memory back, so that a weight sync of others has it."""
         self._sleep([engine for engine in self.engines if engine.weight_version is not None])
 
     def _sleep(self, engines: Sequence[Engine]) -> None:
@@ -191,7 +192,8 @@ class RankEngines:
                 try:
                     done.result()
                 except EngineDiedError as error:
-                    log.warning("%s died as it went to sleep: %s", engine.config.url or "The engine", error.line)
+                    number = self.engines.index(engine)
+                    log.warning("%s died as it went to sleep: %s", self._describe(number), error.line)
         finally:
             pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
 

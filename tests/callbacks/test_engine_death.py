@@ -80,7 +80,7 @@ class Assassin:
             requests.finished.append(samples)
             if strike is not None:
                 strike(engine)
-                process.submit("ping")  # if it has nothing left to do, nobody would find it dead
+                process.submit("ping")  # a request by which its death is noticed, if it has no other left
             return samples
 
         def noted(engine: Engine) -> None:

@@ -302,7 +302,7 @@ def test_failure_server_outlives_strangers_that_use_up_descriptors_or_say_nothin
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Whether the server ends the connection, after its greeting."""
+    """Whether the server ends the connection, after its part of the handshake."""
     with contextlib.suppress(ConnectionError):
         while stranger.recv(4096):
             pass

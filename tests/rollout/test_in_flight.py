@@ -169,7 +169,7 @@ def test_what_is_too_old_begins_again() -> None:
     (queued,) = begin(flight, 0, 4)
     flight.finish(queued, [trajectory(1, 2)])  # it has waited in an engine until the next weights were there
     assert flight.requeue_stale(1) == []
-    assert flight.requeue_stale(2) == [running]  # the only one that somebody still works on
+    assert flight.requeue_stale(2) == [running]  # the only one that is still being sampled
     assert indices(flight.waiting) == [0, 1, 3]
     assert (flight.num_finished, flight.num_stale) == (1, 2)
     assert fresh.first_weight_version == 1 and waiting.first_weight_version is None
@@ -257,7 +257,7 @@ def test_groups_of_other_settings_are_requeued_and_logged_once(
     caplog.set_level("INFO", logger="rlightning")
     flight, groups = sampled_with(SETTINGS)
     changed = sampling_settings(num_samples, Sampling(**{"max_new_tokens": 8} | changes))
-    assert flight.requeue_changed(changed) == [groups[1]]  # the only one that somebody still works on
+    assert flight.requeue_changed(changed) == [groups[1]]  # the only one that is still being sampled
     assert flight.waiting == groups and flight.num_finished == flight.num_selected == flight.num_stale == 0
     assert flight.requeue_changed(changed) == []
     (line,) = caplog.messages
