@@ -196,14 +196,6 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give ranks that Lightning starts a port: the one that it would choose may be taken by the time they are up."""
-    from rank_processes import free_port
-
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-
-
 @pytest.fixture(autouse=True)
 def _processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """In `make test-fast`, fail a test that starts a Python process: the marker that leaves it out is missing."""

@@ -242,7 +242,7 @@ except ValueError as error:
 
 
 @pytest.mark.processes
-def test_ranks_of_a_script_share_the_run_folder(model_folder: str, tmp_path: Path, own_port: None) -> None:
+def test_ranks_of_a_script_share_the_run_folder(model_folder: str, tmp_path: Path) -> None:
     data = make_data(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_python("script.py", model_folder, str(data.train), folder=tmp_path, environment=os.environ)

@@ -1,7 +1,9 @@
 """Lightning's launcher of one machine's ranks, with an end for those that it started."""
 
+import contextlib
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -39,6 +41,7 @@ class RankLauncher(SubprocessLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             if self.cluster_environment.node_rank() == 0:
+                os.environ.setdefault("MASTER_PORT", str(find_port()))
                 check_port(self.cluster_environment.main_port)
             self._call_children_scripts()
             threading.Thread(target=_end_with, args=(self.procs,), name="child-watch", daemon=True).start()
@@ -72,6 +75,18 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
         f"rank{'s' if wanted > 1 else ''}, but {launch.launcher} started {launch.world_size}. "
         f"{fitting} {PER_NODE[launch.launcher]} {num_devices}."
     )
+
+
+def find_port() -> int:
+    """A port that nobody listens on, below those that the system gives to whoever asks for any.
+
+    One of these, as Lightning chooses, may be another program's by the time the ranks meet.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def check_port(port: int) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project, rlightning
-from rank_processes import free_port
 from ray_nodes import start_nodes
 from waiting import still_running, wait_for
 
@@ -20,6 +19,7 @@ from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import LONGEST_LIST, DriverContext, list_names
 from rlightning.errors import ConfigError
+from rlightning.parallel.launcher import find_port
 from rlightning.processes.process_table import find_children
 
 FIT = ("fit", "--config", "run.yaml", "--trainer.strategy", "ray")
@@ -90,7 +90,7 @@ def test_workers_of_a_cluster_from_elsewhere_get_folder_and_named_variables(
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+    port = find_port()
     head = subprocess.Popen(
         [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
          "--include-dashboard=false", "--object-store-memory=100000000", "--disable-usage-stats"],

@@ -408,7 +408,6 @@ class Writer(Recorder):
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("own_port")
 def test_two_ranks_share_every_step_and_every_validation_batch(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
 ) -> None:

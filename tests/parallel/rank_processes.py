@@ -6,9 +6,7 @@ import itertools
 import json
 import os
 import pickle
-import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlightning.parallel.launcher import find_port
+
 TESTS = str(Path(__file__).parent.parent)
 _numbers = itertools.count()
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to whoever asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 # Scripts
@@ -40,7 +31,7 @@ def start_ranks(script: Path, num_ranks: int, *args: str) -> "list[subprocess.Po
 def _rank_variables(num_ranks: int) -> list[dict[str, str]]:
     ports = set[str]()
     while len(ports) < 3:
-        ports.add(str(free_port()))
+        ports.add(str(find_port()))
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": ports.pop(),

@@ -21,8 +21,6 @@ from rlightning.parallel.cpu_group import barrier_timeout, cpu_group, set_barrie
 from rlightning.parallel.failure import active_watch
 from rlightning.parallel.strategy import DDP, replace_lightning_ddp
 
-pytestmark = pytest.mark.usefixtures("own_port")
-
 
 class AskStrategy(Callback):
     """Writes what the strategy answers on each rank."""

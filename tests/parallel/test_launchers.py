@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from cli_project import environment, make_project
-from rank_processes import free_port
+
+from rlightning.parallel.launcher import find_port
 
 pytestmark = pytest.mark.processes
 
@@ -114,7 +115,7 @@ def start(
     project: Path, run: str, *options: str, by: str = "lightning", variables: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str]":
     """Begin to fit, with ``run`` as the run's folder."""
-    before = [TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port())] if by == "torchrun" else []
+    before = [TORCHRUN, "--nproc-per-node", "2", "--master-port", str(find_port())] if by == "torchrun" else []
     return subprocess.Popen(
         [*before, SCRIPT, "fit", "--config", "run.yaml", "--trainer.default_root_dir", run, *options],
         cwd=project,
@@ -151,7 +152,7 @@ def losses(project: Path, run: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_same_run_under_three_launchers(project: Path, strategy: str) -> None:
-    port = free_port()
+    port = find_port()
     options = ("--trainer.callbacks+=own_classes.TellsAtExit", f"--trainer.strategy={strategy}")
     lightning, torchrun, srun = (f"{launcher}-{strategy}" for launcher in ("lightning", "torchrun", "slurm"))
     runs = [

@@ -270,7 +270,14 @@ def test_the_command_refuses_what_it_cannot_do(
         ("--port",): "--port: its value is missing",
         ("--config", "run.yaml", "--prot", "1"): "prot: there is no such key",
         ("--config", "run.yaml", "--rollout.engine.max_num_sqs", "1"): "max_num_sqs",
-        ("--config", "run.yaml", "--rollout.engine.num_gpu_blocks_override", "1"): "override=1 must be at least 2",
+        (
+            "--config",
+            "run.yaml",
+            "--port",
+            "0",
+            "--rollout.engine.num_gpu_blocks_override",
+            "1",
+        ): "override=1 must be at least 2",
     }
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
