@@ -63,12 +63,10 @@ def limit_host_threads() -> None:
 def use_tensor_cores(device: torch.device, precision: str) -> None:
     """Let CUDA's products of float32 matrices round their factors to TF32, in a run that computes in bfloat16.
 
-    Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products, and
-    so does the host, where a model is checked before it is moved: processors with AMX would round there too.
+    Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
     """
     if device.type == "cuda" and precision.startswith("bf16"):
         torch.set_float32_matmul_precision("high")
-        torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
 def use_expandable_segments() -> None:
