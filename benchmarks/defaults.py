@@ -46,6 +46,7 @@ from launch import (
     fit,
     format_table,
     prepare,
+    program_environment,
     run_logged,
     say,
     write_run,
@@ -119,7 +120,7 @@ def read_plan(arguments: argparse.Namespace, run: Run) -> str:
     log = run.folder / "plan.txt"
     memory = f"{device_memory(arguments.device) / (1 << 30):.2f}GiB"
     command = ["plan", "--config", str(run.folder / "run.yaml"), "--device-memory", memory]
-    run_logged([sys.executable, "-m", "rlightning", *command], log, dict(os.environ), RUN_TIMEOUT)
+    run_logged([sys.executable, "-m", "rlightning", *command], log, program_environment(), RUN_TIMEOUT)
     return (log.read_text().strip().splitlines() or [""])[-1]
 
 

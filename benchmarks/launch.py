@@ -235,14 +235,19 @@ def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int], *, time
     """Run a job in a folder of its own below ``--out``, on the given devices, for so many seconds at most."""
     folder, options = write_run(arguments, job)
     command = [sys.executable, "-m", "rlightning", *options]
-    paths = [str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    environment = program_environment()
     if arguments.device == "cuda":
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in devices)
     begun = time.perf_counter()
     exit_code = run_logged(command, folder / "run.log", environment, timeout)
     return Run(job, folder, exit_code, time.perf_counter() - begun)
+
+
+def program_environment() -> dict[str, str]:
+    """The variables of ``rlightning``: it finds this checkout and the benchmarks' callbacks, and asks no hub."""
+    paths = [str(BENCHMARKS), str(BENCHMARKS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int:

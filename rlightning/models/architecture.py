@@ -26,6 +26,7 @@ from rlightning.models.counts import (
 from rlightning.models.finite import find_not_finite
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
+from rlightning.parallel.device import exact_float32
 from rlightning.parallel.sharding import named_weights
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -77,10 +78,11 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
+@exact_float32()
 def check_policy(model: str, policy: PreTrainedModel) -> None:
     """Run two short sequences, packed and alone, and raise a ConfigError if that makes a difference.
 
-    Left out in half precision, whose rounding hides what is looked for.
+    Left out in half precision, whose rounding hides what is looked for, as that of TF32 would.
     """
     config = policy.config
     head: Any = policy.get_output_embeddings()

@@ -69,6 +69,17 @@ def use_tensor_cores(device: torch.device, precision: str) -> None:
         torch.set_float32_matmul_precision("high")
 
 
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Within, CUDA multiplies float32 matrices without rounding their factors to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def use_expandable_segments() -> None:
     """Let PyTorch's caching allocator grow what it has instead of adding blocks that later sizes do not fit.
 

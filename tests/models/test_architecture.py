@@ -86,6 +86,19 @@ def test_attention_across_packed_sequences_is_detected(tmp_path: Path) -> None:
         check_policy("leaking", NoBounds(leaking))  # type: ignore[arg-type]
 
 
+def test_a_policy_is_checked_without_tf32(tmp_path: Path) -> None:
+    """A bfloat16 run allows it, and a deep model's rounding then looks like another result."""
+    policy = load_policy(save_tiny("qwen3", tmp_path, head_dim=8))
+    seen = set[str]()
+    policy.register_forward_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_policy("checked", policy)
+        assert (seen, torch.get_float32_matmul_precision()) == ({"highest"}, "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 class NoBounds(torch.nn.Module):
     """A model that lets every token see all before it."""
 

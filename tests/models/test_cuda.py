@@ -144,6 +144,16 @@ def test_logprobs_in_bfloat16_take_one_chunk(softcap: float | None, monkeypatch:
         assert (got - other).norm() < 0.01 * other.norm()
 
 
+def test_a_deep_model_is_loaded_where_tf32_is_allowed(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=36)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.device("cuda"):
+            assert load_policy(folder).device.type == "cuda"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_models_in_mixed_precision(kind: str, tmp_path: Path) -> None:
     policy = load_policy(save_tiny(kind, tmp_path, head_dim=16, sliding_window=3))
