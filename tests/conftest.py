@@ -133,12 +133,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more GPUs than there are."""
-    for name, count, reason in (("gpu", 1, "needs a CUDA device"), ("multigpu", 2, "needs two CUDA devices")):
-        if item.get_closest_marker(name):
+    for name, least in (("gpu", 1), ("multigpu", 2)):
+        if marker := item.get_closest_marker(name):
             import torch  # which takes seconds
 
+            count = marker.args[0] if marker.args else least
             if torch.cuda.device_count() < count:
-                pytest.skip(reason)
+                pytest.skip("needs a CUDA device" if count == 1 else f"needs {count} CUDA devices")
 
 
 @pytest.fixture(scope="session")
